@@ -37,7 +37,7 @@ from datatrove.utils.logging import logger
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, peak_resident_bytes, write_result
-from meshwright.data.cleaning.cleaning_pass import clean
+from meshwright.data.cleaning.cleaning_pass import run_cleaning_pass
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import Cleaner
 from meshwright.data.cleaning.segments import KEPT
@@ -84,7 +84,7 @@ def ours(path: Path, recipe: CleanRecipe) -> tuple[int, set[int]]:
     """(documents kept, those dropped by what is no duplicate)."""
     with tempfile.TemporaryDirectory() as work:
         file = SourceFile(path.name, path, "jsonl", True)
-        result = clean([file], Reader(), Cleaner(recipe), Path(work), lambda line: None)
+        result = run_cleaning_pass([file], Reader(), Cleaner(recipe), Path(work), lambda line: None)
         judged = {number for number, code in enumerate(result.codes.tolist()) if code != KEPT}
         return result.kept, judged
 
@@ -129,7 +129,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def signatures(texts: list[str], minhash: MinHash) -> list[Any]:
-    return [minhash.signature(minhash.shingles(text)) for text in texts]
+    return [minhash.compute_signature(minhash.hash_shingles(text)) for text in texts]
 
 
 def rensas(texts: list[str], minhash: MinHash) -> list[Any]:

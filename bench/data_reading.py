@@ -50,7 +50,7 @@ def write_texts(directory: Path) -> int:
 
 def ours(path: Path) -> int:
     [file] = find_files([str(path)])
-    return sum(len(document.text or "") for document in Reader().documents(file))
+    return sum(len(document.text or "") for document in Reader().read_documents(file))
 
 
 def streamed(path: Path) -> int:

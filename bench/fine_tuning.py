@@ -219,7 +219,7 @@ def write_examples(place: Path) -> dict[str, Any]:
     examples = []
     for number, kept in zip(plan.numbers.tolist(), plan.kept[:, 0].tolist(), strict=True):
         begin = int(split._documents[number, 0])
-        tokens, trained = split._read(begin, begin + kept)
+        tokens, trained = split._read_document(begin, begin + kept)
         examples.append((tokens.tolist(), np.where(trained, tokens.astype(np.int64), -100).tolist()))
     batch = round(ROWS * len(examples) / split.sequences)
     lengths = sorted(len(tokens) for tokens, _ in examples)

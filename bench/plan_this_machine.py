@@ -89,7 +89,7 @@ def documents_in_a_row(data: PreparedData, rows: int = 256) -> float:
     """The mean number of documents in a row of the training split."""
     import numpy as np
 
-    ids = data.split("train").batch(np.arange(rows)).document_ids
+    ids = data.split("train").read_batch(np.arange(rows)).document_ids
     return float(1 + (np.diff(ids, axis=1) != 0).sum() / len(ids))
 
 
@@ -105,10 +105,10 @@ def predict(text: str, where: Cluster) -> Estimate:
 def probed(path: Path) -> Cluster:
     """This machine, measured now; the cluster file is written to `path`."""
     from meshwright.probe.ranks import probe
-    from meshwright.probe.report import cluster_tables, write_cluster_file
+    from meshwright.probe.report import format_cluster_file, make_cluster_tables
 
     found = probe(RANKS, "cpu", log=lambda line: print(line, file=sys.stderr))
-    path.write_text(write_cluster_file(cluster_tables(found, "cpu"), ["Written by bench/plan_this_machine.py."]))
+    path.write_text(format_cluster_file(make_cluster_tables(found, "cpu"), ["Written by bench/plan_this_machine.py."]))
     return cluster(str(path))
 
 

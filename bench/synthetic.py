@@ -24,7 +24,7 @@ class SyntheticTokens:
         self.sequences, self.tokens = 10**9, 10**9 * shape["sequence"]
         self._batches: Iterator[Any] = random_batches(shape)
 
-    def batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
+    def read_batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
         tokens, targets = next(self._batches)
         rows = len(samples)
         return TokenBatch(
@@ -50,7 +50,7 @@ class SyntheticData:
     def split(self, name: str) -> SyntheticTokens:
         return SyntheticTokens(self._shape)
 
-    def order(self) -> InTurn:
+    def make_sample_order(self) -> InTurn:
         return InTurn()
 
 

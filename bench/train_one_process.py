@@ -37,7 +37,7 @@ def main() -> None:
     import torch
 
     from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
-    from meshwright.probe.matmul import matmul_flops_per_second
+    from meshwright.probe.matmul import measure_matmul_rate
     from meshwright.spec.config_from_recipe import config_from_recipe
     from meshwright.spec.parameters import parameter_table
     from synthetic import synthetic_recipe
@@ -46,7 +46,7 @@ def main() -> None:
     config = config_from_recipe(synthetic_recipe(SHAPE, "bf16", False).model, SHAPE["sequence"], SHAPE["vocabulary"])
     flops, peak = (
         training_flops_per_token(config, SHAPE["sequence"]),
-        matmul_flops_per_second(torch.bfloat16, "cpu", 2.0),
+        measure_matmul_rate(torch.bfloat16, "cpu", 2.0),
     )
     tokens = SHAPE["batch"] * SHAPE["sequence"]
     write_result(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.manifest import Damaged
-from meshwright.checkpoint.slices import check_inside, read_index
+from meshwright.checkpoint.slices import check_bounds, read_index
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.template_rendering import TemplateError
@@ -183,7 +183,7 @@ def test_checkpoint_index_entries_are_checked(tmp_path: Path, entries: list, sai
     (tmp_path / "training").mkdir()
     (tmp_path / "training/index.json").write_text(json.dumps({"files": {"f": entries}}))
     with pytest.raises(Damaged, match=said):
-        check_inside(read_index(tmp_path), {"f": 16})
+        check_bounds(read_index(tmp_path), {"f": 16})
 
 
 @pytest.mark.parametrize(

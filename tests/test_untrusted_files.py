@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.cleaning.blocked_words import BlockedWords, digest
+from meshwright.data.cleaning.blocked_words import BlockedWords, hash_word_list
 from meshwright.errors import UserError
 from meshwright.inspection.files import TensorFiles
 from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "program.json": lambda path: load_pipeline(str(path)),
     "schedule.csv": lambda path: load_pipeline(str(path)),
     "words.txt": lambda path: BlockedWords(str(path)),
-    "hashed.txt": lambda path: digest(str(path)),
+    "hashed.txt": lambda path: hash_word_list(str(path)),
     "tokenizer.json": lambda path: tokens_of(str(path)),
     "config.json": config_from_path,
     "metrics.jsonl": read_steps,

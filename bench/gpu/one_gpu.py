@@ -39,7 +39,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.devices import peak_flops
 from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
-from meshwright.probe.matmul import matmul_flops_per_second
+from meshwright.probe.matmul import measure_matmul_rate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -165,7 +165,7 @@ def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
     """Tokens per second and utilisation of the real trainer's step, its blocks compiled."""
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    peak = (peak_flops(name, "bf16") if cuda else None) or matmul_flops_per_second(torch.bfloat16, device, 1.0)
+    peak = (peak_flops(name, "bf16") if cuda else None) or measure_matmul_rate(torch.bfloat16, device, 1.0)
     trainer = synthetic_trainer(shape, layout, compile_blocks=True, mesh=Mesh.single(Layout.parse(layout), device))
     seconds = step_seconds(trainer.step, 4, 12, cuda)
     rate = shape["batch"] * shape["sequence"] / seconds

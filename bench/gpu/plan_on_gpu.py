@@ -30,7 +30,7 @@ from meshwright.planner.cluster import Cluster, cluster
 from meshwright.planner.devices import find_device
 from meshwright.planner.estimate import evaluate
 from meshwright.probe.ranks import probe
-from meshwright.probe.report import cluster_tables, write_cluster_file
+from meshwright.probe.report import format_cluster_file, make_cluster_tables
 from synthetic import synthetic_trainer
 
 SHAPE = {
@@ -53,7 +53,7 @@ def probed(device: str) -> Cluster:
     found = probe(1, "cuda" if device.startswith("cuda") else "cpu", log=lambda line: print(line, file=sys.stderr))
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "cluster.toml"
-        path.write_text(write_cluster_file(cluster_tables(found, found["kind"]), ["Written by plan_on_gpu.py."]))
+        path.write_text(format_cluster_file(make_cluster_tables(found, found["kind"]), ["Written by plan_on_gpu.py."]))
         return cluster(str(path))
 
 

@@ -68,7 +68,7 @@ FILES = (
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "flipped"])
-def test_a_damaged_file_makes_the_older_checkpoint_count_and_a_line_say_why(saved, tmp_path, file, damage):
+def test_damaged_checkpoint_falls_back_to_older_one(saved, tmp_path, file, damage):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     path = directory / "step-000200" / file
@@ -86,7 +86,7 @@ def test_a_damaged_file_makes_the_older_checkpoint_count_and_a_line_say_why(save
     assert verify_checkpoint(directory / "step-000100") == []
 
 
-def test_any_single_flipped_byte_is_found(saved, tmp_path):
+def test_any_flipped_byte_is_detected(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ def test_a_hidden_or_foreign_directory_is_no_checkpoint(saved, tmp_path):
     assert (directory / "step-last").is_dir() and (directory / "step-000400").is_file()
 
 
-def test_when_no_checkpoint_is_whole_nothing_is_trained_over_them(saved, tmp_path):
+def test_no_intact_checkpoint_refuses_to_train(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     for step in (100, 200):
@@ -119,7 +119,7 @@ def test_when_no_checkpoint_is_whole_nothing_is_trained_over_them(saved, tmp_pat
         resumed_step(directory)
 
 
-def test_a_damaged_checkpoint_makes_way_when_training_passes_it_again(saved, tmp_path):
+def test_damaged_checkpoint_is_replaced_by_new_save(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     cases.flip_bit(directory / "step-000200/training/rank-00000-of-00001.safetensors")
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_makes_way_when_training_passes_it_again(saved, tmp
     assert verify_checkpoint(directory / "step-000200") == []
 
 
-def test_the_step_just_saved_stays_though_a_later_one_with_a_hidden_fault_looks_newer(saved, tmp_path):
+def test_retention_keeps_step_just_saved(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     cases.flip_bit(directory / "step-000200/model.safetensors")
@@ -138,7 +138,7 @@ def test_the_step_just_saved_stays_though_a_later_one_with_a_hidden_fault_looks_
     assert "step-000100" not in os.listdir(directory)
 
 
-def test_a_kill_while_one_is_replaced_brings_the_old_one_back(saved, tmp_path):
+def test_kill_during_replacement_restores_old_checkpoint(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     (directory / "step-000200").rename(directory / ".step-000200.replaced")
@@ -169,7 +169,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert best(tmp_path) is None
 
 
-def test_a_save_waits_for_the_one_before(tmp_path):
+def test_save_waits_for_previous_save(tmp_path):
     keeper = checkpointer(tmp_path, keep=9)
     for step in range(1, 5):
         keeper.save(step, cases.state_pieces(CONFIG, 0, 1, salt=step), {})
@@ -177,7 +177,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     assert [verify_checkpoint(tmp_path / f"step-{step:06d}") for step in range(1, 5)] == [[]] * 4
 
 
-def test_training_may_change_the_state_while_it_is_written(tmp_path):
+def test_state_may_change_during_background_save(tmp_path):
     keeper = checkpointer(tmp_path)
     pieces = cases.state_pieces(CONFIG, 0, 1)
     keeper.save(1, pieces, {})
@@ -190,7 +190,7 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path):
     assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
 
 
-def test_a_snapshot_is_one_copy_into_memory_that_is_there():
+def test_snapshot_reuses_allocated_memory():
     """What holds training up for a save (how long, `bench/save_stall.py` says): no fresh memory, and neighbours in one
     long copy."""
     buffers, flat = SnapshotBuffers(), torch.randn(200_000)
@@ -205,7 +205,7 @@ def test_a_snapshot_is_one_copy_into_memory_that_is_there():
     assert [copy.tensor.data_ptr() for copy in buffers.take(pieces).slices] == places
 
 
-def test_a_hole_in_the_state_is_a_fault_and_not_a_checkpoint(tmp_path):
+def test_incomplete_state_is_not_saved(tmp_path):
     keeper = checkpointer(tmp_path)
     pieces = cases.state_pieces(CONFIG, 0, 1)
     keeper.save(1, pieces[:-1], {})
@@ -236,7 +236,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("found", ["before", "while writing"])
-def test_a_full_disk_is_one_line_and_costs_no_older_checkpoint(small_disk, found, monkeypatch):
+def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
     if found == "while writing":  # as when somebody else fills it meanwhile
         from meshwright.checkpoint import saving
 
@@ -266,7 +266,7 @@ def test_a_full_disk_is_one_line_and_costs_no_older_checkpoint(small_disk, found
     assert keeper.failed() is None and newest(small_disk / "checkpoints").step == 3
 
 
-def test_a_disk_that_fills_under_two_ranks_is_told_to_both(small_disk):
+def test_full_disk_is_reported_on_both_ranks(small_disk):
     directory = small_disk / "checkpoints"
     with LocalRanks(2) as ranks:
         results = ranks.run(cases.save_without_looking, str(directory), LARGER)
@@ -302,7 +302,7 @@ for line in sys.stdin:  # one fork a line: the parent kills it when it likes
 """
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_the_newest_whole_one(tmp_path):
+def test_kill_during_save_keeps_newest_intact_checkpoint(tmp_path):
     directory = tmp_path / "checkpoints"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from meshwright.checkpoint import Checkpointer, verify_checkpoint
-from meshwright.checkpoint.manifest import BLOCK_BYTES, hash_file, hash_part, hash_tasks
-from meshwright.checkpoint.model_files import disk_runs, model_files
+from meshwright.checkpoint.manifest import BLOCK_BYTES, distribute_hashing, hash_blocks, hash_file
+from meshwright.checkpoint.model_files import plan_model_files, split_disk_runs
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.parameters import parameter_table
 from tests.training.checkpoint_cases import row_values, state_pieces, tiny
@@ -91,7 +91,7 @@ def test_the_training_slices_are_safetensors_that_anyone_can_open(tmp_path):
         assert torch.equal(file.get_tensor(f"exp_avg:{row.name}[0:{row.numel}]"), row_values("exp_avg", row))
 
 
-def test_any_range_of_a_transposed_row_lands_where_the_transpose_has_it():
+def test_transposed_entry_ranges_map_to_disk_runs():
     row = parameter_table(tiny("gpt2", hidden=12, heads=2, intermediate=48)).row("transformer.h.0.mlp.c_fc.weight")
     outputs, inputs = row.engine_shape
     engine = np.arange(outputs * inputs, dtype=np.int32)
@@ -101,21 +101,21 @@ def test_any_range_of_a_transposed_row_lands_where_the_transpose_has_it():
     ranges += [tuple(sorted(generator.choice(engine.size + 1, 2, replace=False))) for _ in range(200)]
     for start, stop in ranges:
         disk = np.full(engine.size, -1, dtype=np.int32)
-        for first, run in disk_runs(row, start, engine[start:stop]):
+        for first, run in split_disk_runs(row, start, engine[start:stop]):
             assert (disk[first : first + len(run)] == -1).all()
             disk[first : first + len(run)] = run
         assert (disk == np.where((truth >= start) & (truth < stop), truth, -1)).all(), (start, stop)
 
 
 def test_every_rank_computes_the_same_header_from_the_table():
-    files = model_files(parameter_table(tiny("qwen3")), "bfloat16", 30_000)
-    again = model_files(parameter_table(tiny("qwen3")), "bfloat16", 30_000)
+    files = plan_model_files(parameter_table(tiny("qwen3")), "bfloat16", 30_000)
+    again = plan_model_files(parameter_table(tiny("qwen3")), "bfloat16", 30_000)
     assert files.files == again.files and files.places == again.places
 
 
-def test_hashing_is_shared_out_and_every_hash_is_made_once(tmp_path):
+def test_hashing_is_distributed_without_repetition(tmp_path):
     sizes = {"a": 5 * BLOCK_BYTES + 1, "b": 100, "c": 2 * BLOCK_BYTES, "d": 0}
-    plan = hash_tasks(sizes, 3)
+    plan = distribute_hashing(sizes, 3)
     whole = [name for part in plan for name, (wanted, _) in part.items() if wanted]
     blocks = [(name, block) for part in plan for name, (_, wanted) in part.items() for block in wanted]
     assert sorted(whole) == ["a", "b", "c", "d"]
@@ -138,4 +138,4 @@ def test_a_file_is_hashed_as_a_whole_and_by_blocks(tmp_path, monkeypatch):
     assert record.size == 2500 and record.sha256 == hashlib.sha256(data).hexdigest()
     parts = [hashlib.sha256(data[at : at + 1000]).hexdigest() for at in (0, 1000, 2000)]
     assert list(record.blocks) == parts
-    assert hash_part(tmp_path / "f", False, [2]) == (None, {2: parts[2]})
+    assert hash_blocks(tmp_path / "f", False, [2]) == (None, {2: parts[2]})

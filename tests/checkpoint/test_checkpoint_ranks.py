@@ -31,7 +31,7 @@ def files_of(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_two_ranks_write_one_three_and_four_read_bit_for_bit(two, three, tmp_path, family):
+def test_checkpoint_of_two_ranks_loads_on_one_three_and_four(two, three, tmp_path, family):
     config = cases.tiny(family)
     options = {"dtype": "bfloat16", "shard_bytes": 30_000}
     assert two.run(cases.save_on_ranks, str(tmp_path), config, [4], options) == [[None], [None]]
@@ -67,7 +67,7 @@ def test_equal_runs_leave_equal_directories(two, tmp_path):
     assert a == b and len(a) == 8
 
 
-def test_a_bit_that_one_rank_finds_flipped_makes_all_take_the_older_one(two, three, tmp_path):
+def test_bit_flip_found_by_one_rank_makes_all_use_older_checkpoint(two, three, tmp_path):
     config = cases.tiny("llama")
     two.run(cases.save_on_ranks, str(tmp_path), config, [1, 2], {})
     cases.flip_bit(tmp_path / "step-000002/training/rank-00001-of-00002.safetensors", 0.9)
@@ -79,7 +79,7 @@ def test_a_bit_that_one_rank_finds_flipped_makes_all_take_the_older_one(two, thr
     assert "step-000002 is damaged" in line and "rank-00001-of-00002.safetensors was altered" in line
 
 
-def test_a_flipped_bit_in_the_model_file_is_found_though_no_rank_needs_it(two, tmp_path):
+def test_bit_flip_in_unneeded_model_file_is_detected(two, tmp_path):
     config = cases.tiny("llama")
     two.run(cases.save_on_ranks, str(tmp_path), config, [1, 2], {"shard_bytes": 30_000})
     for file in sorted((tmp_path / "step-000002").glob("model-*")):
@@ -94,7 +94,7 @@ def test_a_flipped_bit_in_the_model_file_is_found_though_no_rank_needs_it(two, t
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_an_io_error_on_one_rank_is_told_to_all_and_leaves_nothing(two, tmp_path, faulty):
+def test_io_error_on_one_rank_cancels_save_on_all(two, tmp_path, faulty):
     results = two.run(cases.save_with_a_fault, str(tmp_path), cases.tiny("llama"), faulty, "io")
     two.close()  # the fault was planted in the process
     for line, names in results:
@@ -104,13 +104,13 @@ def test_an_io_error_on_one_rank_is_told_to_all_and_leaves_nothing(two, tmp_path
         assert [name for name in names if not name.startswith(".last")] == ["step-000001"]
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_time_out(two, tmp_path):
+def test_absent_rank_is_named_after_timeout(two, tmp_path):
     (first, names), (second, _) = two.run(cases.save_with_a_fault, str(tmp_path), cases.tiny("llama"), 1, "silent")
     assert first.startswith("checkpoint of step 2 given up: rank 1 has not written its part after 2 s")
     assert second is None and "step-000002" not in names and ".step-000002.partial" not in names
 
 
-def test_ranks_that_do_not_see_the_same_directory_say_so(two, tmp_path):
+def test_unshared_checkpoint_directory_is_refused(two, tmp_path):
     directories = [str(tmp_path / "a"), str(tmp_path / "b")]
     with pytest.raises(
         UserError, match=r"rank 1 on .* does not see the checkpoint directory .* must be on a filesystem"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.served import served
-from tests.data.test_variants import evolving, self_instruct_model
 from tests.synthesis.test_labelling import GOOD
+from tests.synthesis.test_variants import evolving, self_instruct_model
 
 
 @pytest.fixture

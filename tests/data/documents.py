@@ -16,7 +16,7 @@ def read(path: Path, *, named: bool = True, **settings: object) -> list[tuple[st
     pattern = str(path) if named else f"{path.parent}/[{path.name[0]}]{path.name[1:]}"
     (file,) = find_files([pattern])
     assert file.named == named
-    return [(document.name, document.text) for document in Reader(**settings).documents(file)]  # type: ignore[arg-type]
+    return [(document.name, document.text) for document in Reader(**settings).read_documents(file)]  # type: ignore[arg-type]
 
 
 def refusal(path: Path, **settings: object) -> str:

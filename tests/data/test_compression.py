@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import xz_bits_per_byte
+from meshwright.data import measure_xz_bits_per_byte
 
 
-def test_xz_is_what_the_xz_program_makes_of_the_same_bytes(tmp_path: Path):
+def test_xz_baseline_matches_xz_program(tmp_path: Path):
     import lzma
 
     texts = ["def f():\n    return 1\n" * 20, "größer ", "世界"]
     whole = "".join(texts).encode()
-    packed = xz_bits_per_byte(texts) * len(whole) / 8
+    packed = measure_xz_bits_per_byte(texts) * len(whole) / 8
     assert packed == pytest.approx(len(lzma.compress(whole, preset=9)))
-    assert np.isnan(xz_bits_per_byte([]))
+    assert np.isnan(measure_xz_bits_per_byte([]))

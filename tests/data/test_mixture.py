@@ -47,7 +47,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def letters(data, numbers: np.ndarray) -> list[str]:
     """The letter of each sample, in the order of training; no sample has two."""
-    batch = data.split("train").batch(data.order().sample(numbers))
+    batch = data.split("train").read_batch(data.make_sample_order().sample(numbers))
     found = []
     for row in batch.tokens:
         letters = {chr(token) for token in row.tolist() if token < 256}
@@ -56,7 +56,7 @@ def letters(data, numbers: np.ndarray) -> list[str]:
     return found
 
 
-def test_samples_come_from_the_sources_by_their_weights(corpus: Path):
+def test_mixture_samples_follow_weights(corpus: Path):
     data = prepare(recipe(corpus, {"web": 5, "books": 3, "code": 2}), seed=1)
     found = letters(data, np.arange(2000))
     assert [found.count(letter) for letter in "wbc"] == [1000, 600, 400]
@@ -65,11 +65,11 @@ def test_samples_come_from_the_sources_by_their_weights(corpus: Path):
     assert found[:10] != sorted(found[:10])
 
 
-def test_every_sample_of_every_source_comes_once_an_epoch(corpus: Path):
+def test_mixture_reads_every_sample_once_per_epoch(corpus: Path):
     data = prepare(recipe(corpus, {"web": 1, "books": 1, "code": 1}))
     sequences = data.split("train").sequences_by_source
     assert sum(sequences) == data.split("train").sequences and len(set(sequences)) == 3
-    samples = data.order().sample(np.arange(3 * max(sequences)))
+    samples = data.make_sample_order().sample(np.arange(3 * max(sequences)))
     begin = 0
     for count in sequences:
         own = samples[(samples >= begin) & (samples < begin + count)]
@@ -79,39 +79,39 @@ def test_every_sample_of_every_source_comes_once_an_epoch(corpus: Path):
         begin += count
 
 
-def test_the_rows_of_a_source_are_its_own_tokens_from_the_first_on(corpus: Path):
+def test_weighted_source_rows_hold_only_its_tokens(corpus: Path):
     data = prepare(recipe(corpus, {"web": 1, "books": 2}))
     split = data.split("train")
-    stream = np.concatenate(list(split.token_batches()))
+    stream = np.concatenate(list(split.iterate_tokens()))
     border = data.summary()["sources"][0]["train"]["tokens"]
     first, second = split.sequences_by_source
-    rows = split.batch(np.arange(first + second)).tokens
+    rows = split.read_batch(np.arange(first + second)).tokens
     assert np.array_equal(rows[:first].ravel(), stream[: first * 16])
     assert np.array_equal(rows[first:].ravel(), stream[border : border + second * 16])
     assert len(split.shards) > 4
 
 
-def test_weights_change_the_order_and_not_what_is_prepared(corpus: Path):
+def test_weights_change_order_not_prepared_data(corpus: Path):
     made = [
         prepare(recipe(corpus, weights))
         for weights in ({"web": 5, "books": 3}, {"web": 1, "books": 3}, {"web": None, "books": None})
     ]
     assert len({data.directory for data in made}) == 1
-    assert len({tuple(data.order().sample(np.arange(50)).tolist()) for data in made}) == 3
+    assert len({tuple(data.make_sample_order().sample(np.arange(50)).tolist()) for data in made}) == 3
     one_text = made[2].split("train")
     assert len(one_text.sequences_by_source) == 1
 
 
-def test_validation_is_split_by_document_whatever_the_weights(corpus: Path):
+def test_validation_split_is_independent_of_weights(corpus: Path):
     said = recipe(corpus, {"web": 5, "books": 3}, validation_fraction=0.2)
     weighted = prepare(said)
     paths = [source.path for source in said.all_sources]
     listed = prepare(DataRecipe.model_validate(said.model_dump() | {"source": paths, "sources": None}))
-    assert list(weighted.documents()) == list(listed.documents())
+    assert list(weighted.iterate_documents()) == list(listed.iterate_documents())
     assert weighted.split("validation").rows > 1
 
 
-def test_a_sources_own_key_and_format_are_used(tmp_path: Path):
+def test_source_key_and_format_override_defaults(tmp_path: Path):
     (tmp_path / "a.data").write_text('{"body": "aaa"}\n{"body": "aab"}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "bbb"}\n{"text": "bba"}\n')
     sources = [
@@ -120,10 +120,10 @@ def test_a_sources_own_key_and_format_are_used(tmp_path: Path):
     ]
     settings = {"tokenizer": "bytes", "sequence": 2, "validation_fraction": 0.0, "cache": str(tmp_path / "cache")}
     data = prepare(DataRecipe.model_validate({"sources": sources, **settings}), keep_text=True)
-    assert list(data.documents("train")) == ["aaa", "aab", "bbb", "bba"]
+    assert list(data.iterate_documents("train")) == ["aaa", "aab", "bbb", "bba"]
 
 
-def test_the_counts_of_sources_add_up_and_say_how_often_each_is_read(corpus: Path):
+def test_source_counts_sum_up_and_report_epochs(corpus: Path):
     with (corpus / "web.jsonl").open("a") as file:
         file.write('{"text": ""}\n')
     summary = prepare(recipe(corpus, {"web": 2, "books": 1, "code": 1})).summary(samples=4000)
@@ -140,7 +140,7 @@ def test_the_counts_of_sources_add_up_and_say_how_often_each_is_read(corpus: Pat
     assert sum(source["share"] for source in alike["sources"]) == pytest.approx(1)
 
 
-def test_shards_end_with_their_source_and_a_killed_preparation_goes_on_there(corpus: Path, tmp_path: Path):
+def test_shards_end_with_source_and_resume_after_kill(corpus: Path, tmp_path: Path):
     said = recipe(corpus, {"web": 2, "books": 1, "code": 1})
     whole = prepare(said)
     before = files(whole.directory)
@@ -151,7 +151,7 @@ def test_shards_end_with_their_source_and_a_killed_preparation_goes_on_there(cor
     assert files(whole.directory) == before
 
 
-def test_a_weighted_source_of_which_nothing_is_left_is_refused_by_name(corpus: Path):
+def test_weighted_source_without_samples_is_refused_by_name(corpus: Path):
     (corpus / "code.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(
         UserError, match='data.sources: "code" has a weight, and what is left of it after cleaning cannot'
@@ -160,12 +160,12 @@ def test_a_weighted_source_of_which_nothing_is_left_is_refused_by_name(corpus: P
     assert prepare(recipe(corpus, {"web": None, "code": None})).summary()["sources"][1]["train"]["documents"] == 0
 
 
-def test_a_source_that_is_not_there_is_said_of_the_table_that_names_it(corpus: Path):
+def test_missing_source_error_names_its_table(corpus: Path):
     with pytest.raises(UserError, match=r'^data.sources: ".*/boks.jsonl" does not exist; did you mean ".*books.jsonl"'):
         prepare(recipe(corpus, {"web": 1, "boks": 1}))
 
 
-def test_an_override_of_one_key_takes_the_place_of_the_other(tmp_path: Path):
+def test_override_of_source_replaces_sources(tmp_path: Path):
     path = tmp_path / "mixed.toml"
     path.write_text(
         '[model]\nfamily = "llama"\nlayers = 1\nhidden = 8\nheads = 1\n[data]\nsequence = 8\n'

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import MixtureOrder, SampleOrder
-from meshwright.data.order import LONGEST_PERIOD, evenly, whole_weights
+from meshwright.data.order import LONGEST_PERIOD, interleave_evenly, reduce_weights
 
 sizes = st.integers(1, 3000)
 seeds = st.integers(0, 2**63 - 1)
@@ -18,7 +18,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 @given(seed=seeds, sequences=sizes, epoch=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=60)
-def test_every_epoch_is_a_permutation(seed: int, sequences: int, epoch: int):
+def test_epoch_is_a_permutation(seed: int, sequences: int, epoch: int):
     numbers = epoch * sequences + np.arange(sequences)
     samples = SampleOrder(seed, sequences).sample(numbers)
     assert np.array_equal(np.sort(samples), np.arange(sequences))
@@ -26,7 +26,7 @@ def test_every_epoch_is_a_permutation(seed: int, sequences: int, epoch: int):
 
 @given(seed=seeds, sequences=sizes, data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_sample_depends_on_its_number_alone(seed: int, sequences: int, data: st.DataObject):
+def test_sample_depends_on_number_alone(seed: int, sequences: int, data: st.DataObject):
     numbers = np.array(data.draw(st.lists(st.integers(0, 5 * sequences), min_size=1, max_size=50)))
     order = SampleOrder(seed, sequences)
     together = order.sample(numbers)
@@ -35,7 +35,7 @@ def test_a_sample_depends_on_its_number_alone(seed: int, sequences: int, data: s
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 6])
-def test_any_number_of_replicas_reads_the_same_batches_in_the_same_order(replicas: int):
+def test_replicas_read_same_batches_in_same_order(replicas: int):
     order, batch, steps = SampleOrder(5, 101), 12, 30
     share = batch // replicas
     read = [
@@ -64,14 +64,14 @@ def test_every_permutation_of_a_small_set_is_equally_likely():
     assert chi_squared < 49.7  # 23 degrees of freedom: exceeded by chance once in 1,000
 
 
-def test_neighbours_do_not_stay_neighbours():
+def test_permutation_separates_neighbours():
     samples = SampleOrder(0, 10_000).sample(np.arange(10_000))
     # Lag-1 correlation of a random permutation is below 4 / sqrt(n) with near certainty.
     assert abs(np.corrcoef(samples[:-1], samples[1:])[0, 1]) < 0.04
     assert abs(np.corrcoef(samples, np.arange(10_000))[0, 1]) < 0.04
 
 
-def test_a_published_order_never_changes():
+def test_sample_order_never_changes():
     # Checkpoints of old versions resume in the middle of these.
     published = [7, 0, 9, 6, 2, 8, 3, 1, 5, 4, 4, 3, 2, 1, 0, 6, 7, 9, 5, 8]
     assert SampleOrder(7, 10).sample(np.arange(20)).tolist() == published
@@ -85,8 +85,8 @@ shares = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 @given(parts=shares)
 @settings(deadline=None, max_examples=200)
-def test_at_every_time_each_source_has_had_its_share_to_within_less_than_one(parts: list[int]):
-    period = np.array(evenly(parts))
+def test_mixture_share_deviates_by_less_than_one_sample(parts: list[int]):
+    period = np.array(interleave_evenly(parts))
     times = np.arange(1, len(period) + 1)
     bound = 1 - 1 / (2 * len(parts) - 2) if len(parts) > 1 else 0
     for source, part in enumerate(parts):
@@ -97,7 +97,7 @@ def test_at_every_time_each_source_has_had_its_share_to_within_less_than_one(par
 
 @given(parts=shares, data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_any_window_of_a_mixture_has_its_shares_to_within_less_than_two(parts: list[int], data: st.DataObject):
+def test_mixture_window_share_deviates_by_less_than_two_samples(parts: list[int], data: st.DataObject):
     sequences = [data.draw(st.integers(1, 50)) for _ in parts]
     begin, length = data.draw(st.integers(0, 10**7)), data.draw(st.integers(1, 400))
     samples = MixtureOrder(3, sequences, parts).sample(begin + np.arange(length))
@@ -109,7 +109,7 @@ def test_any_window_of_a_mixture_has_its_shares_to_within_less_than_two(parts: l
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
-def test_a_sample_of_a_mixture_depends_on_its_number_alone(data: st.DataObject):
+def test_mixture_sample_depends_on_number_alone(data: st.DataObject):
     sequences = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     weights = [data.draw(st.sampled_from([0.1, 0.25, 1.0, 3.0, 1e-3, 0.3333])) for _ in sequences]
     numbers = np.array(data.draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=8)))
@@ -117,7 +117,7 @@ def test_a_sample_of_a_mixture_depends_on_its_number_alone(data: st.DataObject):
     assert together.tolist() == [int(MixtureOrder(5, sequences, weights).sample(number)) for number in numbers]
 
 
-def test_each_source_of_a_mixture_goes_through_epochs_of_its_own():
+def test_mixture_sources_have_their_own_epochs():
     sequences = [5, 1000, 30]
     order = MixtureOrder(1, sequences, [1, 2, 1])
     samples = order.sample(np.arange(400))
@@ -128,11 +128,11 @@ def test_each_source_of_a_mixture_goes_through_epochs_of_its_own():
     assert len(set(map(tuple, epochs.tolist()))) > 10  # and in another order each time
     large = samples[(samples >= 5) & (samples < 1005)]
     assert len(large) == 200 == len(set(large.tolist()))
-    assert order.counts(400) == [100, 200, 100]
-    assert order.counts(3) == np.histogram(samples[:3], [0, 5, 1005, 1035])[0].tolist()
+    assert order.count_by_source(400) == [100, 200, 100]
+    assert order.count_by_source(3) == np.histogram(samples[:3], [0, 5, 1005, 1035])[0].tolist()
 
 
-def test_sources_of_a_mixture_do_not_go_through_the_same_permutation():
+def test_mixture_sources_have_different_permutations():
     samples = MixtureOrder(0, [500, 500], [1, 1]).sample(np.arange(1000))
     first, second = samples[samples < 500], samples[samples >= 500] - 500
     assert int((first == second).sum()) < 8
@@ -148,19 +148,19 @@ def test_sources_of_a_mixture_do_not_go_through_the_same_permutation():
         ([1e-05, 1.0], [1, 65535]),
     ],
 )
-def test_weights_become_the_whole_numbers_that_they_are_written_as(weights: list[float], whole: list[int]):
-    assert whole_weights(weights) == whole
+def test_weights_reduce_to_smallest_integers(weights: list[float], whole: list[int]):
+    assert reduce_weights(weights) == whole
 
 
 @given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6))
 @settings(deadline=None)
-def test_weights_of_many_digits_are_rounded_by_less_than_a_sixty_thousandth(weights: list[float]):
-    whole = whole_weights(weights)
+def test_long_weights_are_rounded_within_one_sixty_thousandth(weights: list[float]):
+    whole = reduce_weights(weights)
     assert sum(whole) <= LONGEST_PERIOD + len(whole) and min(whole) >= 1
     for weight, part in zip(weights, whole, strict=True):
         assert abs(weight / sum(weights) - part / sum(whole)) < len(weights) / 60_000
 
 
-def test_a_published_mixture_never_changes():
+def test_mixture_order_never_changes():
     published = [7, 1, 13, 6, 0, 4, 5, 2, 10, 12, 3, 8]
     assert MixtureOrder(7, [4, 10], [1, 2]).sample(np.arange(12)).tolist() == published

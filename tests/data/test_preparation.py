@@ -16,21 +16,21 @@ from meshwright.recipe import CleanRecipe, DataRecipe
 from tests.data.corpus import files, recipe, undisturbed
 
 
-def test_every_byte_is_counted_and_every_document_is_there(corpus: Path, tmp_path: Path):
+def test_every_byte_and_document_is_counted(corpus: Path, tmp_path: Path):
     data = prepare(recipe(corpus, tmp_path), seed=3)
     summary, texts = data.summary(), {path.read_text() for path in corpus.iterdir()}
     assert summary["documents"] == 120 and sum(summary["dropped"].values()) == 0
     assert summary["bytes"] == sum(len(text.encode()) for text in texts) == summary["tokens"] - 2 * 120
-    held_out = list(data.documents())
+    held_out = list(data.iterate_documents())
     assert set(held_out) < texts and 0 < len(held_out) == summary["splits"]["validation"]["documents"]
-    train = b"".join(part.astype("<u2").tobytes() for part in data.split("train").token_batches())
+    train = b"".join(part.astype("<u2").tobytes() for part in data.split("train").iterate_tokens())
     decoded = data.tokenizer.decode(np.frombuffer(train, "<u2").tolist()).split("<|endoftext|>")
     assert {text for text in decoded if text} == texts - set(held_out)
     assert summary["splits"]["train"]["shards"] > 5
-    assert data.order().seed == 3 and data.order().sequences == data.split("train").sequences
+    assert data.make_sample_order().seed == 3 and data.make_sample_order().sequences == data.split("train").sequences
 
 
-def test_a_second_call_finds_what_the_first_made(corpus: Path, tmp_path: Path):
+def test_second_call_uses_cache(corpus: Path, tmp_path: Path):
     log: list[str] = []
     first = prepare(recipe(corpus, tmp_path), log=log.append)
     assert any(line.startswith("packed train") for line in log)
@@ -50,12 +50,12 @@ def test_a_second_call_finds_what_the_first_made(corpus: Path, tmp_path: Path):
         {"clean": CleanRecipe(minimum_characters=2)},
     ],
 )
-def test_whatever_decides_the_result_decides_the_directory(corpus: Path, tmp_path: Path, change: dict[str, Any]):
+def test_cache_key_covers_every_option(corpus: Path, tmp_path: Path, change: dict[str, Any]):
     before = prepare(recipe(corpus, tmp_path, vocabulary=300))
     assert prepare(recipe(corpus, tmp_path, vocabulary=300, **change)).directory != before.directory
 
 
-def test_another_list_of_blocked_words_is_another_directory(corpus: Path, tmp_path: Path):
+def test_cache_key_covers_blocked_words(corpus: Path, tmp_path: Path):
     words = tmp_path / "words.txt"
     directories = set()
     for listed in ("unheard", "unheard of"):
@@ -64,7 +64,7 @@ def test_another_list_of_blocked_words_is_another_directory(corpus: Path, tmp_pa
     assert len(directories) == 2
 
 
-def test_the_directory_follows_the_contents_and_not_the_place(corpus: Path, tmp_path: Path):
+def test_cache_key_depends_on_contents_not_location(corpus: Path, tmp_path: Path):
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in corpus.iterdir():
@@ -76,9 +76,9 @@ def test_the_directory_follows_the_contents_and_not_the_place(corpus: Path, tmp_
     assert prepare(recipe(moved, cache)).directory != before
 
 
-def test_the_tokenizer_never_sees_the_text_that_is_held_out(corpus: Path, tmp_path: Path):
+def test_tokenizer_is_not_trained_on_validation_text(corpus: Path, tmp_path: Path):
     data = prepare(recipe(corpus, tmp_path, tokenizer="bpe"))
-    held_out = set(data.documents())
+    held_out = set(data.iterate_documents())
     others = tmp_path / "others"
     others.mkdir()
     for path in corpus.iterdir():
@@ -89,9 +89,7 @@ def test_the_tokenizer_never_sees_the_text_that_is_held_out(corpus: Path, tmp_pa
     assert same[0] == same[1]
 
 
-def test_a_large_corpus_trains_its_tokenizer_on_a_share_spread_over_all_of_it(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_corpus_trains_tokenizer_on_even_sample(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
 
     def remember(directory, name, vocabulary, found, texts, template):
@@ -124,15 +122,13 @@ def test_a_split_that_cannot_fill_a_sample_is_refused(corpus: Path, tmp_path: Pa
     assert "the train split" in refusal(recipe(corpus, tmp_path, sequence=10**6, validation_fraction=0))
 
 
-def test_a_cache_that_cannot_be_written_is_said(corpus: Path, tmp_path: Path):
+def test_unwritable_cache_is_refused(corpus: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     line = refusal(recipe(corpus, tmp_path / "file"))
     assert line.startswith(f"data.cache: {tmp_path / 'file'}") and "another directory" in line
 
 
-def test_a_full_disk_is_said_and_leaves_nothing_half_written(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_full_disk_leaves_no_partial_data(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(descriptor: int) -> None:
         if sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) > 200_000:
             raise OSError(28, "No space left on device")
@@ -148,7 +144,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(
 
 
 @pytest.mark.parametrize("when", ["reading", "kept", "packed train"])
-def test_a_source_that_changes_meanwhile_is_said_and_not_kept(corpus: Path, tmp_path: Path, when: str):
+def test_source_changed_during_preparation_is_refused(corpus: Path, tmp_path: Path, when: str):
     texts = tmp_path / "texts"
     texts.mkdir()
     for path in corpus.iterdir():

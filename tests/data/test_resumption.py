@@ -44,7 +44,7 @@ def start(data: DataRecipe, log: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(corpus: Path, tmp_path: Path):
+def test_preparation_killed_at_random_times_ends_with_same_bytes(corpus: Path, tmp_path: Path):
     expected = undisturbed("bpe")
     data = recipe(corpus, tmp_path, tokenizer="bpe")
     begun = time.perf_counter()
@@ -82,7 +82,7 @@ def prepare_and_die(data: DataRecipe, steps: int) -> None:
     prepare(data)
 
 
-def test_ended_before_each_of_its_steps_on_disk_it_ends_with_the_same_bytes(corpus: Path, tmp_path: Path):
+def test_preparation_killed_before_each_disk_operation_ends_with_same_bytes(corpus: Path, tmp_path: Path):
     expected = undisturbed("bytes")
     # Children of a server without threads: a fork of this process could hold locks that nobody frees.
     context = multiprocessing.get_context("forkserver")
@@ -104,7 +104,7 @@ def test_ended_before_each_of_its_steps_on_disk_it_ends_with_the_same_bytes(corp
     assert step > 20
 
 
-def test_a_shard_that_was_finished_is_not_made_again(corpus: Path, tmp_path: Path):
+def test_finished_shard_is_not_rewritten(corpus: Path, tmp_path: Path):
     data = recipe(corpus, tmp_path)
     directory = prepare(data).directory
     (directory / "manifest.json").unlink()
@@ -129,14 +129,14 @@ def damaged(path: Path, how: str) -> None:
     "name",
     ["train/00001.tokens.bin", "validation/00000.text.txt", "train/00000.documents.npy", "tokenizer/tokenizer.json"],
 )
-def test_damage_is_said_in_a_line_and_mended(corpus: Path, tmp_path: Path, name: str, how: str):
+def test_damaged_file_is_logged_and_prepared_again(corpus: Path, tmp_path: Path, name: str, how: str):
     data = recipe(corpus, tmp_path)
     path = prepare(data).directory / name
     damaged(path, how)
     log: list[str] = []
     prepare(data, log=log.append, check=how == "flipped")
     problem = {"cut": "holds", "missing": "is missing", "flipped": "is damaged"}[how]
-    assert any(line.startswith(f"{path} {problem}") and line.endswith("it is made again") for line in log)
+    assert any(line.startswith(f"{path} {problem}") and line.endswith("preparing it again") for line in log)
     assert files(tmp_path) == undisturbed("bytes")
 
 
@@ -144,7 +144,7 @@ def test_damage_is_said_in_a_line_and_mended(corpus: Path, tmp_path: Path, name:
     "name", ["manifest.json", "survey.json", "survey.npy", "tokenizer.record.json", "train/00000.json"]
 )
 @pytest.mark.parametrize("how", ["cut", "missing"])
-def test_notes_that_are_damaged_are_written_again(corpus: Path, tmp_path: Path, name: str, how: str):
+def test_damaged_records_are_rewritten(corpus: Path, tmp_path: Path, name: str, how: str):
     data = recipe(corpus, tmp_path)
     directory = prepare(data).directory
     damaged(directory / name, how)
@@ -153,7 +153,7 @@ def test_notes_that_are_damaged_are_written_again(corpus: Path, tmp_path: Path, 
     assert files(tmp_path) == undisturbed("bytes")
 
 
-def test_only_one_process_prepares_and_the_others_say_that_they_wait(corpus: Path, tmp_path: Path):
+def test_one_process_prepares_while_others_log_that_they_wait(corpus: Path, tmp_path: Path):
     data = recipe(corpus, tmp_path, tokenizer="bpe")
     directory = prepare(recipe(corpus, tmp_path / "elsewhere", tokenizer="bpe")).directory
     lock = tmp_path / directory.name / "lock"
@@ -187,7 +187,7 @@ def test_only_one_process_prepares_and_the_others_say_that_they_wait(corpus: Pat
     assert alive[waiting] and others and not any(alive[line] for line in others)
 
 
-def test_four_processes_at_once_make_it_once(corpus: Path, tmp_path: Path):
+def test_four_concurrent_processes_prepare_once(corpus: Path, tmp_path: Path):
     logs = [tmp_path / f"{number}.log" for number in range(4)]
     processes = [start(recipe(corpus, tmp_path / "cache"), log) for log in logs]
     assert [process.wait(timeout=60) for process in processes] == [0] * 4

@@ -128,7 +128,7 @@ def test_held_out_text_never_spells_the_end_of_texts_where_that_is_a_piece_of_th
     (tmp_path / "text.txt").write_text("a </s> b")
     config = config_from_path(checkpoint)
     _, tokens = held_out(tmp_path, config, str(tmp_path / "text.txt"), None, lambda line: None)
-    [stream] = tokens.token_batches()
+    [stream] = tokens.iterate_tokens()
     assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]
 
 
@@ -179,7 +179,7 @@ def recipe(place, tiny_recipe) -> Path:
 
 def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
     result = run_evaluation(checkpoint, str(recipe))
-    held_out = list(prepare(load_recipe(recipe).data).documents("validation"))
+    held_out = list(prepare(load_recipe(recipe).data).iterate_documents("validation"))
     assert 0 < len(held_out) < 5 and set(held_out) < set(TEXTS)
     nats, count = by_hand(checkpoint, held_out, SEQUENCE)
     assert (result["documents"], result["tokens"], result["sequence"]) == (len(held_out), count, SEQUENCE)

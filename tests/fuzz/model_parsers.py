@@ -236,7 +236,7 @@ def read_template(data: bytes, directory: Path) -> None:
     )
     template.check()
     turns = (Message("user", "a mesh"), Message("assistant", "of ranks </s>"))
-    template.rendered(turns)
+    template.render_with_spans(turns)
     template.render(turns[:1], prompt=True)
 
 
@@ -279,7 +279,7 @@ def read_records(kind: str, form: str) -> Callable[[bytes, Path], None]:
         from meshwright.data.sources.resolution import SourceFile
 
         path = write_input(directory, f"records.{form}", data)
-        for document in Reader(records=Records(kind)).documents(SourceFile(path.name, path, form, True)):
+        for document in Reader(records=Records(kind)).read_documents(SourceFile(path.name, path, form, True)):
             assert document.example is not None
 
     return read
@@ -295,10 +295,10 @@ def record_inputs(kind: str, form: str) -> Callable[[], st.SearchStrategy[bytes]
 
 
 def read_rows(data: bytes, directory: Path) -> None:
-    from meshwright.data.records.exchanges import exchange, read_rows
+    from meshwright.data.records.exchanges import iterate_records, split_exchange
 
-    for where, record in read_rows(write_input(directory, "rows.jsonl", data)):
-        exchange(record, where)
+    for where, record in iterate_records(write_input(directory, "rows.jsonl", data)):
+        split_exchange(record, where)
 
 
 SPECIAL_TOKENS_MAP = {"eos_token": {"content": "</s>", "special": True}, "unk_token": "<unk>"}
@@ -327,4 +327,4 @@ def read_token_count(data: bytes, directory: Path) -> None:
 def read_blocked_words(data: bytes, directory: Path) -> None:
     from meshwright.data.cleaning.blocked_words import BlockedWords
 
-    BlockedWords(str(write_input(directory, "words.txt", data))).first("One mesh of ranks.")
+    BlockedWords(str(write_input(directory, "words.txt", data))).find_blocked("One mesh of ranks.")

@@ -153,10 +153,10 @@ def read_slices(data: bytes, directory: Path) -> None:
 
     write_input(directory, slices.INDEX, data)
     index = slices.read_index(directory)
-    slices.check_inside(index, {"training/rank-00000-of-00001.safetensors": 32})
+    slices.check_bounds(index, {"training/rank-00000-of-00001.safetensors": 32})
     wanted = [("master", "a", 0, 4, None), ("m", "a", 0, 4, slices.Columns(0, 2, 4))]
     for reads in slices.plan_reads(index, wanted).values():
-        slices.blocks_of(reads, 16)
+        slices.split_reads(reads, 16)
 
 
 SLICES = {
@@ -228,7 +228,7 @@ def read_prepared(data: bytes, directory: Path) -> None:
     try:
         again = prepare(recipe, 0)
         again.summary(1)
-        again.split("train").batch([0])
+        again.split("train").read_batch([0])
     finally:
         manifest.write_bytes(whole)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.probe.report import write_cluster_file
+from meshwright.probe.report import format_cluster_file
 from tests.planner.test_measured import example
 
 MIB = 2**20
@@ -27,7 +27,7 @@ def cluster_file(place: Path, **more: Any) -> Path:
     }  # fmt: skip
     path = place / "meshwright" / "cluster.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(write_cluster_file(tables, ["Measured by nobody."]))
+    path.write_text(format_cluster_file(tables, ["Measured by nobody."]))
     return path
 
 

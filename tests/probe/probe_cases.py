@@ -29,17 +29,17 @@ def measured(directory: str, host_ranks: int | None = None, slow: int | None = N
     that computes everything twice."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     host_ranks = host_ranks or ranks
-    node, call_of = platform.node, points.call_of
+    node, call_of = platform.node, points.make_call
     platform.node = lambda: f"host-{rank // host_ranks}"
     if rank == slow:
-        points.call_of = lambda *of: _twice(call_of(*of))
+        points.make_call = lambda *of: _twice(call_of(*of))
     try:
-        mesh = probe_rank.mesh_of(ranks, host_ranks, "cpu")
+        mesh = probe_rank.make_probe_mesh(ranks, host_ranks, "cpu")
         said: list[str] = []
         found = probe_rank.measure(mesh, SMALL, 2, Path(directory), {"rank": 1.5}, said.append)
         return {**found, "said": said, "threads": torch.get_num_threads()}
     finally:
-        platform.node, points.call_of = node, call_of
+        platform.node, points.make_call = node, call_of
 
 
 def _twice(call: Callable[[], Any]) -> Callable[[], None]:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from meshwright.probe.compare import THRESHOLD, Slow, find_slow, ratios
+from meshwright.probe.compare import THRESHOLD, SlowRank, compute_ratios, find_slow
 
 
 def seconds(ranks: int, points: int, slow: dict[int, float], noise: float = 0.08) -> list[list[float]]:
@@ -31,7 +31,7 @@ def test_a_slow_rank_is_named_with_how_slow_it_is(ranks: int):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_ranks_that_only_hiccup_are_not_slow(ranks: int):
+def test_transient_slowdown_is_not_reported(ranks: int):
     assert find_slow("memory", seconds(ranks, 60, {0: 1.1}), ["one"] * ranks) == []
 
 
@@ -42,16 +42,16 @@ def test_a_slow_node_is_named_in_place_of_its_ranks():
     assert "node b is slow: its passes over memory take 1." in found[0].line
 
 
-def test_a_rank_is_slow_among_those_of_its_own_slow_node():
+def test_slow_rank_is_found_inside_slow_node():
     hosts = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
     slow = {**dict.fromkeys(range(4, 8), 1.5), 5: 3.0, 11: 2.0}
     found = find_slow("products", seconds(12, 60, slow), hosts)
     assert {(each.host, each.rank) for each in found} == {("b", None), ("b", 5), ("c", 11)}
 
 
-def test_of_nodes_with_one_rank_each_the_node_is_named():
+def test_slow_single_rank_node_is_named():
     assert find_slow("products", seconds(3, 60, {2: 2.0}), ["a", "b", "c"]) == [
-        Slow("products", "c", None, pytest.approx(2.0, rel=0.1))
+        SlowRank("products", "c", None, pytest.approx(2.0, rel=0.1))
     ]
 
 
@@ -62,4 +62,4 @@ def test_a_ratio_is_the_median_over_points_of_time_over_the_others_median():
         statistics.median([2 / 2.5, 2 / 3, 3 / 7.5]),
         statistics.median([4 / 1.5, 2 / 3, 6 / 6]),
     ]
-    assert ratios(times) == pytest.approx(by_hand)
+    assert compute_ratios(times) == pytest.approx(by_hand)

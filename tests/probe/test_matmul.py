@@ -21,21 +21,21 @@ from meshwright.probe import matmul
         ("model name\t: a bf16 machine", False),
     ],
 )
-def test_has_bf16_instructions_reads_the_kernels_cpu_flags(tmp_path, line, expected):
+def test_bf16_instructions_are_read_from_cpuinfo(tmp_path, line, expected):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
     assert has_bf16_instructions(tmp_path / "cpuinfo") is expected
     assert not has_bf16_instructions(tmp_path / "none")
 
 
-def test_without_such_instructions_no_timing_can_choose_bf16(monkeypatch):
+def test_bf16_is_not_chosen_without_instructions(monkeypatch):
     monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: False)
-    monkeypatch.setattr(matmul, "_timed_products", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(matmul, "_time_products", lambda *_: pytest.fail("measured"))
     assert not matmul.bf16_is_faster("cpu")
 
 
 @pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, True), (0.9, False)])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
-def test_load_does_not_flip_the_choice(monkeypatch, loaded, bf16_seconds, expected):
+def test_precision_choice_is_robust_to_load(monkeypatch, loaded, bf16_seconds, expected):
     """Nine products of ten of one type take ten times as long, because the machine is busy just then."""
     slowness = cycle([10.0] * 9 + [1.0])
 
@@ -44,10 +44,10 @@ def test_load_does_not_flip_the_choice(monkeypatch, loaded, bf16_seconds, expect
         return [(1.0, [alone * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in shapes]
 
     monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: True)
-    monkeypatch.setattr(matmul, "_timed_products", timed)
+    monkeypatch.setattr(matmul, "_time_products", timed)
     assert matmul.bf16_is_faster("cpu") is expected
 
 
-def test_a_rate_is_positive_and_the_work_over_the_time():
-    rate = matmul.matmul_flops_per_second(torch.float32, "cpu", 0.01)
+def test_matmul_rate_is_flop_over_seconds():
+    rate = matmul.measure_matmul_rate(torch.float32, "cpu", 0.01)
     assert 1e8 < rate < 1e14

@@ -11,7 +11,7 @@ from meshwright.layout import Layout
 from meshwright.planner.engines import ENGINES
 from meshwright.planner.measured_rates import BACKWARD, SCORE_BYTES
 from meshwright.planner.operations import operations
-from meshwright.probe.pieces import VOCABULARY, pieces_of
+from meshwright.probe.pieces import VOCABULARY, list_layer_points
 from meshwright.probe.points import Effort, Point, time_point
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import Stage
@@ -21,10 +21,10 @@ EFFORT = Effort((), (), (), ("fp32",), pieces=(2**14, 2**16))
 
 @pytest.fixture(scope="module")
 def points() -> list[Point]:
-    return pieces_of(EFFORT)
+    return list_layer_points(EFFORT)
 
 
-def test_every_piece_can_be_timed_there_and_back(points: list[Point]):
+def test_every_layer_kernel_is_timed_forward_and_backward(points: list[Point]):
     assert {each.name.removesuffix(BACKWARD) for each in points} == {
         "norm", "rotary", "activation", "loss", "attention-32", "attention-128", "ring-32-32", "ring-32-128",
         "ring-128-32", "ring-128-128",
@@ -33,13 +33,13 @@ def test_every_piece_can_be_timed_there_and_back(points: list[Point]):
         assert time_point(each, torch.device("cpu"), 0.0) > 0
 
 
-def test_sizes_of_a_piece_rise(points: list[Point]):
+def test_layer_kernel_sizes_increase(points: list[Point]):
     for name in {each.name for each in points}:
         sizes = [each.bytes for each in points if each.name == name]
         assert sizes == sorted(set(sizes))
 
 
-def test_scores_are_those_that_tiles_form(points: list[Point]):
+def test_attention_scores_match_tiles(points: list[Point]):
     """Two heads; of a row's two tiles of 128 queries the first sees 128 keys, the second 256."""
     one = next(each for each in points if each.name == "attention-32")
     rows = one.sizes[0] // (256 * 2 * 32)
@@ -65,6 +65,6 @@ def test_loss_is_priced_by_the_bytes_of_the_planners_operation(points: list[Poin
         assert [each.bytes for each in head if (each.name, each.phase) == ("loss", phase)] == [one.bytes]
 
 
-def test_rings_are_left_out_where_no_ranks_share_rows():
-    names = {each.name for each in pieces_of(replace(EFFORT, axes=("tp",)))}
+def test_ring_attention_is_measured_only_with_context_parallelism():
+    names = {each.name for each in list_layer_points(replace(EFFORT, axes=("tp",)))}
     assert "attention-32" in names and not any(name.startswith("ring") for name in names)

@@ -20,8 +20,8 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.measured import FORMS, read
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.communication import OPERATIONS, slowest_median
-from meshwright.probe.points import Effort, Point, call_of, time_call
-from meshwright.probe.report import cluster_tables, document, rate_and_latency, summary, write_cluster_file
+from meshwright.probe.points import Effort, Point, make_call, time_call
+from meshwright.probe.report import fit_link, format_cluster_file, format_summary, make_cluster_tables, make_document
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
 
@@ -39,9 +39,9 @@ def found(two_ranks: LocalRanks, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from meshwright.probe.rank import measure, mesh_of
+    from meshwright.probe.rank import make_probe_mesh, measure
 
-    mesh = mesh_of(1, 1, "cpu")
+    mesh = make_probe_mesh(1, 1, "cpu")
     return measure(mesh, SMALL, 1, tmp_path_factory.mktemp("disk"), {})
 
 
@@ -64,7 +64,7 @@ def test_everything_is_measured_with_all_ranks_at_once_and_with_one(found: dict[
     assert found["said"][-1] == "the disk"
 
 
-def test_times_are_those_of_the_work(found: dict[str, Any]):
+def test_measured_times_scale_with_work(found: dict[str, Any]):
     """Wide limits: a machine has between a megaflop and a hundred teraflop, memory between 10 MB/s and 10 TB/s."""
     measured = read(found["measured"], "probe")
     for each in measured.products:
@@ -78,9 +78,9 @@ def test_times_are_those_of_the_work(found: dict[str, Any]):
 
 
 def test_the_file_is_a_cluster_that_plans_read(found: dict[str, Any], tmp_path: Path):
-    tables = cluster_tables(found, "cpu")
+    tables = make_cluster_tables(found, "cpu")
     path = tmp_path / "cluster.toml"
-    path.write_text(write_cluster_file(tables, ["first line", "second line"]))
+    path.write_text(format_cluster_file(tables, ["first line", "second line"]))
     assert path.read_text().startswith("# first line\n# second line\n")
     here = cluster(str(path))
     assert (here.devices, here.devices_per_node, here.nodes) == (2, 2, 1)
@@ -103,12 +103,12 @@ def test_the_file_is_a_cluster_that_plans_read(found: dict[str, Any], tmp_path: 
     assert 2**20 < here.device.memory_bytes < 2**44
 
 
-def test_what_is_told_has_no_gaps(found: dict[str, Any]):
-    tables = cluster_tables(found, "cpu")
-    told = json.loads(json.dumps(document(found, tables, "here.toml"), allow_nan=False))
+def test_progress_lines_cover_all_phases(found: dict[str, Any]):
+    tables = make_cluster_tables(found, "cpu")
+    told = json.loads(json.dumps(make_document(found, tables, "here.toml"), allow_nan=False))
     assert told["cluster_file"] == "here.toml"
     assert {"devices", "device", "measured", "hosts", "ratios", "threshold", "slow", "seconds"} <= told.keys()
-    text = summary(found, tables, "here.toml")
+    text = format_summary(found, tables, "here.toml")
     for word in (
         "products fp32",
         "memory",
@@ -129,7 +129,9 @@ def test_a_rank_that_is_slow_is_named(two_ranks: LocalRanks, tmp_path: Path):
         assert {(each["rank"], each["what"]) for each in found["slow"]} == {(1, "products"), (1, "memory")}
         assert found["ratios"]["products"][1] == pytest.approx(2, rel=0.25)
         assert found["ratios"]["memory"][1] == pytest.approx(2, rel=0.25)
-    assert "warning: rank 1 (on host-0) is slow" in summary(results[0], cluster_tables(results[0], "cpu"), "here.toml")
+    assert "warning: rank 1 (on host-0) is slow" in format_summary(
+        results[0], make_cluster_tables(results[0], "cpu"), "here.toml"
+    )
 
 
 def test_hosts_are_measured_inside_and_across(tmp_path: Path):
@@ -138,25 +140,25 @@ def test_hosts_are_measured_inside_and_across(tmp_path: Path):
     assert found["hosts"] == ["host-0", "host-0", "host-1", "host-1"]
     places = {(each["place"], each["ranks"]) for each in found["measured"]["collectives"]}
     assert places == {("inside", 2), ("across", 2), ("world", 4)}
-    tables = cluster_tables(found, "cpu")
+    tables = make_cluster_tables(found, "cpu")
     assert (tables["devices"], tables["devices_per_node"]) == (4, 2)
     assert {"inside_gb_per_second", "across_gb_per_second", "across_latency_seconds"} <= tables.keys()
 
 
-def test_one_rank_needs_no_others(alone: dict[str, Any], tmp_path: Path):
+def test_single_rank_probe_works(alone: dict[str, Any], tmp_path: Path):
     assert alone["measured"]["collectives"] == []
     assert alone["slow"] == [] and alone["ratios"]["products"] == [1.0]
     path = tmp_path / "cluster.toml"
-    path.write_text(write_cluster_file(cluster_tables(alone, "cpu"), []))
+    path.write_text(format_cluster_file(make_cluster_tables(alone, "cpu"), []))
     assert cluster(str(path)).devices == 1
 
 
 def test_a_known_gpu_keeps_its_data_sheet_and_has_its_own_memory(alone: dict[str, Any]):
     found = {**alone, "device": {"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}}
-    here = cluster(cluster_tables(found, "cuda"))
+    here = cluster(make_cluster_tables(found, "cuda"))
     assert (here.device.name, here.device.memory_bytes, here.peak("bf16")) == ("h200", 150e9, 989e12)
     found["device"]["name"] = "NVIDIA H200 MIG 1g.18gb"
-    assert cluster(cluster_tables(found, "cuda")).device.name == "NVIDIA H200 MIG 1g.18gb"
+    assert cluster(make_cluster_tables(found, "cuda")).device.name == "NVIDIA H200 MIG 1g.18gb"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -166,7 +168,7 @@ def test_the_three_products_are_those_of_a_linear_function(form: str):
     weight = torch.randn(out, inner, requires_grad=True)
     y = torch.nn.functional.linear(x, weight)
     y.sum().backward()
-    result = call_of(Point("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
+    result = make_call(Point("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
     assert result.shape == {"forward": y, "input-gradient": x.grad, "weight-gradient": weight.grad}[form].shape
 
 
@@ -191,14 +193,12 @@ def test_latency_is_the_smallest_message_and_rate_what_lies_beyond():
     from meshwright.planner.measured import Curve
 
     sizes = tuple(float(2**exponent) for exponent in range(10, 25, 2))
-    rate, latency = rate_and_latency(Curve(sizes, tuple(3e-5 + size / 2e9 for size in sizes)))
+    rate, latency = fit_link(Curve(sizes, tuple(3e-5 + size / 2e9 for size in sizes)))
     assert rate == pytest.approx(2e9, rel=1e-3)
     assert latency == pytest.approx(3e-5, rel=0.05)
 
 
-def test_what_is_timed_while_the_processor_is_slow_counts_as_at_its_usual_speed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """More than half of the points are timed on a clock on which all, the yardstick too, takes twice as long."""
     from meshwright.probe import rank
 
@@ -226,7 +226,7 @@ def test_what_is_timed_while_the_processor_is_slow_counts_as_at_its_usual_speed(
 
     monkeypatch.setattr(rank, "time_point", timed)
     points = SMALL.points()[:12]
-    mesh = rank.mesh_of(1, 1, "cpu")
+    mesh = rank.make_probe_mesh(1, 1, "cpu")
     (times,), level = rank._compute(mesh, points, 1, 1, 0.0, Slowed())  # type: ignore[arg-type]
     assert times == pytest.approx([times[0]] * 12) and level == pytest.approx(0.002)
 
@@ -253,7 +253,7 @@ def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
     assert list(steps) == ["dp2 fp32", "tp2 fp32", "cp2 fp32"] and min(steps.values()) > 0.01
 
 
-def test_where_training_steps_fail_on_a_rank_all_else_is_kept_and_it_is_named(found: dict[str, Any]):
+def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
     """Rank 1 fails, and rank 0 loses it in a call."""
     store = HashStore()
 
@@ -273,17 +273,19 @@ def test_where_training_steps_fail_on_a_rank_all_else_is_kept_and_it_is_named(fo
     assert later(None, 1.0) == [] and later.failed["rank"] == 1
     told = {**found, "failed": steps[1].failed}
     line = "failed on rank 1 (on host-0), and predicted times will be less sure; all else was measured: ValueError: no"
-    tables = cluster_tables(told, "cpu")
+    tables = make_cluster_tables(told, "cpu")
     assert [
-        row for row in summary(told, tables, "here.toml").splitlines() if line in row and row.startswith("warning: ")
+        row
+        for row in format_summary(told, tables, "here.toml").splitlines()
+        if line in row and row.startswith("warning: ")
     ]
-    assert line in document(told, tables, "here.toml")["failed"]["line"]
-    assert document(found, tables, "here.toml")["failed"] is None
+    assert line in make_document(told, tables, "here.toml")["failed"]["line"]
+    assert make_document(found, tables, "here.toml")["failed"] is None
     alone = probe_ranks._Steps(failing(MemoryError("too much")), Place(0, 1, 0, "env://", "test"), None)
     assert alone(None, 1.0) == [] and alone.failed["line"] == "MemoryError: too much"
 
 
-def test_a_rank_that_was_lost_in_training_steps_is_lost():
+def test_rank_lost_in_reference_steps_is_reported():
     def lose(*_: Any) -> Any:
         raise RankLost("rank 1 was killed")
 

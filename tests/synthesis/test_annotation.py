@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.records.exchanges import exchange
+from meshwright.data.records.exchanges import split_exchange
 from meshwright.errors import UserError
 from meshwright.synthesis.annotation import TASKS, TOOLS, export_rows, import_rows
-from meshwright.synthesis.speech_acts import ACTS, LABELS, Annotation, Span, annotated
+from meshwright.synthesis.speech_acts import ACTS, LABELS, Annotation, Span, replace_annotation
 
 PLAIN = {"instruction": "Say hello", "output": "Hello! I will.", "source": {"deep": [1, 2.5, None]}}
 ODD = {"instruction": "Grüße 👋🏽 an", "input": "Zeile\r\nzwei", "output": "Sure! 😀\r\nHere. \n", "extra": 1.5}
@@ -40,20 +40,20 @@ acts = st.sets(st.sampled_from(list(ACTS))).map(lambda held: tuple(act for act i
 @st.composite
 def judged_records(draw: st.DrawFn) -> dict[str, Any]:
     record = {"instruction": "x" + draw(texts), "output": draw(texts), "own": draw(st.integers() | texts)}
-    sides = exchange(record, "x")
+    sides = split_exchange(record, "x")
     spans = []
     for side, text in zip(("prompt", "response"), sides, strict=True):
         for start in draw(st.sets(st.integers(0, max(0, len(text) - 1)), max_size=2)) if text else ():
             spans.append(Span(side, start, draw(st.integers(start + 1, len(text))), draw(st.sampled_from(list(ACTS)))))
     said = Annotation(draw(acts), draw(acts), draw(st.booleans()), draw(st.booleans()), tuple(sorted(set(spans))), "us")
-    return annotated(record, said)
+    return replace_annotation(record, said)
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("tool", TOOLS)
 @settings(max_examples=25, deadline=None)
 @given(records=st.lists(judged_records(), max_size=2))
-def test_what_goes_out_and_comes_back_untouched_is_the_same_records(records: list, tool: str, task: str):
+def test_untouched_export_imports_unchanged(records: list, tool: str, task: str):
     kept, summary = back(records, rows_of(records, tool, task), tool)
     for record, again in zip(records, kept, strict=True):
         before, after = dict(record["annotation"]), dict(again["annotation"])
@@ -64,8 +64,8 @@ def test_what_goes_out_and_comes_back_untouched_is_the_same_records(records: lis
 
 @settings(max_examples=25, deadline=None)
 @given(record=judged_records())
-def test_offsets_count_characters_of_the_text_that_is_shown(record: dict):
-    sides = exchange(record, "x")
+def test_span_offsets_count_characters_of_exported_text(record: dict):
+    sides = split_exchange(record, "x")
     [doccano] = rows_of([record], "doccano", "spans")
     [prodigy] = rows_of([record], "prodigy", "spans")
     expected = sorted(
@@ -76,17 +76,19 @@ def test_offsets_count_characters_of_the_text_that_is_shown(record: dict):
 
 
 def test_rows_of_doccano_have_the_keys_of_its_three_projects():
-    record = annotated(ODD, Annotation((), ("commissive",), False, True, (Span("response", 0, 5, "commissive"),)))
+    record = replace_annotation(
+        ODD, Annotation((), ("commissive",), False, True, (Span("response", 0, 5, "commissive"),))
+    )
     [row] = rows_of([record], "doccano", "classify")
     assert (set(row), row["label"]) == ({"text", "label", "record"}, ["response:commissive", "refuses"])
     [row] = rows_of([record], "doccano", "spans")
     assert row["label"] == [[44, 49, "commissive"]] and row["text"][44:49] == "Sure!"
     [row] = rows_of([record], "doccano", "rewrite")
-    assert (row["text"], row["label"]) == (exchange(ODD, "x").prompt, [ODD["output"]])
+    assert (row["text"], row["label"]) == (split_exchange(ODD, "x").prompt, [ODD["output"]])
 
 
 def test_rows_of_prodigy_have_the_keys_of_its_interfaces():
-    record = annotated(ODD, Annotation(response=("commissive",), spans=(Span("prompt", 6, 7, "expressive"),)))
+    record = replace_annotation(ODD, Annotation(response=("commissive",), spans=(Span("prompt", 6, 7, "expressive"),)))
     [row] = export_rows(placed([record]), "prodigy", "classify")
     assert [option["id"] for option in row["options"]] == list(LABELS)
     assert row["accept"] == ["response:commissive"] and row["config"] == {"choice_style": "multiple"}
@@ -115,14 +117,14 @@ WRITTEN_BY_DOCCANO = {
 
 
 def by_doccano(task: str) -> list[dict[str, Any]]:
-    from meshwright.data.records.exchanges import record_names
+    from meshwright.data.records.exchanges import name_records
 
-    first, second = record_names([ODD, CHAT])
+    first, second = name_records([ODD, CHAT])
     lines = WRITTEN_BY_DOCCANO[task].replace("NAME1", first).replace("NAME2", second).split("\n")
     return [json.loads(line) for line in lines if line]
 
 
-def test_labels_that_doccano_wrote_arrive_with_its_own_fields():
+def test_doccano_labels_are_imported_with_tool_fields():
     (first, second), summary = back([ODD, CHAT], by_doccano("classify"), "doccano")
     assert first["annotation"]["prompt"] == ["directive"] and first["annotation"]["response"] == ["commissive"]
     assert second["annotation"]["refuses"] is True and second["annotation"]["should_refuse"] is False
@@ -131,7 +133,7 @@ def test_labels_that_doccano_wrote_arrive_with_its_own_fields():
     assert (summary["labelled"], summary["changed"]) == (2, 2)
 
 
-def test_spans_that_doccano_wrote_arrive():
+def test_doccano_spans_are_imported():
     (first, second), _ = back([ODD, CHAT], by_doccano("spans"), "doccano")
     found = [(ODD["output"][s["start"] : s["end"]], s["act"]) for s in first["annotation"]["spans"]]
     assert found == [("Sure! 😀", "commissive"), ("Here", "assertive")]
@@ -144,8 +146,8 @@ def test_spans_that_doccano_wrote_arrive():
     assert kept[0]["annotation"]["spans"] == first["annotation"]["spans"]
 
 
-def test_a_response_that_doccano_wrote_takes_the_place_of_the_old_one_and_its_labels_go():
-    labelled = annotated(ODD, Annotation(("directive",), ("commissive",), False, False, by="us"))
+def test_doccano_rewrite_replaces_response_and_drops_its_labels():
+    labelled = replace_annotation(ODD, Annotation(("directive",), ("commissive",), False, False, by="us"))
     (first, second), summary = back([labelled, CHAT], by_doccano("rewrite"), "doccano")
     assert first["output"] == "neu 😀" and first["extra"] == 1.5
     assert first["annotation"]["prompt"] == ["directive"] and "response" not in first["annotation"]
@@ -162,7 +164,7 @@ ADDED = {
 }
 
 
-def test_what_prodigy_adds_is_kept_and_goes_out_again():
+def test_prodigy_fields_survive_round_trip():
     [row] = rows_of([PLAIN], "prodigy", "classify")
     row |= {**ADDED, "accept": ["response:commissive", "response:expressive"]}
     [record], summary = back([PLAIN], [row], "prodigy")
@@ -182,7 +184,7 @@ def test_what_prodigy_adds_is_kept_and_goes_out_again():
     assert rewritten["output"] == "Better." and not set(ADDED) & set(again)
 
 
-def test_tokens_that_prodigy_adds_to_spans_are_not_kept():
+def test_prodigy_span_tokens_are_dropped():
     [row] = rows_of([PLAIN], "prodigy", "spans")
     row["tokens"] = [{"text": "Prompt", "start": 0, "end": 6, "id": 0, "ws": False}]
     row["spans"] = [{"start": 29, "end": 35, "token_start": 9, "token_end": 9, "label": "EXPRESSIVE"}]
@@ -191,7 +193,7 @@ def test_tokens_that_prodigy_adds_to_spans_are_not_kept():
     assert record["annotation"] == {"spans": spans, "by": "prodigy"}
 
 
-def test_answers_that_say_nothing_are_counted_and_change_nothing():
+def test_rejected_and_ignored_answers_change_nothing():
     records = [{**PLAIN, "n": n} for n in range(5)]
     rows = rows_of(records, "prodigy", "classify")
     rows[0]["answer"], rows[1]["answer"] = "reject", "ignore"
@@ -206,7 +208,7 @@ def test_answers_that_say_nothing_are_counted_and_change_nothing():
 
 
 def test_a_row_without_labels_is_unlabelled_in_doccano_unless_it_went_out_with_some():
-    labelled = annotated(PLAIN, Annotation(("directive",), (), False, False))
+    labelled = replace_annotation(PLAIN, Annotation(("directive",), (), False, False))
     records = [PLAIN, labelled]
     rows = rows_of(records, "doccano", "classify")
     rows[1]["label"] = []
@@ -216,7 +218,7 @@ def test_a_row_without_labels_is_unlabelled_in_doccano_unless_it_went_out_with_s
     assert kept[0] == PLAIN and kept[1]["annotation"]["prompt"] == []
 
 
-def test_of_several_annotators_the_majority_holds_and_a_tie_changes_nothing():
+def test_annotator_majority_wins_and_tie_changes_nothing():
     names = ["prompt:directive", "response:assertive", "refuses"]
     rows = [
         {**row, "label": held}
@@ -233,7 +235,7 @@ def test_of_several_annotators_the_majority_holds_and_a_tie_changes_nothing():
     assert record["annotation"]["refuses"] is True and summary["agreed"] == 1
 
 
-def test_line_ends_that_a_tool_made_plain_do_not_move_spans():
+def test_normalized_line_ends_do_not_move_spans():
     [row] = rows_of([ODD], "doccano", "spans")
     row["text"] = row["text"].replace("\r\n", "\n")
     row["label"] = [[row["text"].index("Here"), row["text"].index("Here") + 4, "assertive"]]
@@ -242,7 +244,7 @@ def test_line_ends_that_a_tool_made_plain_do_not_move_spans():
     assert ODD["output"][span["start"] : span["end"]] == "Here"
 
 
-def test_a_span_that_takes_in_a_heading_is_cut_to_its_side():
+def test_span_over_heading_is_clipped_to_its_side():
     [row] = rows_of([PLAIN], "doccano", "spans")
     row["label"] = [[row["text"].index("Response"), len(row["text"]), "commissive"]]
     [record], _ = back([PLAIN], [row], "doccano")
@@ -271,7 +273,7 @@ def test_a_span_that_takes_in_a_heading_is_cut_to_its_side():
         ("prodigy", "spans", {"spans": None}, '"spans" is not a list'),
     ],
 )
-def test_a_row_that_cannot_be_used_is_one_line_with_its_place(tool: str, task: str, change: dict, said: str):
+def test_unusable_row_error_names_position(tool: str, task: str, change: dict, said: str):
     [row] = rows_of([PLAIN], tool, task)
     with pytest.raises(UserError, match="^rows:1: ") as caught:
         back([PLAIN], [{**row, **change}], tool)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import Asker, Journal
+from meshwright.synthesis.asking import ChatClient, Journal
 from meshwright.synthesis.endpoint import ChatRequest, Endpoint, NoAnswer, RequestRefused
 from tests.data.served import completion, served
 
@@ -27,13 +27,13 @@ def echo(body: dict, number: int) -> str:
     return body["messages"][-1]["content"].replace("number", "answer")
 
 
-def asker(url: str, journal: Path, **options) -> Asker:
+def asker(url: str, journal: Path, **options) -> ChatClient:
     given = {"backoff": 0.001, "timeout": 10.0, "tries": 3}
     endpoint = Endpoint(url, "m", **{key: options.pop(key, value) for key, value in given.items()})
-    return Asker(endpoint, journal, **options)
+    return ChatClient(endpoint, journal, **options)
 
 
-def test_answers_come_in_the_order_of_the_requests_and_several_are_asked_at_once(tmp_path: Path):
+def test_answers_keep_request_order_under_concurrency(tmp_path: Path):
     four = threading.Barrier(4, timeout=20)
 
     def reply(body: dict, number: int) -> str:
@@ -57,7 +57,7 @@ def test_answers_come_in_the_order_of_the_requests_and_several_are_asked_at_once
     assert ask.usage(1.5, 3)["cost"] == pytest.approx((200 * 1.5 + 40 * 3) / 1e6)
 
 
-def test_an_answered_request_is_not_asked_again_and_other_parameters_are_another_request(tmp_path: Path):
+def test_journal_key_covers_request_parameters(tmp_path: Path):
     with served(echo) as server:
         with asker(server.url, tmp_path / "j") as ask:
             first = ask.ask(requests(5))
@@ -68,7 +68,7 @@ def test_an_answered_request_is_not_asked_again_and_other_parameters_are_another
     assert len(server.requests) == 10
 
 
-def test_a_failure_half_way_keeps_what_was_answered(tmp_path: Path):
+def test_failure_keeps_answers_in_journal(tmp_path: Path):
     def fails(body: dict, number: int):
         return (503, {}, b"down") if number >= 6 else echo(body, number)
 
@@ -81,7 +81,7 @@ def test_a_failure_half_way_keeps_what_was_answered(tmp_path: Path):
     assert len(server.requests) == 4
 
 
-def test_a_refused_request_among_answered_ones_is_left_out(tmp_path: Path):
+def test_refused_request_yields_none(tmp_path: Path):
     def refuses(body: dict, number: int):
         return (400, {}, b"no") if body["messages"][0]["content"] in ("number 0", "number 3") else echo(body, number)
 
@@ -96,7 +96,7 @@ def test_a_refused_request_among_answered_ones_is_left_out(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("count", "sent"), [(5, 5), (100, 10)])
-def test_a_server_that_refuses_all_is_soon_left(tmp_path: Path, count: int, sent: int):
+def test_server_that_refuses_all_ends_run_early(tmp_path: Path, count: int, sent: int):
     with served(lambda body, number: (400, {}, b"no such parameter")) as server:
         with asker(server.url, tmp_path / "j", concurrency=1) as ask:
             with pytest.raises(RequestRefused, match="no such parameter"):
@@ -104,7 +104,7 @@ def test_a_server_that_refuses_all_is_soon_left(tmp_path: Path, count: int, sent
     assert len(server.requests) == sent and (tmp_path / "j").read_bytes() == b""
 
 
-def test_a_line_that_a_kill_cut_is_dropped_and_a_file_that_is_no_journal_is_left_alone(tmp_path: Path):
+def test_journal_drops_truncated_line_and_refuses_foreign_file(tmp_path: Path):
     path = tmp_path / "j"
     with served(echo) as server:
         with asker(server.url, path) as ask:
@@ -122,7 +122,7 @@ def test_a_line_that_a_kill_cut_is_dropped_and_a_file_that_is_no_journal_is_left
         assert path.read_bytes() == other
 
 
-def test_two_processes_do_not_write_one_journal(tmp_path: Path):
+def test_journal_is_locked_against_second_process(tmp_path: Path):
     first = Journal(tmp_path / "j")
     with pytest.raises(UserError, match="another process is writing this journal"):
         Journal(tmp_path / "j")
@@ -132,7 +132,7 @@ def test_two_processes_do_not_write_one_journal(tmp_path: Path):
         Journal(tmp_path / "nowhere" / "j")
 
 
-def test_a_run_that_is_killed_goes_on_and_asks_nothing_twice_that_was_answered(tmp_path: Path):
+def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
     """`meshwright data label` on 40 records, killed by SIGKILL after some answers, started again."""
     records = [{"instruction": f"number {n}", "output": f"out {n}"} for n in range(40)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -170,7 +170,7 @@ def test_a_run_that_is_killed_goes_on_and_asks_nothing_twice_that_was_answered(t
     assert [row["instruction"] for row in labelled] == [record["instruction"] for record in records]
 
 
-def test_an_answer_without_usage_is_counted_as_such(tmp_path: Path):
+def test_answer_without_usage_is_counted(tmp_path: Path):
     with served(lambda body, number: completion("x", usage=False)) as server, asker(server.url, tmp_path / "j") as ask:
         ask.ask(requests(2))
     assert ask.usage()["uncounted"] == 2 and ask.usage()["prompt_tokens"] == 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.synthesis.balance import additions, balance, parse_target
+from meshwright.synthesis.balance import count_additions, measure_balance, parse_target
 from meshwright.synthesis.balance_page import balance_page
 from meshwright.synthesis.speech_acts import ACTS
 
@@ -32,7 +32,7 @@ RECORDS = [
 
 
 def report(records: list[dict], target: str | None = None, **options: Any) -> dict[str, Any]:
-    return balance((("file", f"x:{n}", one) for n, one in enumerate(records)), parse_target(target), **options)
+    return measure_balance((("file", f"x:{n}", one) for n, one in enumerate(records)), parse_target(target), **options)
 
 
 def test_counts_shares_entropy_and_missing_acts():
@@ -51,7 +51,7 @@ def test_counts_shares_entropy_and_missing_acts():
     assert list(response["acts"]) == list(ACTS)
 
 
-def test_six_equal_acts_are_six_effective_ones_and_one_is_one():
+def test_effective_number_of_equal_acts_is_their_count():
     even = report([record([act], [], False, False) for act in ACTS])["groups"]["all"]
     assert even["prompt"]["effective"] == pytest.approx(6) and even["prompt"]["missing"] == []
     assert all(row["add"] == 0 for row in even["prompt"]["acts"].values())
@@ -59,7 +59,7 @@ def test_six_equal_acts_are_six_effective_ones_and_one_is_one():
     assert report([RECORDS[0]])["groups"]["all"]["prompt"]["effective"] == 1.0
 
 
-def test_refusals_are_told_apart_by_whether_they_should_be():
+def test_refusals_are_counted_by_whether_they_are_due():
     assert report([*RECORDS, RECORDS[3], RECORDS[3]])["groups"]["all"]["refusals"] == {
         "should_refuse": 4,
         "refused": 1,
@@ -71,14 +71,14 @@ def test_refusals_are_told_apart_by_whether_they_should_be():
     }
 
 
-def test_a_guess_is_counted_as_a_guess():
+def test_model_labels_are_counted_as_guessed():
     guess = {**RECORDS[0], "annotation": {**RECORDS[0]["annotation"], "by": "model m"}}
     assert report([guess, RECORDS[1]])["groups"]["all"]["guessed"] == 1
 
 
 def test_groups_are_files_and_values_of_a_key():
     triples = [("one", "one:1", RECORDS[0]), ("two", "two:1", RECORDS[2]), ("two", "two:2", RECORDS[4])]
-    groups = balance(triples, parse_target(None), by="source")["groups"]
+    groups = measure_balance(triples, parse_target(None), by="source")["groups"]
     expected = {"all": 3, "one": 1, "two": 2, "source=a": 1, "source=b": 1, "source=none": 1}
     assert {name: group["records"] for name, group in groups.items()} == expected
     assert list(report(RECORDS)["groups"]) == ["all"]
@@ -91,9 +91,9 @@ weights = st.lists(st.integers(0, 5), min_size=6, max_size=6).filter(any)
 
 
 @given(counts, weights)
-def test_what_is_added_reaches_the_target_and_less_would_not(held: dict[str, int], given_weights: list[int]):
+def test_additions_are_the_fewest_that_reach_the_target(held: dict[str, int], given_weights: list[int]):
     target = dict(zip(ACTS, (Fraction(w, sum(given_weights)) for w in given_weights), strict=True))
-    add = additions(held, target)
+    add = count_additions(held, target)
     wanted = [act for act in ACTS if target[act]]
     assert all(add[act] == 0 for act in ACTS if not target[act]) and min(add.values()) >= 0
     # The fullest act gets nothing; every other has at least its share beside the fullest, and with one less has not.
@@ -104,7 +104,7 @@ def test_what_is_added_reaches_the_target_and_less_would_not(held: dict[str, int
         assert not add[act] or (held[act] + add[act] - 1) * target[fullest] < held[fullest] * target[act]
 
 
-def test_a_target_is_said_in_proportion():
+def test_target_is_parsed_as_proportions():
     assert parse_target(None)["verdictive"] == Fraction(1, 6)
     said = parse_target("assertive=3, Directive=1.5,representative=3")
     assert (said["assertive"], said["directive"], said["commissive"]) == (Fraction(2, 3), Fraction(1, 3), 0)

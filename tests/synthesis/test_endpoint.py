@@ -10,7 +10,7 @@ import time
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, NoAnswer, RequestRefused, key_from
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, NoAnswer, RequestRefused, read_key
 from tests.data.served import completion, served
 
 HELLO = ChatRequest([{"role": "user", "content": "Hello? 😀"}], 0.5, 0.9, 64, 7)
@@ -21,7 +21,7 @@ def endpoint(url: str, **options) -> Endpoint:
     return Endpoint(url, "m", **{"backoff": 0.001, "timeout": 5.0, "tries": 3, **options})
 
 
-def test_a_request_is_what_the_api_documents():
+def test_request_body_matches_api():
     with served(lambda body, number: "Hi there") as server:
         answer = endpoint(server.url, key=KEY).complete(HELLO)
     assert answer == Completion("Hi there", "stop", 10, 2)
@@ -49,12 +49,12 @@ def test_a_request_is_what_the_api_documents():
         ("https://h/v1/chat/completions", "https://h/v1/chat/completions"),
     ],
 )
-def test_the_address_may_be_a_host_a_version_or_whole(given: str, asked: str):
+def test_address_accepts_host_version_or_full_url(given: str, asked: str):
     assert endpoint(given).address == asked
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://h/v1", "http://", "http://user:pw@h/v1"])
-def test_what_is_no_address_of_a_server_is_refused(url: str):
+def test_invalid_server_address_is_refused(url: str):
     with pytest.raises(UserError, match="address of"):
         endpoint(url)
 
@@ -77,7 +77,7 @@ KINDS = ("503", "429", "not JSON", "JSON that is no completion", "null", "conten
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_pass_is_tried_again(kind: str):
+def test_transient_errors_are_retried(kind: str):
     reasons: list[str] = []
     with served(lambda body, number: broken(kind) if number < 2 else "Hi") as server:
         assert endpoint(server.url).complete(HELLO, retried=reasons.append).text == "Hi"
@@ -86,7 +86,7 @@ def test_what_may_pass_is_tried_again(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_pass_is_one_line(kind: str):
+def test_persistent_errors_end_in_one_line(kind: str):
     with served(lambda body, number: broken(kind)) as server:
         with pytest.raises(NoAnswer, match="did not answer in 3 tries: ") as caught:
             endpoint(server.url).complete(HELLO)
@@ -103,7 +103,7 @@ def test_what_does_not_pass_is_one_line(kind: str):
         b"no such model",
     ],
 )
-def test_what_the_server_refuses_is_not_tried_again_and_its_reason_is_said(status: int, said: bytes):
+def test_refused_request_is_not_retried_and_reason_is_shown(status: int, said: bytes):
     with served(lambda body, number: (status, {}, said)) as server:
         with pytest.raises(RequestRefused, match=rf"status {status}: no such model") as caught:
             endpoint(server.url).complete(HELLO)
@@ -111,14 +111,14 @@ def test_what_the_server_refuses_is_not_tried_again_and_its_reason_is_said(statu
     assert ("is the key right?" in str(caught.value)) == (status in (401, 403))
 
 
-def test_nobody_at_the_address_is_one_line():
+def test_connection_refused_is_one_line_error():
     with served(lambda body, number: "Hi") as server:
         url = server.url
     with pytest.raises(NoAnswer, match="Connection refused"):
         endpoint(url, tries=2).complete(HELLO)
 
 
-def test_the_pause_is_what_the_server_asks_for_else_it_doubles():
+def test_retry_pause_follows_retry_after_or_doubles():
     def paused(headers: dict[str, str]) -> list[float]:
         pauses: list[float] = []
         with served(lambda body, number: (429, headers, b"{}")) as server:
@@ -134,7 +134,7 @@ def test_the_pause_is_what_the_server_asks_for_else_it_doubles():
         assert [1 <= pause / 2**n <= 1.25 for n, pause in enumerate(pauses)] == [True] * 3
 
 
-def test_a_server_that_is_silent_or_sends_a_byte_now_and_then_is_left():
+def test_slow_server_times_out():
     release = threading.Event()
 
     def silent(body, number):
@@ -167,7 +167,7 @@ def test_a_server_that_is_silent_or_sends_a_byte_now_and_then_is_left():
             endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.3, tries=1).complete(HELLO)
 
 
-def test_the_key_does_not_follow_a_redirect_and_no_message_repeats_it():
+def test_key_is_not_sent_to_redirects_or_shown():
     with served(lambda body, number: "stolen") as other:
         moved = {"Location": other.url + "/chat/completions"}
         for status in (301, 302, 307, 308):
@@ -183,16 +183,16 @@ def test_the_key_does_not_follow_a_redirect_and_no_message_repeats_it():
         assert KEY not in str(caught.value) and KEY not in repr(endpoint(server.url, key=KEY))
 
 
-def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SERVER_KEY", f" {KEY}\n")
-    assert key_from("SERVER_KEY") == KEY and key_from(None) is None
+    assert read_key("SERVER_KEY") == KEY and read_key(None) is None
     monkeypatch.setenv("SERVER_KEY", "two words")
     with pytest.raises(UserError, match="SERVER_KEY does not hold a key") as caught:
-        key_from("SERVER_KEY")
+        read_key("SERVER_KEY")
     assert "two words" not in str(caught.value)
     monkeypatch.delenv("SERVER_KEY")
     with pytest.raises(UserError, match="SERVER_KEY is not set"):
-        key_from("SERVER_KEY")
+        read_key("SERVER_KEY")
 
 
 def test_a_refusal_in_place_of_content_is_its_text():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.asking import ChatClient
 from meshwright.synthesis.endpoint import Endpoint
-from meshwright.synthesis.labelling import label
+from meshwright.synthesis.labelling import label_records
 from meshwright.synthesis.speech_acts import ACTS
 from tests.data.served import served
 
@@ -17,12 +17,12 @@ GOOD = {"prompt": ["directive"], "response": ["expressive", "assertive"], "shoul
 
 
 def labelled(reply, records: list[dict], path: Path, **options):
-    with served(reply) as server, Asker(Endpoint(server.url, "m", backoff=0.001), path, concurrency=2) as asker:
-        kept, summary = label([(f"r:{n}", record) for n, record in enumerate(records)], asker, **options)
+    with served(reply) as server, ChatClient(Endpoint(server.url, "m", backoff=0.001), path, concurrency=2) as asker:
+        kept, summary = label_records([(f"r:{n}", record) for n, record in enumerate(records)], asker, **options)
     return kept, summary, server
 
 
-def test_the_model_is_told_the_acts_and_sees_the_record_as_data(tmp_path: Path):
+def test_labelling_prompt_lists_acts_and_quotes_record(tmp_path: Path):
     record = {"instruction": 'Stop. "} {"', "input": "in", "output": "out"}
     [kept], summary, server = labelled(lambda body, n: json.dumps(GOOD), [record], tmp_path / "j")
     system, user = (message["content"] for message in server.requests[0]["messages"])
@@ -32,7 +32,7 @@ def test_the_model_is_told_the_acts_and_sees_the_record_as_data(tmp_path: Path):
     assert summary == {"records": 1, "labelled": 1, "kept": 0, "refused": 0, "unreadable": 0}
 
 
-def test_what_people_judged_is_kept_and_a_guess_is_replaced_only_when_asked(tmp_path: Path):
+def test_human_labels_are_kept_and_model_labels_replaced_on_request(tmp_path: Path):
     people = {"instruction": "a", "output": "b", "annotation": {"refuses": True, "by": "doccano"}}
     guess = {"instruction": "c", "output": "d", "annotation": {"refuses": True, "by": "model old"}}
     spans = [{"side": "prompt", "start": 0, "end": 1, "act": "directive"}]
@@ -52,7 +52,7 @@ def test_what_people_judged_is_kept_and_a_guess_is_replaced_only_when_asked(tmp_
         "Here you are: " + json.dumps({**GOOD, "prompt": ["Directive"], "response": ["representative", "expressive"]}),
     ],
 )
-def test_an_answer_may_stand_in_prose_or_a_code_block(tmp_path: Path, text: str):
+def test_labels_are_parsed_from_prose_and_code_blocks(tmp_path: Path, text: str):
     [kept], *_ = labelled(lambda body, n: text, [{"instruction": "a", "output": "b"}], tmp_path / "j")
     assert kept["annotation"]["response"] == ["assertive", "expressive"]
 
@@ -69,7 +69,7 @@ def test_an_answer_may_stand_in_prose_or_a_code_block(tmp_path: Path, text: str)
         json.dumps({**GOOD, "prompt": None}),
     ],
 )
-def test_an_answer_that_names_no_labels_is_asked_for_again_and_then_counted(tmp_path: Path, text: str):
+def test_unreadable_labels_are_retried_and_counted(tmp_path: Path, text: str):
     record = {"instruction": "a", "output": "b"}
     [kept], summary, server = labelled(lambda body, n: text, [record], tmp_path / "one")
     assert kept == record and (summary["unreadable"], summary["labelled"]) == (1, 0)

@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.synthesis.rouge import Pool, rouge_l, words
+from meshwright.synthesis.rouge import Pool, compute_rouge_l, split_words
 
 ascii_text = st.text(st.sampled_from("abAB '-_.,1 "), max_size=30)
 
 
-def test_rouge_l_is_that_of_the_reference():
+def test_rouge_l_matches_reference():
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
 
     @settings(max_examples=200, deadline=None)
     @given(ascii_text, ascii_text)
     def agrees(first: str, second: str) -> None:
-        assert rouge_l(words(first), words(second)) == pytest.approx(scorer.score(first, second)["rougeL"].fmeasure)
+        assert compute_rouge_l(split_words(first), split_words(second)) == pytest.approx(
+            scorer.score(first, second)["rougeL"].fmeasure
+        )
 
     agrees()
 
@@ -26,13 +28,15 @@ def test_rouge_l_is_that_of_the_reference():
 @given(
     st.lists(st.text(st.sampled_from("abc "), max_size=12), max_size=5), st.text(st.sampled_from("abc "), max_size=12)
 )
-def test_a_pool_skips_only_what_is_not_alike(texts: list[str], text: str):
+def test_pool_prefilter_keeps_all_similar_texts(texts: list[str], text: str):
     for threshold in (0.5, 0.7, 1.0):
-        alike = any(rouge_l(words(text), words(other)) >= threshold for other in texts)
-        assert Pool(texts).is_like(text, threshold) == alike
+        alike = any(compute_rouge_l(split_words(text), split_words(other)) >= threshold for other in texts)
+        assert Pool(texts).has_similar(text, threshold) == alike
 
 
 def test_scripts_without_spaces_and_other_letters_have_words():
-    assert words("Übersetze das, bitte_schön!") == ["übersetze", "das", "bitte", "schön"]
-    assert words("把这句话 translate") == ["把", "这", "句", "话", "translate"]
-    assert rouge_l(words("把这句话翻译成英文"), words("把这段话翻译成法文")) == pytest.approx(2 * 7 / 18)
+    assert split_words("Übersetze das, bitte_schön!") == ["übersetze", "das", "bitte", "schön"]
+    assert split_words("把这句话 translate") == ["把", "这", "句", "话", "translate"]
+    assert compute_rouge_l(split_words("把这句话翻译成英文"), split_words("把这段话翻译成法文")) == pytest.approx(
+        2 * 7 / 18
+    )

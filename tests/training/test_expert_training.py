@@ -75,7 +75,7 @@ def test_transformers_loads_what_spread_experts_wrote_and_finds_the_same_validat
     place = home / f"transformers {family}"
     outcomes = run(four, place, "dp2 tp2 zero3 ep2:etp2", model=MODELS[family], train_steps=3)
     recipe = cases.recipe(place, "dp1")
-    rows = prepare(recipe.data, recipe.run.seed).split("validation").batch(np.arange(13))
+    rows = prepare(recipe.data, recipe.run.seed).split("validation").read_batch(np.arange(13))
     model = AutoModelForCausalLM.from_pretrained(
         outcomes[0]["result"]["checkpoint"], dtype=torch.float32, experts_implementation="eager"
     )

@@ -66,7 +66,7 @@ def rows(chats: Path, **changes: Any) -> PackedExamples:
 
 
 def everything(split: PackedExamples) -> TokenBatch:
-    return split.batch(np.arange(split.sequences))
+    return split.read_batch(np.arange(split.sequences))
 
 
 def model() -> Transformer:
@@ -244,7 +244,7 @@ def test_a_checkpoint_keeps_the_template_that_it_was_trained_with(chats: Path, t
     }
     heard: list[str] = []
     wanted = cases.recipe(tmp_path, "dp1 fp32", **changes)
-    lines = list(prepare(wanted.data, wanted.run.seed, log=heard.append).packing_lines())
+    lines = list(prepare(wanted.data, wanted.run.seed, log=heard.append).format_packing_lines())
     [outcome] = cases.run_without_error(None, tmp_path, "dp1 fp32", **changes)
     assert [line for line in heard + outcome["said"] if " examples in " in line] == lines != [], "said once, by the run"
     checkpoint = Path(outcome["result"]["checkpoint"])

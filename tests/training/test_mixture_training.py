@@ -41,7 +41,7 @@ def test_a_mixture_is_read_alike_on_two_ranks_and_after_a_crash_on_another_layou
     recipe = cases.recipe(broken, "dp1 fp32", **CHANGES)
     data = prepare(recipe.data, recipe.run.seed)
     first, _ = data.split("train").sequences_by_source
-    samples = data.order().sample(np.arange(48))
+    samples = data.make_sample_order().sample(np.arange(48))
     assert int((samples < first).sum()) == 16  # of 6 steps of 8
 
 

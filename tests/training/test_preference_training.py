@@ -124,7 +124,7 @@ def test_the_reference_holds_what_each_response_has_by_itself(home: Path, alone:
     for split, values in found.items():
         rows, place = data.split(split), 0
         for row in range(rows.rows):
-            batch = rows.batch([row], padded=True)
+            batch = rows.read_batch([row], padded=True)
             pairs = int(rows.examples_by_row[row])
             several.add(pairs)
             for number in range(2 * pairs):

@@ -97,7 +97,7 @@ def test_transformers_loads_what_tp_wrote_and_finds_the_same_validation_loss(two
     place = home / "transformers"
     outcomes = run(two, place, "tp2 fp32")
     recipe = cases.recipe(place, "tp2")
-    rows = prepare(recipe.data, recipe.run.seed).split("validation").batch(np.arange(13))
+    rows = prepare(recipe.data, recipe.run.seed).split("validation").read_batch(np.arange(13))
     model = AutoModelForCausalLM.from_pretrained(outcomes[0]["result"]["checkpoint"], dtype=torch.float32)
     assert model.get_input_embeddings().weight.shape[0] == 499, "no row that only fills up"
     with torch.no_grad():

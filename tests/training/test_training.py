@@ -81,7 +81,7 @@ def test_transformers_loads_the_checkpoint_and_finds_the_same_validation_loss(le
     assert directory == str(place / "run/checkpoints/step-000040")
     recipe = cases.recipe(place, "dp1")
     data = prepare(recipe.data, recipe.run.seed)
-    rows = data.split("validation").batch(np.arange(13))
+    rows = data.split("validation").read_batch(np.arange(13))
     assert not rows.document_ids.any()  # one document a row: transformers needs no mask
     assert transformers_loss(directory, rows) == pytest.approx(outcome["result"]["validation_loss"], rel=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -314,7 +314,7 @@ def test_a_run_can_begin_with_the_weights_of_a_hugging_face_model(home, shared_d
     recipe = cases.recipe(place, layout, **changes)
     data = prepare(recipe.data, recipe.run.seed)
     for number, line in enumerate(steps(place)):
-        batch = data.split("train").batch(data.order().sample(8 * number + np.arange(8)))
+        batch = data.split("train").read_batch(data.make_sample_order().sample(8 * number + np.arange(8)))
         assert transformers_loss(str(source), batch) == pytest.approx(line["loss"], rel=2e-5)
     changes["model"] = {"from": str(source)}  # its shape alone
     (outcome,) = cases.run(None, home / f"shape {layout}", "dp1 fp32", **changes)

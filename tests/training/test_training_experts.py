@@ -53,7 +53,7 @@ def test_a_mixture_learns_and_transformers_finds_the_same_loss(family: str, home
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, experts_implementation="eager"
     )
-    rows = prepare(recipe.data, recipe.run.seed).split("validation").batch(np.arange(13))
+    rows = prepare(recipe.data, recipe.run.seed).split("validation").read_batch(np.arange(13))
     with torch.no_grad():
         logits = theirs(torch.from_numpy(rows.tokens)).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten())

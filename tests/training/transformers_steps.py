@@ -190,7 +190,7 @@ class TransformersModel:
         """`STEPS` steps of a recipe, the whole batch on one device."""
         train, found = recipe.train, Steps()
         data = prepare(recipe.data, recipe.run.seed)
-        split, order = data.split("train"), data.order()
+        split, order = data.split("train"), data.make_sample_order()
         found.before = self.rows(self.tensors(), "master")
         parameters = dict(self.model.named_parameters())
         groups = [
@@ -206,7 +206,7 @@ class TransformersModel:
         rates = learning_rates(optimizer, train)
         biases = dict(self.model.named_buffers())
         for step in range(STEPS):
-            batch = split.batch(order.sample(np.arange(step * train.batch, (step + 1) * train.batch)))
+            batch = split.read_batch(order.sample(np.arange(step * train.batch, (step + 1) * train.batch)))
             targets = int((batch.targets != -100).sum())
             optimizer.zero_grad()
             loss, auxiliary, loads = self.loss(batch)

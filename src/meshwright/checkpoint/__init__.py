@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.checkpointer import Checkpointer
     from meshwright.checkpoint.manifest import Damaged, Manifest, read_manifest, verify_checkpoint
 
-_ROOMS = {
+_MODULES = {
     "CheckpointPath": "catalogue",
     "best": "catalogue",
     "find_checkpoint": "catalogue",
@@ -38,6 +38,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What all ranks settle together, over the mesh, before a save and around a load. For the main thread alone."""
+"""Small collective calls by which all ranks agree, before a save and around a load. For the main thread only."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """Small collective calls of all ranks of `mesh`."""
+    """Agreement of all ranks of `mesh` by small all-reduces."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
-    def everyone(self, mine: bool) -> bool:
-        """Whether all ranks say yes."""
+    def all_true(self, mine: bool) -> bool:
+        """Return whether `mine` is true on all ranks."""
         return self._sum([int(not mine)]) == [0]
 
-    def numbers(self, values: Sequence[int], *, count: int) -> list[int]:
-        """Rank 0's numbers (not negative, `count` at most), on every rank."""
+    def broadcast_numbers(self, values: Sequence[int], *, count: int) -> list[int]:
+        """Broadcast rank 0's non-negative integers, at most `count`."""
         mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
         return [value for value in self._sum(mine) if value >= 0]
 
     def first_text(self, text: str | None) -> tuple[int, str] | None:
-        """The lowest rank that has something to say, and what it says; None when nobody has."""
+        """Return (rank, text) of the lowest rank whose text is not None, on every rank; None if there is none."""
         size, rank = self._mesh.world_size, self._mesh.rank
         speaking = self._sum([int(place == rank and text is not None) for place in range(size)])
         if not any(speaking):
@@ -39,6 +39,7 @@ class Agreement:
         return speaker, everything.rstrip(b"\0").decode(errors="replace")
 
     def _sum(self, values: list[int]) -> list[int]:
+        """All-reduce integers, [n]."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
         collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
         return tensor.tolist()

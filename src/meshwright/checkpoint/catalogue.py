@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are whole, which is the newest, which is the best, which may go."""
+"""The checkpoints of a run directory: which are intact, newest, best, and which are deleted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells th
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A checkpoint directory that was whole when it was looked at."""
+    """A checkpoint directory that was intact when opened."""
 
     path: Path
     step: int
@@ -38,34 +38,35 @@ class CheckpointPath:
 
     @property
     def name(self) -> str:
+        """Directory name."""
         return self.path.name
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def state(self) -> dict[str, Any]:
-        """What the training loop left beside the tensors (step, layout, recipe ...)."""
+        """Load the training loop's state beside the tensors (step, layout, recipe ...)."""
         return read_state(self.path)
 
 
 def step_name(step: int) -> str:
-    """The directory of the checkpoint after `step` steps."""
+    """Return the directory name of the checkpoint after `step` steps."""
     return f"step-{step:06d}"
 
 
 def partial_name(step: int) -> str:
-    """Its name until it is complete."""
+    """Return the hidden directory name of a checkpoint that is being written."""
     return f".{step_name(step)}.partial"
 
 
-def step_of(name: str) -> int | None:
-    """The step that a directory's name says, None if it is no checkpoint's name."""
+def parse_step(name: str) -> int | None:
+    """Parse the step from a directory name; None if it is not a checkpoint's."""
     match = re.fullmatch(r"step-(\d{6,})", name)
     return int(match[1]) if match else None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """`training/state.json` of a checkpoint."""
+    """Load `training/state.json` of a checkpoint. Raises `UserError`."""
     try:
         state = read_json(path / STATE, "checkpoint_bytes")
     except (OSError, ValueError) as error:
@@ -76,38 +77,40 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
-    """The checkpoint at `path`, its manifest read, its files present in full length. Raises `Damaged`."""
+    """Open the checkpoint at `path`: read its manifest and check file sizes. Raises `Damaged`."""
     manifest = read_manifest(path)
-    if manifest.step != step_of(path.name) and step_of(path.name) is not None:
+    if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
         raise Damaged(f"its manifest is that of step {manifest.step}")
     check_sizes(path, manifest)
     return CheckpointPath(path, manifest.step, manifest.validation_loss), manifest
 
 
 def open_model(path: Path) -> CheckpointPath:
-    """The checkpoint at `path` for who reads the model alone: every byte outside training/ is checked. Raises
-    `Damaged`."""
+    """Open the checkpoint at `path` for its model alone: every byte outside training/ is verified. Raises `Damaged`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
     return checkpoint
 
 
-def _open_unread(path: Path) -> CheckpointPath:
+def _open_unverified(path: Path) -> CheckpointPath:
+    """Open a checkpoint without verifying the hashes of its tensors. Raises `Damaged`."""
     return open_checkpoint(path)[0]
 
 
-def candidates(directory: Path) -> list[Path]:
-    """Every directory named like a checkpoint, whole or not, the newest first."""
+def list_candidates(directory: Path) -> list[Path]:
+    """List the directories named like a checkpoint, intact or not, newest first."""
     if not directory.is_dir():
         return []
-    found = [(step, path) for path in directory.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
+    found = [
+        (step, path) for path in directory.iterdir() if (step := parse_step(path.name)) is not None and path.is_dir()
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def whole(directory: Path, log: Callable[[str], None] = lambda line: None) -> list[CheckpointPath]:
-    """The whole checkpoints in `directory`, the newest first; `log` gets a line for each that is passed over."""
+def list_intact(directory: Path, log: Callable[[str], None] = lambda line: None) -> list[CheckpointPath]:
+    """List the intact checkpoints in `directory`, newest first; `log` receives a line for each damaged one."""
     checkpoints = []
-    for path in candidates(directory):
+    for path in list_candidates(directory):
         try:
             checkpoints.append(open_checkpoint(path)[0])
         except Damaged as damage:
@@ -118,11 +121,13 @@ def whole(directory: Path, log: Callable[[str], None] = lambda line: None) -> li
 def newest(
     directory: Path | str,
     log: Callable[[str], None] = lambda line: None,
-    open_it: Callable[[Path], CheckpointPath] = _open_unread,
+    open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
-    """The newest whole checkpoint in `directory`; `log` gets a line for each newer one that is passed over. `open_it`
-    raises `Damaged` for one that is not whole."""
-    for path in candidates(Path(directory)):
+    """Return the newest intact checkpoint in `directory`, or None; `log` receives a line for each newer damaged one.
+
+    open_it: opens a checkpoint, raising `Damaged`.
+    """
+    for path in list_candidates(Path(directory)):
         try:
             return open_it(path)
         except Damaged as damage:
@@ -133,15 +138,16 @@ def newest(
 def find_checkpoint(
     path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
 ) -> Path:
-    """The Hugging Face directory that somebody means by `path`: a run directory or its checkpoints/ (the newest whole
-    checkpoint, `log` gets a line for each newer one that is passed over), a checkpoint, or any directory with a
-    config.json. Of a checkpoint every byte of model and tokenizer is checked against its hash; without `check_hashes`
-    only that its files are there in full length. `UserError` when there is none, or a checkpoint named by itself is
-    damaged."""
-    path, open_it = Path(path), open_model if check_hashes else _open_unread
+    """Return the Hugging Face directory that `path` stands for: a run directory or its checkpoints/ (the newest intact
+    one; `log` receives a line for each newer damaged one), a checkpoint, or any directory with a config.json.
+
+    check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. Raises `UserError` if
+    there is none, or if a checkpoint given by its own path is damaged.
+    """
+    path, open_it = Path(path), open_model if check_hashes else _open_unverified
     if not path.is_dir():
         raise UserError(f"{path}: {'is a file' if path.exists() else 'no such directory'}; {_WANTED}")
-    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+    if (path / MANIFEST).exists() or parse_step(path.name) is not None:
         try:
             return open_it(path).path
         except Damaged as damage:
@@ -151,17 +157,21 @@ def find_checkpoint(
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = newest(directory, log, open_it)
     if found is None:
-        damaged = f"none of the {len(candidates(directory))} there is whole" if candidates(directory) else ""
+        damaged = f"none of the {len(list_candidates(directory))} there is whole" if list_candidates(directory) else ""
         raise UserError(f"{path}: no checkpoint in it{f', {damaged}' if damaged else ''}; {_WANTED}")
     return found.path
 
 
 def best(directory: Path | str) -> CheckpointPath | None:
-    """The whole checkpoint with the lowest validation loss (the newer one of equals); None where none was validated."""
-    return _best(whole(Path(directory)))
+    """Return the intact checkpoint with the lowest validation loss (the newer one of equals), or None if
+    none has one.
+    """
+    return _best(list_intact(Path(directory)))
 
 
 def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
+    """Return the checkpoint with the lowest finite validation loss, or None."""
+
     def loss(checkpoint: CheckpointPath) -> float:
         value = checkpoint.validation_loss
         return math.inf if value is None or math.isnan(value) else value
@@ -170,13 +180,12 @@ def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
     return min(validated, key=lambda checkpoint: (loss(checkpoint), -checkpoint.step), default=None)
 
 
-def retain(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
-    """Delete all whole checkpoints but the newest `keep` and, with `keep_best`, the best. Others are left alone.
+def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
+    """Delete all intact checkpoints but the newest `keep` and, with `keep_best`, the best one.
 
-    `saved`: the step that was just saved. Later ones are left alone and do not count: the run passed them over (a bit
-    is wrong in them, which only reading shows), and they must not cost it what it has just written.
+    saved: step just saved. Later checkpoints stay and do not count: the run found them damaged and trained past them.
     """
-    checkpoints = [checkpoint for checkpoint in whole(directory) if saved is None or checkpoint.step <= saved]
+    checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
     favourite = _best(checkpoints)
     if keep_best and favourite is not None:
@@ -188,8 +197,8 @@ def retain(directory: Path, keep: int, keep_best: bool, saved: int | None = None
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def put_in_place(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name; one that had it before (a damaged one, trained past again) makes way."""
+def move_into_place(partial: Path, final: Path) -> None:
+    """Rename a complete checkpoint to its final name, replacing an older (damaged) one."""
     old = final.with_name(f".{final.name}.replaced")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -200,7 +209,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed saves left in `directory`. Only while nobody saves."""
+    """Remove the leftovers of killed saves in `directory`. Only while no rank saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

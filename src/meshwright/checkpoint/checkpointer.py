@@ -1,4 +1,4 @@
-"""What the training loop sees: save in the background, load the newest whole checkpoint."""
+"""Checkpointer of the training loop: background saves, and loading of the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from meshwright.checkpoint import catalogue
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.catalogue import CheckpointPath, read_state
-from meshwright.checkpoint.files import json_bytes
+from meshwright.checkpoint.files import to_json_bytes
 from meshwright.checkpoint.loading import load_slices
 from meshwright.checkpoint.manifest import Damaged
-from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, model_files
-from meshwright.checkpoint.saving import GivenUp, Save, SaveFailed, Target
+from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, plan_model_files
+from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed, SaveSettings
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
@@ -41,8 +41,11 @@ _MAXIMUM_CANDIDATES = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds of a model beside the state of its training. `small_files`: configuration and tokenizer,
-    the same in every checkpoint. `check`: `UserError` for the directory of a checkpoint that holds another model."""
+    """Model-dependent contents of a checkpoint.
+
+    table: parameter table. small_files: configuration and tokenizer files by name. check: raises `UserError` for the
+    directory of a checkpoint with another model.
+    """
 
     table: ParameterTable
     small_files: Mapping[str, bytes]
@@ -50,13 +53,13 @@ class Contents:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. Every rank makes one and makes the same calls in the same order.
+    """Saves and loads the checkpoints of one run. A collective object: every rank makes one and makes the same calls.
 
-    `directory`: the run's checkpoints/, on a filesystem that all ranks see (checked here: `UserError`). `contents`: of
-    the model, or the configuration of one of ours. `dtype`: of the
-    weights under their Hugging Face names ("float32", "bfloat16"). `keep`: how many of the newest stay; `keep_best`:
-    the one with the lowest validation loss as well. `log` gets lines for a person. `shard_bytes`: largest size of one
-    model file. `timeout_seconds`: how long a save waits for another rank's part.
+    directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: model
+    configuration, or `Contents` for a foreign module. dtype: of the exported weights ("float32", "bfloat16"). keep:
+    number of newest checkpoints to retain; keep_best: retain the one with the lowest validation loss too. log: receives
+    lines for the user. shard_bytes: largest size of one model file. timeout_seconds: how long a save waits for other
+    ranks.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Checkpointer:
     ) -> None:
         self.directory, self.log = Path(directory), log
         self.stall_seconds = 0.0
-        """How long the last `save` held up training, waiting for an earlier save not counted."""
+        """Seconds that the last `save` blocked training, without waiting for an earlier save."""
         self._mesh, self._background = mesh, background
         self._agreement = Agreement(mesh)
         self._buffers = SnapshotBuffers()
@@ -85,38 +88,40 @@ class Checkpointer:
         self._failure: str | None = None
         self._fault: BaseException | None = None
         self._saves = 0
-        self._told: set[str] = set()  # lines about damaged checkpoints, each said once
+        self._told: set[str] = set()  # checkpoints already reported as damaged
         if isinstance(contents, ModelConfig):
-            contents = model_contents(contents, dtype, tokenizer_directory)
+            contents = make_model_contents(contents, dtype, tokenizer_directory)
         self._contents = contents
-        files = model_files(contents.table, dtype, shard_bytes)
+        files = plan_model_files(contents.table, dtype, shard_bytes)
         small_files = dict(contents.small_files)
         if files.index is not None:
             small_files[INDEX] = files.index
-        self._target = Target(
+        self._target = SaveSettings(
             self.directory, mesh.rank, mesh.world_size, contents.table, files, small_files, dtype, keep, keep_best,
             timeout_seconds, log,
         )  # fmt: skip
-        self._token = self._meet()
+        self._token = self._prepare_directory()
 
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the snapshot's memory for such slices now instead of in the first save."""
+        """Allocate the snapshot memory for such slices now instead of in the first save."""
         self._buffers.reserve(slices)
 
     def save(
         self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Copy `slices` (those that this rank owns; all ranks' together are the whole state) and write the checkpoint
-        of `step` in the background. `state`: what JSON can hold; rank 0's is written. An earlier save that is still
-        being written is waited for first. Whether it worked, `failed` says."""
+        """Snapshot `slices` (those this rank owns; over all ranks the whole state) and write the checkpoint of `step`
+        in the background.
+
+        state: JSON-serializable; rank 0's is written. Waits for an earlier save first. `failed` reports the outcome.
+        """
         self.wait()
         self.failed()
         self._failure = None
         begun = time.perf_counter()
         snapshot = self._buffers.take(slices)
-        text = json_bytes({**state, "step": step})
+        text = to_json_bytes({**state, "step": step})
         self._saves += 1
         save = Save(self._target, f"{self._token:x}-{self._saves}", step, snapshot, text, validation_loss)
         self._save = save
@@ -128,19 +133,21 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - begun
 
     def _run(self, save: Save) -> None:
+        """Run a save and record its failure."""
         try:
             save.run()
         except SaveFailed as failure:
             self._failure = str(failure)
-        except GivenUp as reason:
+        except SaveCancelled as reason:
             if not save.cancelled.is_set():
                 self._failure = str(reason)
         except BaseException as fault:  # a fault of ours: it is raised in the main thread
             self._fault = fault
 
     def failed(self) -> str | None:
-        """The line that says why the last save could not be completed; None while it is being written and when it was.
-        Cleared by `abandon` and by the next save."""
+        """Return why the last save failed, or None while it runs or if it succeeded. Reset by `abandon` and the next
+        save.
+        """
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
@@ -148,18 +155,21 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing its part of a save, or waiting for another rank's."""
+        """Whether this rank is still writing or waiting for other ranks' writes."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when no save is being written any more, whether it worked or not."""
+        """Wait until no save is in progress, whatever its outcome."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def abandon(self, step: int | None = None) -> None:
-        """Give up the save under way (of `step`, if said), because it failed on some rank. Its directory goes; older
-        checkpoints stay. Every rank calls this."""
+        """Cancel the save in progress (only that of `step`, if given) after a failure on some rank, and remove its
+        files.
+
+        Older checkpoints stay. Every rank calls this.
+        """
         if self._save is not None and step in (None, self._save.step):
             self._save.cancelled.set()
             self.wait()
@@ -168,16 +178,18 @@ class Checkpointer:
     # --- loading
 
     def newest(self) -> CheckpointPath | None:
-        """The newest whole checkpoint; the log gets a line (once) for each newer one that is damaged."""
-        return catalogue.newest(self.directory, self._say_once)
+        """Return the newest intact checkpoint, or None; each newer damaged one is logged once."""
+        return catalogue.newest(self.directory, self._log_once)
 
     def best(self) -> CheckpointPath | None:
-        """The whole checkpoint with the lowest validation loss."""
+        """Return the intact checkpoint with the lowest validation loss, or None."""
         return catalogue.best(self.directory)
 
     def load(self, path: CheckpointPath | Path | str, slices: Sequence[TensorSlice]) -> dict[str, Any]:
-        """Read a checkpoint into `slices` (everything that this rank must have) and return its state. `UserError` when
-        it is damaged or holds another model. This rank alone; `load_newest` is for all of them."""
+        """Load a checkpoint into `slices` (all that this rank needs) and return its state. Not collective.
+
+        Raises `UserError` if it is damaged or holds another model. See `load_newest` for all ranks.
+        """
         path = Path(path)
         try:
             return self._load(path, slices)
@@ -187,15 +199,19 @@ class Checkpointer:
     def load_newest(
         self, slices: Sequence[TensorSlice], agree: Callable[[bool], bool] | None = None
     ) -> tuple[CheckpointPath, dict[str, Any]] | None:
-        """Read the newest checkpoint that is whole for all ranks into `slices`; it and its state, or None where there
-        is none yet. `agree(mine)`: whether all ranks say yes (the mesh's own unless given). The log gets a line for
-        each that is passed over. `UserError` when there are checkpoints but none is whole: nothing is trained over
-        them."""
-        agree = agree or self._agreement.everyone
+        """Load the newest checkpoint that is intact on all ranks into `slices`; returns it with its state, or None if
+        there is none.
+
+        agree(mine): returns whether all ranks pass True (by the mesh unless given). Each damaged checkpoint is logged.
+        Raises `UserError` if there are checkpoints but none is intact, so that none is overwritten.
+        """
+        agree = agree or self._agreement.all_true
         steps = [
-            step for path in catalogue.candidates(self.directory) if (step := catalogue.step_of(path.name)) is not None
+            step
+            for path in catalogue.list_candidates(self.directory)
+            if (step := catalogue.parse_step(path.name)) is not None
         ]
-        steps = self._agreement.numbers(steps, count=_MAXIMUM_CANDIDATES)
+        steps = self._agreement.broadcast_numbers(steps, count=_MAXIMUM_CANDIDATES)
         for step in steps:
             path = self.directory / catalogue.step_name(step)
             problem, state = None, {}
@@ -209,7 +225,7 @@ class Checkpointer:
             said = self._agreement.first_text(problem)
             rank, reason = said if said is not None else (0, "a rank could not read it")
             on_rank = f" (found by rank {rank})" if rank else ""
-            self._say_once(f"checkpoint {path} is damaged and passed over: {reason}{on_rank}")
+            self._log_once(f"checkpoint {path} is damaged and passed over: {reason}{on_rank}")
         if steps:
             raise UserError(
                 f"no checkpoint in {self.directory} is whole ({', '.join(map(catalogue.step_name, steps))} "
@@ -218,12 +234,14 @@ class Checkpointer:
         return None
 
     def _load(self, path: Path, slices: Sequence[TensorSlice]) -> dict[str, Any]:
+        """Load a checkpoint into `slices` on this rank. Raises `Damaged`, or `UserError` for another model."""
         catalogue.open_checkpoint(path)
         self._contents.check(path)
         load_slices(path, slices, self._mesh.rank, self._mesh.world_size)
         return read_state(path)
 
-    def _say_once(self, line: str) -> None:
+    def _log_once(self, line: str) -> None:
+        """Log a line about a checkpoint unless it was logged before."""
         key = line.partition(" is damaged")[0]
         if key not in self._told:
             self._told.add(key)
@@ -231,8 +249,10 @@ class Checkpointer:
 
     # --- the start
 
-    def _meet(self) -> int:
-        """Rank 0 clears away what killed saves left; all check that they see the same directory. A token of the run."""
+    def _prepare_directory(self) -> int:
+        """Remove leftovers of killed saves (rank 0) and check that all ranks see the same directory; returns a token of
+        the run.
+        """
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
@@ -241,7 +261,7 @@ class Checkpointer:
                 catalogue.remove_leftovers(self.directory)
             except OSError as error:
                 problem = f"{self.directory}: {(error.strerror or str(error)).lower()}"
-        token = agreement.numbers([token], count=1)[0]
+        token = agreement.broadcast_numbers([token], count=1)[0]
         marker = self.directory / f".shared-{token:x}"
         if rank == 0 and problem is None:
             try:
@@ -250,7 +270,7 @@ class Checkpointer:
                 problem = f"{self.directory} cannot be written: {(error.strerror or str(error)).lower()}"
         said = agreement.first_text(problem)
         if said is None:
-            if not self._sees(marker):
+            if not self._wait_for_file(marker):
                 problem = (
                     f"rank {rank} on {socket.gethostname()} does not see the checkpoint directory that rank 0 sees: "
                     f"{self.directory.absolute()} must be on a filesystem that all machines share"
@@ -262,7 +282,8 @@ class Checkpointer:
             raise UserError(said[1])
         return token
 
-    def _sees(self, marker: Path) -> bool:
+    def _wait_for_file(self, marker: Path) -> bool:
+        """Return whether the file appears on this rank within `_SHARED_SECONDS`."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
@@ -273,14 +294,14 @@ class Checkpointer:
         return True
 
 
-def model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> Contents:
-    """What a checkpoint holds of one of our models."""
-    small_files = _small_files(config, dtype, tokenizer_directory)
+def make_model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> Contents:
+    """Return the checkpoint contents for one of Meshwright's models."""
+    small_files = _make_small_files(config, dtype, tokenizer_directory)
     return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
 
 def _check_config(config: ModelConfig, path: Path) -> None:
-    """`UserError` that names the first field in which the checkpoint's model is another one."""
+    """Raise `UserError` that names the first field in which the checkpoint's model differs."""
     found = config_from_path(path / "config.json")
     wanted = config_from_huggingface(config_to_huggingface(config))  # as it looks after a round trip
     ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
@@ -295,16 +316,16 @@ def _check_config(config: ModelConfig, path: Path) -> None:
             )
 
 
-def _small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
-    """Configuration and tokenizer as a Hugging Face directory has them."""
+def _make_small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
+    """Return configuration and tokenizer files by name, as in a Hugging Face directory."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token
     if config.eos_tokens:
         tokens["eos_token_id"] = list(config.eos_tokens) if len(config.eos_tokens) > 1 else config.eos_tokens[0]
     files = {
-        "config.json": json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype}),
-        "generation_config.json": json_bytes(tokens),
+        "config.json": to_json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype}),
+        "generation_config.json": to_json_bytes(tokens),
     }
     if tokenizer_directory is not None:
         for name in TOKENIZER_FILES:

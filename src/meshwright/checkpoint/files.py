@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole, flushed to the disk, renamed into place."""
+"""Crash-safe files: written completely, flushed to disk, renamed into place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 16 * 2**20
-"""Bytes written between two looks at whether to go on; also below the 2 GiB that one system call takes."""
+"""Bytes written between two calls of `keep_going`; below the 2 GiB limit of one system call."""
 
 
 def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callable[[], None] = lambda: None) -> None:
-    """Write all of `data` (bytes) at `offset`; `keep_going` is called between chunks and may raise."""
+    """Write all of `data` at byte `offset`. keep_going: called between chunks; may raise to stop."""
     written = 0
     while written < len(data):
         keep_going()
@@ -22,8 +22,8 @@ def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callabl
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """A file descriptor that is closed at the end."""
+def open_descriptor(path: Path, flags: int) -> Iterator[int]:
+    """Open a file descriptor inside a context."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -32,17 +32,17 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the disk."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+    """Write a file and flush it to disk."""
+    with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         os.fsync(descriptor)
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Put `data` at `path` so that a reader sees the old file or the new one, never a part; a crash as well."""
+    """Replace the file at `path` atomically: readers, and a crash, see the old or the new content."""
     fresh = path.with_name(f".{path.name.lstrip('.')}.new-{os.getpid()}")
     try:
-        with opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        with open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             write_at(descriptor, memoryview(data), 0)
             if sync:
                 os.fsync(descriptor)
@@ -55,18 +55,18 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory, so that names made, removed or changed in it survive a crash of the machine."""
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+    """Fsync a directory, so that created, removed and renamed entries survive a power failure."""
+    with open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 
 
-def json_bytes(value: Any) -> bytes:
-    """`value` as readable JSON."""
+def to_json_bytes(value: Any) -> bytes:
+    """Serialize `value` to indented JSON."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def in_units(size: float) -> str:
-    """Bytes for a person: `12.3 MiB`."""
+def format_bytes(size: float) -> str:
+    """Format a size in bytes with its unit, such as "12.3 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

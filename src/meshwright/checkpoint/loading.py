@@ -1,5 +1,8 @@
-"""Reading a checkpoint into whatever layout reads it: each rank reads the blocks its slices lie in and checks them; the
-blocks of the model's files, which no rank needs, are shared out, so that a whole load checks every byte."""
+"""Loading of checkpoints into any layout: each rank reads the blocks that its slices intersect and verifies their
+hashes.
+
+The blocks of the exported model files, which no rank needs, are distributed, so that a load verifies every byte.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ import numpy as np
 import torch
 
 from meshwright.checkpoint.catalogue import open_checkpoint
-from meshwright.checkpoint.files import opened
+from meshwright.checkpoint.files import open_descriptor
 from meshwright.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
 from meshwright.checkpoint.model_files import DTYPE_CODES
 from meshwright.checkpoint.slices import (
     Range,
     Read,
-    blocks_of,
-    check_inside,
-    intersections,
-    kinds,
+    check_bounds,
+    intersect_ranges,
+    list_kinds,
     plan_reads,
     read_index,
+    split_reads,
 )
 from meshwright.errors import UserError
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -37,7 +40,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One block of a file to read and check, and what to copy from it."""
+    """One block of a file to read and verify, and the elements to copy from it."""
 
     file: str
     block: int
@@ -45,16 +48,18 @@ class _Task:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Read the checkpoint directory `path` into `slices` and check every byte that is read, and this rank's share of
-    the rest. Raises `Damaged` (slices are then partly overwritten), `UserError` for a kind of state it does not hold.
+    """Load the checkpoint directory `path` into `slices`, verifying the blocks read and this rank's share of the rest.
+
+    Raises `Damaged` (slices are then partly overwritten), `UserError` for a kind of state that the checkpoint lacks.
     """
     _, manifest = open_checkpoint(path)
     index = read_index(path)
-    check_inside(index, {name: record.size for name, record in manifest.files.items()})
-    missing = {item.kind for item in slices} - kinds(index)
+    check_bounds(index, {name: record.size for name, record in manifest.files.items()})
+    missing = {item.kind for item in slices} - list_kinds(index)
     if missing:
+        held = ", ".join(sorted(list_kinds(index)))
         raise UserError(
-            f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {', '.join(sorted(kinds(index)))}): "
+            f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {held}): "
             "it was trained with another train.optimizer"
         )
     wanted = [(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
@@ -62,7 +67,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
     tasks = [
         _Task(file, block, copies)
         for file, parts in reads.items()
-        for block, copies in sorted(blocks_of(parts, BLOCK_BYTES).items())
+        for block, copies in sorted(split_reads(parts, BLOCK_BYTES).items())
     ]
     unread = [
         (name, block)
@@ -80,7 +85,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
         for read, first, count, inside in task.copies:
             dtype = _DTYPES[read.code]
             source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
-            copy_common(source, read.part(first, count), slices[read.destination].tensor, read.wanted)
+            copy_common(source, read.subrange(first, count), slices[read.destination].tensor, read.wanted)
 
     with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
         for _ in pool.map(run, tasks):
@@ -88,21 +93,21 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
-    """Copy what two 1-D tensors have in common, given which elements of one matrix each of them holds."""
-    for top, bottom, left, right in intersections(has, wants):
+    """Copy the common elements of two 1-D tensors, given the range of one matrix that each holds."""
+    for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
-        there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.place(top, left))
-        here = destination.storage_offset() + wants.place(top, left)
+        there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))
+        here = destination.storage_offset() + wants.index_of(top, left)
         destination.as_strided(size, (wants.width, 1), here).copy_(there)
 
 
 def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:
-    """The bytes of a block, checked against its hash."""
+    """Read a block into `memory` and verify its hash; returns its bytes. Raises `Damaged`."""
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]
     try:
-        with opened(path / task.file, os.O_RDONLY) as descriptor:
+        with open_descriptor(path / task.file, os.O_RDONLY) as descriptor:
             done = 0
             while done < size:
                 count = os.preadv(descriptor, [view[done:]], start + done)

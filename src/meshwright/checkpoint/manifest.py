@@ -1,5 +1,7 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, written last, so that a directory without a whole one
-does not count. Every 64 MiB block has a hash of its own, so that a rank checks what it reads."""
+"""The manifest of a checkpoint: sizes and hashes of its files, written last, so that it marks a checkpoint as complete.
+
+Every 64 MiB block has a hash of its own, so that a rank verifies just what it reads.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from meshwright.checkpoint.files import opened
+from meshwright.checkpoint.files import open_descriptor
 from meshwright.untrusted import read_json
 
 FORMAT = 1
@@ -22,12 +24,12 @@ _READ_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be used; the text says which file and why."""
+    """Error: a checkpoint cannot be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be: its size in bytes, the sha256 of all of it and of each block of `BLOCK_BYTES`."""
+    """Expected size in bytes and hex SHA-256 of a file and of each block of `BLOCK_BYTES`."""
 
     size: int
     sha256: str
@@ -36,14 +38,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint. `validation_loss`: nats per token at this step, where it was measured."""
+    """Manifest of a checkpoint. validation_loss: nats per token at this step, or None."""
 
     step: int
     validation_loss: float | None
     files: Mapping[str, FileRecord]
 
     def to_json(self) -> bytes:
-        """The manifest as text, closed by a hash of itself."""
+        """Serialize the manifest with its own hash."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -54,11 +56,11 @@ class Manifest:
                 for name, record in sorted(self.files.items())
             },
         }
-        return json.dumps(content | {"manifest_sha256": _own_hash(content)}, indent=1).encode()
+        return json.dumps(content | {"manifest_sha256": _hash_content(content)}, indent=1).encode()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint directory `path`. Raises `Damaged` when there is no whole one."""
+    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if it is missing or altered."""
     try:
         content = read_json(path / MANIFEST, "checkpoint_bytes")
     except FileNotFoundError:
@@ -70,10 +72,10 @@ def read_manifest(path: Path) -> Manifest:
     own = content.pop("manifest_sha256", None)
     if content.get("format") != FORMAT:
         raise Damaged(f"{MANIFEST} has format {content.get('format')!r}; this version reads format {FORMAT}")
-    if own != _own_hash(content) or content.get("block_bytes") != BLOCK_BYTES:
+    if own != _hash_content(content) or content.get("block_bytes") != BLOCK_BYTES:
         raise Damaged(f"{MANIFEST} was altered: it does not match its own hash")
     try:
-        files = {name: _record(name, record) for name, record in content["files"].items()}
+        files = {name: _parse_record(name, record) for name, record in content["files"].items()}
         step, loss = content["step"], content["validation_loss"]
         if type(step) is not int or step < 0 or type(loss) not in (int, float, NoneType):
             raise TypeError("step or validation_loss is no number")
@@ -82,8 +84,8 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} lacks what format {FORMAT} promises: {error}") from None
 
 
-def _record(name: str, found: Any) -> FileRecord:
-    """What a manifest says of a file. TypeError where that is not a size, a hash and the hashes of its blocks."""
+def _parse_record(name: str, found: Any) -> FileRecord:
+    """Parse the record of one file. Raises `TypeError` for invalid values."""
     size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise TypeError(f"{name[:80]} is outside the checkpoint")
@@ -96,7 +98,7 @@ def _record(name: str, found: Any) -> FileRecord:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raises `Damaged` for a file that is missing or cut, or a small one (all but the tensors) that was altered."""
+    """Raise `Damaged` for a missing or truncated file, or an altered small one (all but tensors)."""
     for name, record in manifest.files.items():
         try:
             size = (path / name).stat().st_size
@@ -109,20 +111,20 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises `Damaged` for the first of the files `names` of which a byte was altered."""
+    """Raise `Damaged` for the first of the files `names` with an altered byte."""
     for name in names:
         blocks = manifest.files[name].blocks
         try:
-            _, found = hash_part(path / name, False, range(len(blocks)))
+            _, found = hash_blocks(path / name, False, range(len(blocks)))
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error.strerror}") from None
         for index, expected in enumerate(blocks):
             if found[index] != expected:
-                raise Damaged(f"{name} was altered {_where(index, manifest.files[name].size)}")
+                raise Damaged(f"{name} was altered {_format_block_range(index, manifest.files[name].size)}")
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Read every byte of the checkpoint directory `path`; what is wrong with it, one line each (none: it is whole)."""
+    """Read every byte of the checkpoint directory `path`; returns one line per problem (none: it is intact)."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -140,37 +142,40 @@ def verify_checkpoint(path: Path | str) -> list[str]:
             continue
         wrong = [index for index, pair in enumerate(zip(found.blocks, record.blocks, strict=True)) if len({*pair}) > 1]
         if wrong:
-            problems.append(f"{name} was altered {_where(wrong[0], record.size)}")
+            problems.append(f"{name} was altered {_format_block_range(wrong[0], record.size)}")
         elif found.sha256 != record.sha256:
             problems.append(f"{name} does not match its sha256")
     return problems
 
 
 def block_count(size: int) -> int:
-    """Blocks of a file of `size` bytes."""
+    """Return the number of blocks in a file of `size` bytes."""
     return -(-size // BLOCK_BYTES)
 
 
 def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
-    """Hash a file as a whole and by blocks, in one pass."""
+    """Hash a whole file and its blocks in one pass."""
     size = path.stat().st_size
-    whole, blocks = hash_part(path, True, range(block_count(size)), keep_going)
+    whole, blocks = hash_blocks(path, True, range(block_count(size)), keep_going)
     assert whole is not None
     return FileRecord(size, whole, tuple(blocks[index] for index in range(block_count(size))))
 
 
-def hash_part(
+def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """The hash of the whole file, if wanted, and of the blocks wanted, reading no more than these need."""
+    """Hash the whole file, if `whole`, and the given blocks, reading no more than needed; returns both.
+
+    keep_going: called between reads; may raise to stop.
+    """
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
     wanted = set(blocks)
     found = {}
-    with opened(path, os.O_RDONLY) as descriptor:
+    with open_descriptor(path, os.O_RDONLY) as descriptor:
         for index in range(block_count(size)) if whole else sorted(wanted):
             block = hashlib.sha256()
-            for part in _parts(descriptor, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES)):
+            for part in _read_chunks(descriptor, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES)):
                 keep_going()
                 if everything is not None and size > BLOCK_BYTES:
                     everything.update(part)
@@ -183,10 +188,10 @@ def hash_part(
     return (everything.hexdigest() if everything is not None else None), found
 
 
-def hash_tasks(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[bool, list[int]]]]:
-    """Which rank hashes what of the files that several ranks wrote: by rank, file -> (whole?, blocks).
+def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[bool, list[int]]]]:
+    """Distribute the hashing of files over the ranks: for each rank, file -> (whether the whole, blocks).
 
-    A file's own hash is one rank's work, its blocks' may be others'; the largest tasks go first to the least busy.
+    The hash of a whole file is one rank's work; the largest tasks go first, to the least loaded rank.
     """
     tasks: list[tuple[int, str, int]] = []  # bytes, file, block (-1: the whole)
     for name, size in sizes.items():
@@ -206,7 +211,8 @@ def hash_tasks(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[boo
     return plan
 
 
-def _parts(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
+def _read_chunks(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the bytes [start, stop) in reads of at most `_READ_BYTES`."""
     while start < stop:
         part = os.pread(descriptor, min(_READ_BYTES, stop - start), start)
         if not part:
@@ -215,17 +221,19 @@ def _parts(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
         yield part
 
 
-def _where(block: int, size: int) -> str:
-    """The place of a block in a file of `size` bytes."""
+def _format_block_range(block: int, size: int) -> str:
+    """Return the byte range of a block as text."""
     return f"between bytes {block * BLOCK_BYTES} and {min((block + 1) * BLOCK_BYTES, size)}"
 
 
 def _hash_whole(path: Path) -> str:
+    """Hash a whole file. Raises `Damaged` if it cannot be read."""
     try:
-        return hash_part(path, True, [])[0] or ""
+        return hash_blocks(path, True, [])[0] or ""
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
 
 
-def _own_hash(content: Any) -> str:
+def _hash_content(content: Any) -> str:
+    """Hash the manifest's content without its own hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Where the ranks of one save meet: marker files in its hidden directory, and beside it how the last saves ended.
+"""Synchronization of the ranks of one save through marker files, and the outcomes of the last saves.
 
-Files, because a save runs beside training, whose collective calls it may not disturb.
+Files, because a save runs beside training and must not interfere with its collectives.
 """
 
 from __future__ import annotations
@@ -12,76 +12,76 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.catalogue import LAST_SAVE
-from meshwright.checkpoint.files import json_bytes, replace_file
+from meshwright.checkpoint.files import replace_file, to_json_bytes
 from meshwright.untrusted import read_json
 
-_TOLD_SAVES = 8
+_OUTCOMES_KEPT = 8
 _BEGIN = ".begin"
 
 
-class Meeting:
-    """The markers of the save `attempt`, as one rank leaves and reads them.
+class SaveMarkers:
+    """Marker files of the save `attempt`, written and read by one rank.
 
-    partial: the hidden directory. outcomes: on rank 0, how each save of the run so far ended; `tell` adds to it.
-    Methods raise `OSError` where a file cannot be written or read, unless they say otherwise.
+    partial: the hidden directory. outcomes: on rank 0, the outcome of each save of the run, extended by
+    `record_outcome`. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
     """
 
     def __init__(self, partial: Path, attempt: str, rank: int, ranks: int, outcomes: dict[str, str]) -> None:
         self.partial, self.attempt, self.rank, self.ranks, self.outcomes = partial, attempt, rank, ranks, outcomes
 
     def begin(self) -> None:
-        """Rank 0: the others may write."""
+        """Allow the other ranks to write (rank 0)."""
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
-    def begun(self) -> set[int]:
-        """Rank 0, if it has begun this save and not an older one. Never raises."""
+    def begun_ranks(self) -> set[int]:
+        """Return {0} if rank 0 has begun this very save, else an empty set. Never raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
             return set()
 
-    def name(self, what: str) -> str:
-        """The file in which this rank says `what`."""
+    def marker_name(self, what: str) -> str:
+        """Return the name of this rank's marker `what`."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
-        """This rank has got so far; `content` (JSON) is for rank 0."""
-        replace_file(self.partial / self.name(what), json.dumps(content).encode(), sync=False)
+        """Leave this rank's marker `what`, with JSON content for rank 0."""
+        replace_file(self.partial / self.marker_name(what), json.dumps(content).encode(), sync=False)
 
     def read(self, what: str, rank: int) -> Any:
-        """What another rank said there."""
+        """Read the content of another rank's marker."""
         return json.loads((self.partial / f".{what}-{rank}").read_bytes())
 
-    def marked(self, what: str) -> set[int]:
-        """The ranks that have got so far."""
+    def ranks_with(self, what: str) -> set[int]:
+        """Return the ranks that have left the marker `what`."""
         prefix = f".{what}-"
         names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
 
     def fail(self, line: str) -> None:
-        """This rank cannot go on, and why. Never raises: the directory may be gone, the disk may take nothing."""
-        marker = self.partial / self.name("failed")
+        """Leave a failure marker with the reason. Never raises: the directory may be gone, or the disk full."""
+        marker = self.partial / self.marker_name("failed")
         with suppress(OSError):
             replace_file(marker, line.encode(), sync=False)
         with suppress(OSError):
             marker.touch()  # an empty file may still fit on a full disk
 
-    def failure(self) -> tuple[int, str] | None:
-        """Another rank that cannot go on, and why, which may be empty. Never raises."""
+    def find_failure(self) -> tuple[int, str] | None:
+        """Return another rank that failed, and its reason (perhaps empty), or None. Never raises."""
         with suppress(OSError):  # the directory is gone, or not there yet
-            if failed := self.marked("failed") - {self.rank}:
+            if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()
         return None
 
-    def tell(self, outcome: str) -> None:
-        """Rank 0: how this save ended, for the others; beside the saves before, for those who have not looked yet."""
+    def record_outcome(self, outcome: str) -> None:
+        """Record the outcome of this save for the other ranks (rank 0), beside those of the last saves."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
-            last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_TOLD_SAVES:]}
-            replace_file(self.partial.parent / LAST_SAVE, json_bytes(last), sync=False)
+            last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}
+            replace_file(self.partial.parent / LAST_SAVE, to_json_bytes(last), sync=False)
 
-    def outcome(self) -> str | None:
-        """How rank 0 said that this save ended: "done", or why not; None: not yet. Never raises."""
+    def read_outcome(self) -> str | None:
+        """Return the recorded outcome: "done" or the reason of failure; None if there is none yet. Never raises."""
         try:
             outcomes: dict[str, str] = read_json(self.partial.parent / LAST_SAVE)
         except (OSError, ValueError):

@@ -1,5 +1,7 @@
-"""model.safetensors as the parameter table fixes it: every rank computes the same header and the same offsets, and
-writes its own slices there; nobody gathers the model."""
+"""The model.safetensors files, whose header and offsets every rank computes alike from the parameter table.
+
+Each rank writes its own elements at these offsets; no rank gathers the model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.checkpoint.files import json_bytes
+from meshwright.checkpoint.files import to_json_bytes
 from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterTable, Row
 
@@ -36,7 +38,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One safetensors file: its whole header (length included) and its size in bytes."""
+    """One safetensors file: its complete header (length prefix included) and its size in bytes."""
 
     name: str
     header: bytes
@@ -44,8 +46,8 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a row lies: the file and the byte at which its elements begin."""
+class Location:
+    """Location of a parameter entry: its file and the byte at which its elements begin."""
 
     file: str
     offset: int
@@ -54,20 +56,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """All files of the model's weights. `index` is the text of the index file when there are several files."""
+    """All files of the model's weights. index: text of the index file if there are several files."""
 
     files: tuple[ModelFile, ...]
-    places: dict[str, Place]
+    places: dict[str, Location]
     index: bytes | None
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Bytes by file name."""
         return {file.name: file.size for file in self.files}
 
 
-def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """The header of a safetensors file of (name, dtype code, shape) in this order; the byte in the file at which each
-    tensor begins; the file's size. Source: the format's description in huggingface/safetensors."""
+def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
+    """Build the header of a safetensors file for (name, dtype code, shape) in this order.
+
+    Returns the header, the byte in the file at which each tensor begins, and the file's size. Source: the format's
+    description in huggingface/safetensors.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
@@ -82,10 +88,13 @@ def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> t
     return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
 
 
-def model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
-    """The files that hold the rows of `table` in `dtype` ("float32", "bfloat16"; a row that is `kept` in its own), each
-    of at most `shard_bytes` of tensors (a larger tensor has a file of its own). Rows stay in the table's order, wider
-    dtypes first, so that every element lies at a multiple of its size."""
+def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
+    """Plan the files for all parameter entries of `table` in `dtype` ("float32", "bfloat16"; `kept` entries in their
+    own).
+
+    shard_bytes: most tensor bytes in a file (a larger tensor has its own file). Entries stay in the table's order,
+    wider dtypes first, so that elements are aligned.
+    """
     codes = {row.name: DTYPE_CODES[row.kept or dtype] for row in table.rows}
     in_order = sorted(table.rows, key=lambda row: -ITEM_BYTES[codes[row.name]])
     shards: list[list[Row]] = [[]]
@@ -100,26 +109,25 @@ def model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTE
     files, places = [], {}
     for number, rows in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header, offsets, size = safetensors_header((row.name, codes[row.name], row.shape) for row in rows)
+        header, offsets, size = make_safetensors_header((row.name, codes[row.name], row.shape) for row in rows)
         files.append(ModelFile(name, header, size))
-        places.update({row.name: Place(name, offsets[row.name], row) for row in rows})
+        places.update({row.name: Location(name, offsets[row.name], row) for row in rows})
     index = None
     if len(shards) > 1:
         total = sum(row.numel * ITEM_BYTES[codes[row.name]] for row in table.rows)
         weight_map = {name: place.file for name, place in sorted(places.items())}
-        index = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+        index = to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     return ModelFiles(tuple(files), places, index)
 
 
-def disk_runs(
+def split_disk_runs(
     row: Row, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Where elements [start, start + len(values)) of a row, or of its `columns`, flat in engine orientation, lie on
-    disk: contiguous runs (first element on disk, values).
+    """Yield the contiguous runs (first element on disk, values) of elements [start, start + len(values)) of a parameter
+    entry, or of its `columns`, flattened in engine orientation.
 
-    A row that is not transposed is one run; of some columns it is a run for each row of the matrix. In a transposed
-    one the elements of disk row i are those with flat index o * inputs + i in the engine's [outputs, inputs]: for a
-    range of flat indices one run of consecutive o.
+    An entry that is not transposed is one run, or one per matrix row for some columns. In a transposed one, disk row i
+    holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
     """
     stop = start + len(values)
     if not row.transposed:
@@ -149,19 +157,21 @@ def disk_runs(
 
 
 def write_slice(
-    place: Place,
+    place: Location,
     start: int,
     values: npt.NDArray[np.generic],
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of a row or of its `columns` (flat, engine orientation, from element `start`) in the disk's dtype
-    at its place; `write(file, bytes, offset)` does it."""
-    for first, run in disk_runs(place.row, start, values, columns):
+    """Write part of a parameter entry or of its `columns` (flat, engine orientation, from element `start`, disk dtype)
+    by calls of `write(file, bytes, offset)`.
+    """
+    for first, run in split_disk_runs(place.row, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 
 
 def _numel(shape: Iterable[int]) -> int:
+    """Return the number of elements of a shape."""
     count = 1
     for extent in shape:
         count *= extent

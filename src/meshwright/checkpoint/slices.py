@@ -1,8 +1,7 @@
-"""training/: float32 masters and optimizer state as slices with global offsets. Every rank writes a file of its own;
-one index says what lies where, so that any layout reads just the intersections it needs.
+"""Slices of training/: fp32 master weights and optimizer state with global offsets, one file per rank, and their index.
 
-A slice is a range of a row flattened in engine orientation, or of some columns of it (what a row-parallel product
-leaves on a rank of tensor parallelism).
+A slice is a range of a flattened parameter entry in engine orientation, or of some of its columns (the shard of a
+row-parallel matrix under tensor parallelism). Any layout reads just the intersections that it needs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.files import json_bytes
+from meshwright.checkpoint.files import to_json_bytes
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.model_files import ITEM_BYTES
 from meshwright.parallel.flat_buffers import Columns
@@ -25,10 +24,9 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements [start, stop) of the row `name`, or of its `columns`, flat in engine orientation, of one kind ("master",
-    "exp_avg" ...).
+    """Elements [start, stop) of the parameter entry `name`, or of its `columns`, flattened in engine orientation.
 
-    They lie in `file` from byte `offset` on, as safetensors dtype `code`.
+    kind: "master", "exp_avg" ... They lie in `file` from byte `offset` on, as safetensors dtype `code`.
     """
 
     kind: str
@@ -50,8 +48,8 @@ class Range:
     first: int
     width: int
 
-    def rectangles(self) -> list[tuple[int, int, int, int]]:
-        """The range as at most three rectangles (row, end row, column, end column) of the matrix."""
+    def to_rectangles(self) -> list[tuple[int, int, int, int]]:
+        """Decompose the range into at most three rectangles (row, end row, column, end column) of the matrix."""
         begin, head = divmod(self.start, self.width)
         end, tail = divmod(self.stop, self.width)
         if begin == end:
@@ -65,8 +63,8 @@ class Range:
             if top < bottom and left < right
         ]
 
-    def place(self, row: int, column: int) -> int:
-        """Which element of the range lies there."""
+    def index_of(self, row: int, column: int) -> int:
+        """Return the index in the range of a matrix element, counted from the range's start."""
         return row * self.width + column - self.first - self.start
 
 
@@ -83,47 +81,49 @@ class Read:
 
     @property
     def count(self) -> int:
-        """Elements of the source."""
+        """Number of elements of the source."""
         return self.source.stop - self.source.start
 
-    def part(self, first: int, count: int) -> Range:
-        """Some elements of the source: `count` from the `first` on."""
+    def subrange(self, first: int, count: int) -> Range:
+        """Return the range of `count` elements of the source from the `first` on."""
         start = self.source.start + first
         return Range(start, start + count, self.source.first, self.source.width)
 
 
-def slice_file(rank: int, ranks: int) -> str:
-    """The file that a rank writes."""
+def slice_file_name(rank: int, ranks: int) -> str:
+    """Return the name of the file that a rank writes."""
     return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """The name of a slice inside its safetensors file."""
+def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
+    """Return the name of a slice inside its safetensors file."""
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 
 
-def write_index(slices: Iterable[Slice]) -> bytes:
-    """The index of all ranks' slices as text. A slice of some columns of a row says which, and of how many."""
+def serialize_index(slices: Iterable[Slice]) -> bytes:
+    """Serialize the index of all ranks' slices to JSON."""
     files: dict[str, list[Any]] = {}
     for part in slices:
         entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
         files.setdefault(part.file, []).append(entry)
     entries = ["kind", "name", "start", "stop", "dtype", "offset", "first column", "end column", "of columns"]
-    return json_bytes({"format": 1, "columns": entries, "files": files})
+    return to_json_bytes({"format": 1, "columns": entries, "files": files})
 
 
 def read_index(path: Path) -> list[Slice]:
-    """The slices of the checkpoint directory `path`. Raises `Damaged`."""
+    """Load the slices of the checkpoint directory `path`. Raises `Damaged`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
-        return [_slice(file, *row) for file, rows in files.items() for row in rows]
+        return [_parse_slice(file, *row) for file, rows in files.items() for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{INDEX} cannot be read: {error}") from None
 
 
-def _slice(file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int) -> Slice:
-    """One entry of the index. ValueError where its values are not a slice's."""
+def _parse_slice(
+    file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
+) -> Slice:
+    """Parse one entry of the index. Raises `ValueError` for values that no slice has."""
     part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -136,8 +136,8 @@ def _slice(file: str, kind: str, name: str, start: int, stop: int, code: str, of
     return part
 
 
-def check_inside(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
-    """Raises `Damaged` for a slice that lies beyond the end of its file. sizes: bytes of each file."""
+def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
+    """Raise `Damaged` for a slice beyond the end of its file. sizes: bytes by file."""
     for part in slices:
         if part.file not in sizes:
             raise Damaged(f"{part.file[:80]} is not in the manifest")
@@ -146,7 +146,7 @@ def check_inside(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
-    """Every kind of state holds every element of every row once: a hole is a fault of ours, found before it counts."""
+    """Assert that every kind of state covers every element of every parameter entry exactly once."""
     parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -175,8 +175,9 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
 def plan_reads(
     slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
 ) -> dict[str, list[Read]]:
-    """What to read from which file for the wanted (kind, name, start, stop, columns). Raises `Damaged` when something
-    is in no file."""
+    """Plan the reads by file for wanted (kind, name, start, stop, columns). Raises `Damaged` if an element is in no
+    file.
+    """
     by_row: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
         by_row.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
@@ -184,7 +185,7 @@ def plan_reads(
     for number, (kind, name, start, stop, columns) in enumerate(wanted):
         found = 0
         for others, parts in by_row.get((kind, name), {}).items():
-            source, target = _in_one_matrix(others, columns)
+            source, target = _align_columns(others, columns)
             destination = Range(start, stop, *target)
             # The rows of the matrix that the slice touches, as elements of the slices; its very elements, if cut alike.
             begin, end = start // target[1] * source[1], -(-stop // target[1]) * source[1]
@@ -196,7 +197,7 @@ def plan_reads(
                 if low < high:
                     offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
                     read = Read(offset, part.code, number, Range(low, high, *source), destination)
-                    boxes = intersections(read.source, destination)
+                    boxes = intersect_ranges(read.source, destination)
                     common = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
                     if common:
                         found += common
@@ -206,19 +207,19 @@ def plan_reads(
     return reads
 
 
-def intersections(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """What two ranges have in common, as rectangles (row, end row, column, end column)."""
+def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
+    """Return the common elements of two ranges as rectangles (row, end row, column, end column)."""
     found = []
-    for top, bottom, left, right in a.rectangles():
-        for above, below, from_, to in b.rectangles():
+    for top, bottom, left, right in a.to_rectangles():
+        for above, below, from_, to in b.to_rectangles():
             box = max(top, above), min(bottom, below), max(left, from_), min(right, to)
             if box[0] < box[1] and box[2] < box[3]:
                 found.append(box)
     return found
 
 
-def _in_one_matrix(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First column and width of both, in a matrix that holds the row; of one column, where they are cut alike."""
+def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (first column, width) of both in the common matrix; of a one-column matrix if they are split alike."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -226,13 +227,13 @@ def _in_one_matrix(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int
     return (first_a, end_a - first_a), (first_b, end_b - first_b)
 
 
-def kinds(slices: Iterable[Slice]) -> set[str]:
-    """The kinds of state there are."""
+def list_kinds(slices: Iterable[Slice]) -> set[str]:
+    """Return the kinds of state in the slices."""
     return {part.kind for part in slices}
 
 
-def blocks_of(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """The reads cut at block boundaries: block -> (read, first element of the read, elements, byte in the block)."""
+def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
+    """Split reads at block boundaries: block -> (read, first element of the read, elements, byte in the block)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

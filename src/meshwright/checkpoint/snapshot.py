@@ -1,4 +1,4 @@
-"""A copy of the state in host memory, taken as fast as memory can be copied; training goes on while it is written."""
+"""Snapshots of the training state in host memory, so that training continues while they are written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Slices in host memory. `buffers` hold them back to back in this order, wider dtypes first.
+    """State slices in host memory, contiguous in `buffers` in this order, wider dtypes first.
 
-    `ready`: on CUDA the event after the last copy; the buffers may be read once it has happened.
+    ready: on CUDA the event after the last copy; the buffers may be read after it.
     """
 
     slices: tuple[TensorSlice, ...]
@@ -22,32 +22,33 @@ class Snapshot:
     ready: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Return when the copies have arrived."""
+        """Wait until the device-to-host copies are complete."""
         if self.ready is not None:
             self.ready.synchronize()
 
 
 class SnapshotBuffers:
-    """Host memory that is allocated once and used for every snapshot: fresh pages cost more than the copy itself."""
+    """Host memory reused for all snapshots, since new pages cost more than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate what a snapshot of such slices needs, pages touched."""
-        for dtype, group in _by_dtype(slices).items():
-            self._buffer(dtype, group).fill_(0)  # pages are made when they are first written
+        """Allocate the memory for a snapshot of such slices and touch its pages."""
+        for dtype, group in _group_by_dtype(slices).items():
+            self._get_buffer(dtype, group).fill_(0)  # pages are made when they are first written
 
     def take(self, slices: Sequence[TensorSlice]) -> Snapshot:
-        """Copy the slices. On CUDA the copies are queued on the current stream, before whatever changes the state
-        next; nothing waits here."""
+        """Copy the slices to host memory. On CUDA the copies are queued on the current stream without
+        synchronization.
+        """
         copied: list[TensorSlice] = []
         used: list[torch.Tensor] = []
         ready: torch.cuda.Event | None = None
-        for dtype, group in _by_dtype(slices).items():
-            buffer = self._buffer(dtype, group)
+        for dtype, group in _group_by_dtype(slices).items():
+            buffer = self._get_buffer(dtype, group)
             position = 0
-            for source in _neighbours_joined(group):
+            for source in _merge_adjacent(group):
                 buffer[position : position + source.numel()].copy_(source, non_blocking=True)
                 position += source.numel()
             used.append(buffer[:position])
@@ -62,7 +63,8 @@ class SnapshotBuffers:
             ready.record()
         return Snapshot(tuple(copied), tuple(used), ready)
 
-    def _buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
+    def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
+        """Return the buffer for slices of one dtype, allocated or enlarged if needed; pinned for CUDA."""
         pinned = any(item.tensor.is_cuda for item in group)
         size = sum(item.stop - item.start for item in group)
         buffer = self._buffers.get((dtype, pinned))
@@ -73,16 +75,16 @@ class SnapshotBuffers:
         return buffer
 
 
-def _by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:
-    """Slices by dtype, wider ones first, so that every element in a file lies at a multiple of its size."""
+def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:
+    """Group slices by dtype, wider ones first, so that elements are aligned in the file."""
     groups: dict[torch.dtype, list[TensorSlice]] = {}
     for item in sorted(slices, key=lambda item: -item.tensor.element_size()):
         groups.setdefault(item.tensor.dtype, []).append(item)
     return groups
 
 
-def _neighbours_joined(slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-    """The slices' tensors, those that follow each other in the same memory as one: fewer, longer copies."""
+def _merge_adjacent(slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
+    """Return the slices' tensors, adjacent ones merged into one view for fewer, longer copies."""
     joined: list[torch.Tensor] = []
     for item in slices:
         tensor = item.tensor.detach()

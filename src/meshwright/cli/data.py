@@ -62,11 +62,11 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
 
     Data that are not prepared yet are prepared first.
     """
-    from meshwright.data.description import describe_rows
+    from meshwright.data.description import describe_samples
 
     with answering(as_json) as answer:
         data, samples = _prepared(recipe, overrides, check=False)
-        summary, described = data.summary(samples), describe_rows(data, rows)
+        summary, described = data.summary(samples), describe_samples(data, rows)
         answer({**summary, "rows": described}, render_tables([_tables(summary), *map(_picture, described)]))
 
 
@@ -107,13 +107,13 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
     Data that are not prepared yet are prepared first.
     """
     from meshwright.data.tokenizers.page import page
-    from meshwright.data.tokenizers.report import tokenizer_report, tokens_of
+    from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer
     from meshwright.recipe import load_recipe
 
     with answering(as_json) as answer:
         data, _ = _prepared(recipe, overrides, check=False)
-        report = tokenizer_report(load_recipe(recipe, list(overrides)).data, data)
-        shown = None if text is None else tokens_of(data.tokenizer, text)
+        report = measure_tokenizer(load_recipe(recipe, list(overrides)).data, data)
+        shown = None if text is None else describe_tokens(data.tokenizer, text)
         document = report if shown is None else {**report, "shown": shown}
         parts = [tables(report)] if shown is None else [tokens_line(shown), "", tables(report)]
         if html is not None:
@@ -141,7 +141,7 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     from rich.console import Group
     from rich.table import Table
 
-    from meshwright.data.prepared import packing_line
+    from meshwright.data.prepared import format_packing_report
 
     splits = Table(box=None, pad_edge=False, header_style="bold")
     splits.add_column("split")
@@ -162,7 +162,7 @@ def _tables(summary: Mapping[str, Any]) -> Any:
         )
     for name, split in summary["splits"].items():
         if "packing" in split and split["documents"]:
-            line = packing_line(split["packing"], split["sequences"], summary["sequence"])
+            line = format_packing_report(split["packing"], split["sequences"], summary["sequence"])
             facts.add_row(f"packed {name}", line)
     for kind, count in summary["masked"].items():
         facts.add_row(f"left out by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")

@@ -15,7 +15,7 @@ from meshwright.names import unknown
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
-    from meshwright.synthesis.asking import Asker
+    from meshwright.synthesis.asking import ChatClient
 
 _METHODS = ("self-instruct", "evol-instruct")
 _FILE = click.Path(path_type=Path)
@@ -82,15 +82,15 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 
     The guesses are marked as such. Killed and started again, no answered request is asked again.
     """
-    from meshwright.data.records.exchanges import read_rows, write_rows
-    from meshwright.synthesis.labelling import label as label_records
+    from meshwright.data.records.exchanges import read_records, write_records
+    from meshwright.synthesis.labelling import label_records
 
     with answering(as_json) as answer:
-        rows = read_rows(records)
+        rows = read_records(records)
         with _asker(served, output) as asker:
             labelled, summary = label_records(rows, asker, served["seed"], again)
             summary |= {"usage": _usage(asker, served), "output": output}
-            write_rows(output, labelled)
+            write_records(output, labelled)
         answer(summary, render_tables([_facts(summary)]))
 
 
@@ -111,15 +111,14 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
 
     Each FILE is a group of its own.
     """
-    from meshwright.data.records.exchanges import each_row
-    from meshwright.synthesis.balance import balance as report_balance
-    from meshwright.synthesis.balance import parse_target
+    from meshwright.data.records.exchanges import iterate_records
+    from meshwright.synthesis.balance import measure_balance, parse_target
     from meshwright.synthesis.balance_page import balance_page
 
     with answering(as_json) as answer:
         wanted = parse_target(target)
-        records = ((str(file), where, record) for file in files for where, record in each_row(file))
-        report = report_balance(records, wanted, by)
+        records = ((str(file), where, record) for file in files for where, record in iterate_records(file))
+        report = measure_balance(records, wanted, by)
         parts = [_balance(name, group) for name, group in report["groups"].items()]
         if html is not None:
             write_file(html, balance_page(", ".join(file.name for file in files), report))
@@ -145,13 +144,13 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
 
     classify: labels of a record; spans: stretches that perform an act; rewrite: a better response.
     """
-    from meshwright.data.records.exchanges import read_rows, write_rows
-    from meshwright.synthesis.annotation import check_names, export_rows
+    from meshwright.data.records.exchanges import read_records, write_records
+    from meshwright.synthesis.annotation import check_tool_and_task, export_rows
 
     with answering(as_json) as answer:
-        check_names(tool, task)
-        rows = list(export_rows(read_rows(records), tool, task))
-        write_rows(output, rows)
+        check_tool_and_task(tool, task)
+        rows = list(export_rows(read_records(records), tool, task))
+        write_records(output, rows)
         answer({"rows": len(rows), "tool": tool, "task": task, "output": output}, f"{len(rows):,} rows: {output}")
 
 
@@ -173,14 +172,14 @@ def import_(
 
     Of several annotators (several FILEs, or several rows of a record) the majority holds.
     """
-    from meshwright.data.records.exchanges import read_rows, write_rows
-    from meshwright.synthesis.annotation import TASKS, check_names, import_rows
+    from meshwright.data.records.exchanges import read_records, write_records
+    from meshwright.synthesis.annotation import TASKS, check_tool_and_task, import_rows
 
     with answering(as_json) as answer:
-        check_names(tool, TASKS[0])
-        rows = [row for file in files for row in read_rows(file)]
-        labelled, summary = import_rows(read_rows(records), rows, tool, leave_out_rejected)
-        write_rows(output, labelled)
+        check_tool_and_task(tool, TASKS[0])
+        rows = [row for file in files for row in read_records(file)]
+        labelled, summary = import_rows(read_records(records), rows, tool, leave_out_rejected)
+        write_records(output, labelled)
         answer({**summary, "output": output}, render_tables([_facts({**summary, "output": output})]))
 
 
@@ -223,14 +222,14 @@ def vary(
 
     Killed and started again, no answered request is asked again.
     """
-    from meshwright.data.records.exchanges import read_rows, write_rows
+    from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.evol_instruct import evol_instruct
     from meshwright.synthesis.self_instruct import self_instruct
 
     with answering(as_json) as answer:
         if method not in _METHODS:
             raise UserError(f"--method: {unknown('method', method, _METHODS)}")
-        rows = read_rows(seeds)
+        rows = read_records(seeds)
         with _asker(served, output) as asker:
             if method == _METHODS[0]:
                 warmth = 0.7 if temperature is None else temperature
@@ -244,24 +243,24 @@ def vary(
                     rows, asker, rounds, served["seed"], warmth, max_tokens, log=print_message
                 )
             summary |= {"usage": _usage(asker, served), "output": output}
-            write_rows(output, records)
+            write_records(output, records)
         answer(summary, render_tables([_facts(summary)]))
 
 
 COMMANDS = (label, balance, export, import_, vary)
 
 
-def _asker(served: Mapping[str, Any], output: Path) -> Asker:
-    from meshwright.synthesis.asking import Asker
-    from meshwright.synthesis.endpoint import Endpoint, key_from
+def _asker(served: Mapping[str, Any], output: Path) -> ChatClient:
+    from meshwright.synthesis.asking import ChatClient
+    from meshwright.synthesis.endpoint import Endpoint, read_key
 
-    key = key_from(served["key_variable"])
+    key = read_key(served["key_variable"])
     endpoint = Endpoint(served["url"], served["model"], key, served["timeout"], served["tries"])
     journal = served["journal"] or output.with_name(f"{output.name}.journal")
-    return Asker(endpoint, journal, served["concurrency"], print_message)
+    return ChatClient(endpoint, journal, served["concurrency"], print_message)
 
 
-def _usage(asker: Asker, served: Mapping[str, Any]) -> dict[str, Any]:
+def _usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
     return asker.usage(served["price_in"], served["price_out"])
 
 

@@ -53,9 +53,9 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         found = join(device, directory) if joining else probe(ranks, device, directory)
         if not first:  # the first rank says it for all
             return
-        tables = report.cluster_tables(found, found["kind"])
-        write_file(path, report.write_cluster_file(tables, _head(found["seconds"])))
-        answer(report.document(found, tables, str(path)), report.summary(found, tables, str(path)))
+        tables = report.make_cluster_tables(found, found["kind"])
+        write_file(path, report.format_cluster_file(tables, _head(found["seconds"])))
+        answer(report.make_document(found, tables, str(path)), report.format_summary(found, tables, str(path)))
 
 
 def _check(path: Path, make: bool) -> None:

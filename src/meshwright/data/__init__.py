@@ -1,8 +1,8 @@
-"""Data: sources, cleaning, tokenizers, packing into a cache, and the order in which samples are read."""
+"""Training data: sources, cleaning, tokenizers, packing into a cache, and sample order."""
 
-from meshwright.data.compression import xz_bits_per_byte
+from meshwright.data.compression import measure_xz_bits_per_byte
 from meshwright.data.order import MixtureOrder, SampleOrder
-from meshwright.data.packing.packed import NO_TARGET, PackedTokens, TokenBatch, TokenRows
+from meshwright.data.packing.packed import NO_TARGET, PackedDataset, PackedTokens, TokenBatch
 from meshwright.data.packing.packed_examples import PackedExamples
 from meshwright.data.preparation import prepare
 from meshwright.data.prepared import PreparedData
@@ -10,12 +10,12 @@ from meshwright.data.prepared import PreparedData
 __all__ = [
     "NO_TARGET",
     "MixtureOrder",
+    "PackedDataset",
     "PackedExamples",
     "PackedTokens",
     "PreparedData",
     "SampleOrder",
     "TokenBatch",
-    "TokenRows",
+    "measure_xz_bits_per_byte",
     "prepare",
-    "xz_bits_per_byte",
 ]

@@ -1,4 +1,4 @@
-"""What a general-purpose compressor makes of the same text: the yardstick beside a model's bits per byte."""
+"""Baselines for bits per byte: `xz` on the same text, and the UTF-8 bytes that each token stands for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshwright.data.tokenizers.kinds import BYTES
 _JOINS = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]).__getstate__()
 
 
-def xz_bits_per_byte(texts: Iterable[str]) -> float:
-    """Bits per UTF-8 byte that `xz -9` needs for `texts` written one after another. nan without any text."""
+def measure_xz_bits_per_byte(texts: Iterable[str]) -> float:
+    """Measure `xz -9` on the concatenated `texts`: compressed bits per UTF-8 byte. nan for no text."""
     compressor = lzma.LZMACompressor(format=lzma.FORMAT_XZ, preset=9)
     plain = packed = 0
     for text in texts:
@@ -26,11 +26,11 @@ def xz_bits_per_byte(texts: Iterable[str]) -> float:
     return 8 * packed / plain if plain else float("nan")
 
 
-def token_byte_counts(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
-    """How many UTF-8 bytes of text each token id stands for, [vocabulary]; special tokens stand for 0.
+def count_token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
+    """Count the UTF-8 bytes of text that each token id stands for, [vocabulary]; special tokens count 0.
 
-    So bits per byte is exact over any tokens, not only over whole documents. None unless decoding is joining: of a
-    byte-level tokenizer, where a token has one character per byte, or of one that writes its text and single bytes.
+    With them, bits per byte is exact for any tokens, not only for whole documents. None unless decoding concatenates
+    the tokens' bytes: byte-level tokenizers, and those that decode byte fallback tokens and join the rest.
     """
     plain = isinstance(tokenizer.decoder, decoders.Sequence) and tokenizer.decoder.__getstate__() == _JOINS
     if not plain and not isinstance(tokenizer.decoder, decoders.ByteLevel):

@@ -1,4 +1,4 @@
-"""What a batch looks like: rows of the training order as text, with document boundaries and masked targets."""
+"""Description of training samples as text, with document boundaries and masked targets (`meshwright data show`)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from meshwright.data.packing.packed import NO_TARGET
 from meshwright.data.packing.packed_examples import PackedExamples
 from meshwright.data.prepared import PreparedData
 
-_LOOK_AHEAD = 2_000  # rows among which one with a document boundary is looked for
+_LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
 
 
-def describe_rows(data: PreparedData, count: int) -> list[dict[str, Any]]:
-    """`count` rows that training reads, as JSON: the first ones, the last of them one in which a document begins.
+def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
+    """Return the first `count` training samples as JSON; the last one is replaced by one with a document boundary
+    inside.
 
-    Each: `sample`, its number in the training split; `documents`: `{start, stop, text}`, the range of its tokens and
-    what they spell, special tokens by name; `masked_targets`: the places whose next token is not predicted;
-    `target_tokens`: how many are. Of records also `padding`, the tokens behind the last document, and of each document
-    `parts`: `{text, trained}`, stretches that are targets or not.
+    Keys of each: `sample`, its index in the training split; `documents`, a list of `{start, stop, text}` with the token
+    range and the decoded text, special tokens by name; `masked_targets`, positions whose next token is not predicted;
+    `target_tokens`, the number of positions that are. For records also `padding`, the tokens after the last document,
+    and in each document `parts`: `{text, trained}` for each run of tokens that are, or are not, targets.
     """
     split = data.split("train")
-    order = data.order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
+    order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
     samples = order[:count]
-    if count and not any(len(starts) > 1 for starts in split.batch(samples).starts()):
-        samples[-1] = next((sample for sample in order if len(split.batch([sample]).starts()[0]) > 1), samples[-1])
-    batch = split.batch(samples)
+    if count and not any(len(starts) > 1 for starts in split.read_batch(samples).document_starts()):
+        samples[-1] = next(
+            (sample for sample in order if len(split.read_batch([sample]).document_starts()[0]) > 1), samples[-1]
+        )
+    batch = split.read_batch(samples)
     rows = []
-    for sample, tokens, targets, starts in zip(samples, batch.tokens, batch.targets, batch.starts(), strict=True):
+    for sample, tokens, targets, starts in zip(
+        samples, batch.tokens, batch.targets, batch.document_starts(), strict=True
+    ):
         masked = np.flatnonzero(targets == NO_TARGET).tolist()
         row: dict[str, Any] = {
             "sample": int(sample),
@@ -42,14 +47,14 @@ def describe_rows(data: PreparedData, count: int) -> list[dict[str, Any]]:
             "target_tokens": len(tokens) - len(masked),
         }
         if isinstance(split, PackedExamples):
-            _mark_trained(row, data, tokens, targets)
+            _mark_trained_tokens(row, data, tokens, targets)
         rows.append(row)
     return rows
 
 
-def _mark_trained(row: dict[str, Any], data: PreparedData, tokens: NDArray[Any], targets: NDArray[Any]) -> None:
-    """Add to a row of records what in each document is trained on, and set its padding apart."""
-    trained = np.append(False, targets[:-1] != NO_TARGET)  # whether a token is the target of the one before it
+def _mark_trained_tokens(row: dict[str, Any], data: PreparedData, tokens: NDArray[Any], targets: NDArray[Any]) -> None:
+    """Add `parts` to each document of a sample of records, and remove its padding from `documents` in place."""
+    trained = np.append(False, targets[:-1] != NO_TARGET)  # [S]: token i is the target of position i - 1
     row["padding"] = 0
     last = row["documents"][-1]
     if targets[-1] == NO_TARGET and not trained[last["start"] : last["stop"]].any():  # every example has a target

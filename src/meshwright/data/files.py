@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, synced, renamed. Locks that die with their owner."""
+"""Atomic file writes (temporary name, fsync, rename), checks of recorded files, and lock files."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from numpy.typing import NDArray
 
 from meshwright import untrusted
 
-PARTIAL = ".partial-"  # a name that starts so does not count, and is removed by whoever prepares next
+PARTIAL = ".partial-"  # prefix of unfinished files, which the next preparation removes
 _BLOCK = 1 << 20
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one text of a JSON value: sorted keys, no spaces, plain ASCII."""
+    """Serialize a JSON value to its canonical form: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def sha256_of_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Hash a file; returns hex SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames inside `directory` survive a power cut."""
+    """Fsync `directory`, so that renames inside it survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,8 +42,10 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-class WholeFile:
-    """A file that appears under its name, complete and on disk, by `finish`. Left before that, it never was."""
+class AtomicFile:
+    """A file written under a temporary name and renamed to `path` by `finish`; otherwise deleted when the context
+    exits.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,17 +59,18 @@ class WholeFile:
 
     def __exit__(self, *_: object) -> None:
         if not self._file.closed:
-            with suppress(OSError):  # of a full disk, said already by the write that failed
+            with suppress(OSError):  # a full disk, which the failed write has reported
                 self._file.close()
             self._partial.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview) -> None:
+        """Append `data` and update the running hash."""
         self._file.write(data)
         self._digest.update(data)
         self._bytes += len(data)
 
     def finish(self) -> dict[str, Any]:
-        """Sync and rename; returns `{"bytes", "sha256"}`."""
+        """Fsync and rename to the final name; returns `{"bytes", "sha256"}`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -74,15 +78,15 @@ class WholeFile:
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
 
-def write_whole(path: Path, data: bytes) -> dict[str, Any]:
-    """Write `data` to `path` whole or not at all; returns `{"bytes", "sha256"}`."""
-    with WholeFile(path) as file:
+def write_atomic(path: Path, data: bytes) -> dict[str, Any]:
+    """Write `data` to `path` atomically; returns `{"bytes", "sha256"}`."""
+    with AtomicFile(path) as file:
         file.write(data)
         return file.finish()
 
 
-def write_array(file: WholeFile, array: NDArray[Any]) -> None:
-    """Write an array of one axis as .npy, a block at a time: it may be larger than memory."""
+def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
+    """Write a 1-D array as .npy block by block, so that it may be larger than memory."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     file.write(header.getvalue())
@@ -91,29 +95,35 @@ def write_array(file: WholeFile, array: NDArray[Any]) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """What the JSON file holds, or None when there is no such file or it is damaged."""
+    """Load a JSON file; None if it does not exist or is damaged."""
     try:
         return untrusted.read_json(path, "checkpoint_bytes")
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
-def damage(path: Path, said: dict[str, Any], contents: bool) -> str | None:
-    """What is wrong with a file of which `said` = `{"bytes", "sha256"}` was noted, or None. `contents`: reads it."""
+def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | None:
+    """Compare a file with its record `{"bytes", "sha256"}`; returns what is wrong with it, or None.
+
+    contents: compare the SHA-256 too, which reads the whole file.
+    """
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         return "is missing"
-    if size != said["bytes"]:
-        return f"holds {size:,} bytes instead of {said['bytes']:,}"
-    if contents and sha256_of_file(path) != said["sha256"]:
+    if size != recorded["bytes"]:
+        return f"holds {size:,} bytes instead of {recorded['bytes']:,}"
+    if contents and hash_file(path) != recorded["sha256"]:
         return "is damaged (its sha256 differs)"
     return None
 
 
 @contextmanager
-def only_process(path: Path, log: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Hold the lock file at `path`; while another process does, say so and wait. The kernel frees a dead one's."""
+def hold_lock(path: Path, log: Callable[[str], None], doing: str) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path` inside the context; logs and waits while another process holds it.
+
+    doing: what the holder does, for the log line. The kernel releases the lock of a process that dies.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:

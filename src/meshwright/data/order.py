@@ -1,4 +1,4 @@
-"""Which sample comes when: a function of (seed, global sample number) alone, so any layout reads the same stream."""
+"""Sample order: a function of (seed, global sample number) alone, so that every layout reads the same samples."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-LONGEST_PERIOD = 1 << 16  # samples after which a mixture repeats its sources, at most
+LONGEST_PERIOD = 1 << 16  # most samples after which a mixture repeats its sequence of sources
 _ROUNDS = 8
 
 
 class SampleOrder:
-    """Endless epochs over `sequences` samples, each epoch its own permutation; nothing is stored.
+    """Endless epochs over `sequences` samples, each epoch shuffled by its own permutation, computed without storing it.
 
-    An epoch's permutation is a balanced Feistel network over the smallest 4^h >= `sequences` numbers; its round keys
-    are the SHA-512 of (seed, epoch). A number that falls outside is sent through again until it falls inside: cycle
-    walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2). `source`: the number of the
-    source in a mixture, so that its sources have orders of their own.
+    An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys from the
+    SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls inside: cycle walking
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2). source: number of the source in a
+    mixture, which gets an order of its own.
     """
 
     def __init__(self, seed: int, sequences: int, source: int = 0) -> None:
@@ -31,46 +31,48 @@ class SampleOrder:
         self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The sample, in [0, sequences), at each global sample number >= 0; the result has the shape of `numbers`."""
+        """Return the sample index, in [0, sequences), at each global sample number >= 0; same shape as `numbers`."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
         epochs, places = np.divmod(wanted.ravel(), self.sequences)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = self._permuted(places[here].astype(np.uint64), int(epoch)).astype(np.int64)
+            samples[here] = self._permute(places[here].astype(np.uint64), int(epoch)).astype(np.int64)
         return samples.reshape(wanted.shape)
 
     def epoch(self, number: int) -> int:
-        """The epoch, from 0, that global sample number `number` belongs to."""
+        """Return the epoch, from 0, of a global sample number."""
         return number // self.sequences
 
-    def _permuted(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
+    def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
+        """Apply an epoch's permutation to positions in [0, sequences)."""
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS
-        result = self._feistel(places, keys)
+        result = self._apply_feistel(places, keys)
         while (outside := np.flatnonzero(result >= self.sequences)).size:
-            result[outside] = self._feistel(result[outside], keys)
+            result[outside] = self._apply_feistel(result[outside], keys)
         return result
 
-    def _feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _apply_feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Apply the Feistel network to values in [0, 4^h), one round per key."""
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mixed(right + key) & mask)
+            left, right = right, left ^ (_mix_bits(right + key) & mask)
         return (left << bits) | right
 
 
 class MixtureOrder:
-    """Samples of several sources by their weights, each source in endless epochs of its own; nothing is stored.
+    """Weighted mixture of sources, each in endless epochs of its own, computed without storing the order.
 
-    The samples of source k are numbered from sequences[0] + ... + sequences[k-1] on. Which source comes at a place is
-    periodic and as even as it can be: of any first n samples, source k gives n w_k / sum(w) to within 1 - 1/(2K - 2), K
-    being the number of sources (Tijdeman, "The chairman assignment problem", 1980); so of any n in a row, to within
-    twice that. The period is that of the weights as whole numbers, and its counts are exact; weights that need one of
-    more than `LONGEST_PERIOD` samples are rounded so that it has about that many.
+    Samples of source k are numbered from sequences[0] + ... + sequences[k-1] on. The sequence of sources is periodic
+    and as even as possible: of the first n samples, source k gets n w_k / sum(w) to within 1 - 1/(2K - 2), K being the
+    number of sources (Tijdeman, "The chairman assignment problem", 1980), and of any n consecutive ones to within twice
+    that. The period is the sum of the weights as smallest integers; weights whose sum exceeds `LONGEST_PERIOD` are
+    rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -78,14 +80,14 @@ class MixtureOrder:
         self.seed, self.sequences = seed, sum(sequences)
         self._orders = [SampleOrder(seed, count, source) for source, count in enumerate(sequences)]
         self._first = np.cumsum([0, *sequences[:-1]])
-        self.parts = whole_weights(weights)
-        self._sources = np.array(evenly(self.parts), dtype=np.int64)
-        self._before = np.empty_like(self._sources)  # how often the source of a place came earlier in the period
+        self.parts = reduce_weights(weights)
+        self._sources = np.array(interleave_evenly(self.parts), dtype=np.int64)
+        self._before = np.empty_like(self._sources)  # earlier entries of the same source in the period
         for source, count in enumerate(self.parts):
             self._before[self._sources == source] = np.arange(count)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The sample at each global sample number >= 0; the result has the shape of `numbers`."""
+        """Return the sample index at each global sample number >= 0; same shape as `numbers`."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
         periods, places = np.divmod(wanted.ravel(), len(self._sources))
@@ -97,17 +99,17 @@ class MixtureOrder:
             samples[here] = self._orders[source].sample(turns[here]) + self._first[source]
         return samples.reshape(wanted.shape)
 
-    def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` each source gives."""
+    def count_by_source(self, samples: int) -> list[int]:
+        """Count how many of the first `samples` samples come from each source, [sources]."""
         periods, rest = divmod(samples, len(self._sources))
         more = np.bincount(self._sources[:rest], minlength=len(self.parts))
         return [periods * part + int(extra) for part, extra in zip(self.parts, more, strict=True)]
 
 
-def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the ratio of `weights`, each taken as the decimal number that it is written as.
+def reduce_weights(weights: Sequence[float]) -> list[int]:
+    """Return the smallest integers in the ratio of `weights`, each read as the decimal number it is written as.
 
-    Where they add up to more than `LONGEST_PERIOD`, others that come closest and add up to about that.
+    If they sum to more than `LONGEST_PERIOD`, they are scaled and rounded to sum to about that.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -119,12 +121,12 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return [count // divisor for count in whole]
 
 
-def evenly(counts: Sequence[int]) -> list[int]:
-    """A period in which each number k in [0, K) stands counts[k] times, as evenly as it can be.
+def interleave_evenly(counts: Sequence[int]) -> list[int]:
+    """Interleave the numbers k in [0, K) as evenly as possible: a list of length sum(counts) with counts[k] entries k.
 
-    The j-th turn of k, j from 0, belongs to the times t with 1/(2K-2) <= w t - j and, one earlier, w (t-1) - j <= 1 -
-    1/(2K-2), where w is the share of k. Of the turns whose time has come, the one whose time ends first is taken, and
-    then each gets its turn in time (Tijdeman 1980, theorem 1).
+    Entry j of number k, j from 0, may stand at times t with 1/(2K-2) <= w t - j and w (t-1) - j <= 1 - 1/(2K-2), where
+    w is the share of k. Of the entries whose interval has begun, the one whose interval ends first is taken; every
+    entry then meets its interval (Tijdeman 1980, theorem 1).
     """
     total, number = sum(counts), len(counts)
     if number == 1:
@@ -145,8 +147,10 @@ def evenly(counts: Sequence[int]) -> list[int]:
     return period
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+def _mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+    2014).
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

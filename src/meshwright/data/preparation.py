@@ -1,4 +1,4 @@
-"""From a recipe's `[data]` to packed tokens in a content-addressed cache: made once, resumed after a kill, shared."""
+"""Preparation of a recipe's `[data]` into packed tokens in a content-addressed cache; resumes after a kill."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.cleaning.blocked_words import digest
-from meshwright.data.cleaning.decontamination import digests
+from meshwright.data.cleaning.blocked_words import hash_word_list
+from meshwright.data.cleaning.decontamination import hash_evaluation_sets
 from meshwright.data.cleaning.rules import Rewriter
 from meshwright.data.cleaning.survey import (
     FEW_DOCUMENTS,
     SHORT_DOCUMENT,
     SPLITS,
     Survey,
-    document_reader,
-    last_of,
-    survey,
+    find_last,
+    make_reader,
+    survey_corpus,
 )
 from meshwright.data.files import (
     PARTIAL,
-    WholeFile,
+    AtomicFile,
     canonical_json,
-    damage,
-    only_process,
+    find_damage,
+    hash_file,
+    hold_lock,
     read_json,
-    sha256_of_file,
     sync_directory,
     write_array,
-    write_whole,
+    write_atomic,
 )
-from meshwright.data.packing.shards import Packer, Shard, TextEncoder, every_few_seconds
+from meshwright.data.packing.shards import Packer, Shard, TextEncoder, limit_rate
 from meshwright.data.prepared import PreparedData
 from meshwright.data.records.chat_template import check_tokens, find_template
 from meshwright.data.records.examples import ExampleEncoder
@@ -49,7 +49,7 @@ from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
 FORMAT = 3
-TRAINING_TEXT = 256 << 20  # UTF-8 bytes that a tokenizer is trained on, at most: more changes nothing that matters
+TRAINING_TEXT = 256 << 20  # most UTF-8 bytes that a tokenizer is trained on: more hardly changes the vocabulary
 
 Log = Callable[[str], None]
 
@@ -62,22 +62,26 @@ def prepare(
     check: bool = False,
     keep_text: bool = False,
 ) -> PreparedData:
-    """The prepared data of a recipe's `[data]`, from the cache or made now.
+    """Return the prepared data of a recipe's `[data]`, read from the cache or prepared now.
 
-    The cache directory is named by the SHA-256 of all that decides the result: contents of the sources, cleaning,
-    tokenizer, packing. One process prepares while others wait; what a killed one finished stays. Sizes of files are
-    always checked, their contents with `check`; what is damaged is made again. `log` hears lines of progress. `seed` is
-    that of the training split's sample order. The text of the validation split is kept, with `keep_text` that of both.
-    `UserError`: sources that cannot be read, nothing left after cleaning, a split that cannot fill one sample of
-    `sequence` tokens, a cache that cannot be written.
+    The cache directory is named by the SHA-256 of everything that determines the result: contents of the sources,
+    cleaning, tokenizer and packing options. One process prepares while others wait for its lock; a restarted
+    preparation resumes.
+
+    seed: of the training split's sample order. log: receives progress lines. check: verify the SHA-256 of all cached
+    files, not only their sizes; damaged files are prepared again. keep_text: keep the text of the training split too
+    (that of the validation split is always kept).
+
+    Raises `UserError` for sources that cannot be read, no document left after cleaning, a split too short for one
+    sample, and a cache that cannot be written.
     """
-    job = _Job(recipe, log, keep_text)
+    job = _Preparation(recipe, log, keep_text)
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
-        manifest = job.finished(contents=check, log=None)
+        manifest = job.find_manifest(contents=check, log=None)
         if manifest is None:
-            with only_process(job.directory / "lock", log, f"preparing the same data in {job.directory}"):
-                manifest = job.finished(contents=check, log=log) or job.make()
+            with hold_lock(job.directory / "lock", log, f"preparing the same data in {job.directory}"):
+                manifest = job.find_manifest(contents=check, log=log) or job.prepare_missing()
     except OSError as error:
         raise UserError(
             f"data.cache: {error.filename or job.directory} cannot be written: {error.strerror or error}; "
@@ -88,13 +92,13 @@ def prepare(
     return data
 
 
-class _Job:
-    """One recipe's preparation: what goes in, its place in the cache, and the steps that make it."""
+class _Preparation:
+    """Preparation of one recipe: its input files, cache key and directory, and the steps that fill the directory."""
 
     def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
         check_encoding(recipe.clean.encoding)
-        self.cache = cache = _cache_directory(recipe)
+        self.cache = cache = _find_cache_directory(recipe)
         self.files = find_files(
             recipe.all_sources, recipe.format, cache, recipe.source_key, log, records=recipe.records != "text"
         )
@@ -106,30 +110,32 @@ class _Job:
                     "Lines and rows of Parquet are held to a schema: leave the keys out, or this source"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
-        self.template: tuple[str, str] | None = None  # its source, and what errors call it
+        self.template: tuple[str, str] | None = None  # Jinja source, and its name in errors
         if recipe.template_name is not None:
             own = self.tokenizer_files.chat_template if self.tokenizer_files else None
             self.template = find_template(recipe.template_name, own, recipe.tokenizer)
             special = self.tokenizer_files.load().special if self.tokenizer_files else frozenset[str]()
             check_tokens(recipe.template_name, special, recipe.tokenizer)
         self.contents = Contents(self.files, cache, log)
-        self.key = hashlib.sha256(canonical_json(self._all_that_counts())).hexdigest()
+        self.key = hashlib.sha256(canonical_json(self._key_fields())).hexdigest()
         self.directory = cache / self.key[:32]
 
-    def _all_that_counts(self) -> dict[str, Any]:
+    def _key_fields(self) -> dict[str, Any]:
+        """Return everything that determines the result, as JSON; its SHA-256 is the cache key."""
         recipe, tokenizer = self.recipe, self.tokenizer_files
         return {
             "format": FORMAT,
             "files": [
-                [file.name, file.format, digest] for file, digest in zip(self.files, self.contents.sha256, strict=True)
+                [file.name, file.format, hash_word_list]
+                for file, hash_word_list in zip(self.files, self.contents.sha256, strict=True)
             ],
-            "sources": self._by_source([1] * len(self.files)),
+            "sources": self._sum_by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
             "text_keys": [source.text_key for source in recipe.all_sources],
             "clean": {
                 **recipe.clean.model_dump(),
-                "evaluation_sets": digests(recipe.clean.evaluation_sets, self.cache, self.log),
-                "blocked_words": digest(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
+                "evaluation_sets": hash_evaluation_sets(recipe.clean.evaluation_sets, self.cache, self.log),
+                "blocked_words": hash_word_list(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
             },
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
             "vocabulary": recipe.vocabulary if _is_trained(recipe) else None,
@@ -141,43 +147,49 @@ class _Job:
             **({"records": [recipe.records, recipe.record_keys, self.template[0]]} if self.template else {}),
         }
 
-    def finished(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
-        """The manifest, if all that it lists is there and whole; else None, and `log` hears what is not."""
+    def find_manifest(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
+        """Return the manifest if the cached data are complete and undamaged, else None; `log` receives each problem.
+
+        contents: verify the SHA-256 of the shards, not only their sizes.
+        """
         manifest = read_json(self.directory / "manifest.json")
         if not isinstance(manifest, dict) or manifest.get("key") != self.key:
             return None
-        if manifest.pop("manifest_sha256", None) != _sha256(manifest):
+        if manifest.pop("manifest_sha256", None) != _hash_json(manifest):
             if log:
                 log(f"{self.directory / 'manifest.json'}: hash mismatch or older format; preparing the data again")
             return None
         problems: list[str] = []
         for name, said in manifest["tokenizer"].items():
-            if found := damage(self.directory / "tokenizer" / name, said, contents=True):
+            if found := find_damage(self.directory / "tokenizer" / name, said, contents=True):
                 problems.append(f"{self.directory / 'tokenizer' / name} {found}")
         for split in SPLITS:
             for record in manifest["splits"][split]:
-                if found := Shard(**record).problem(self.directory / split, contents):
+                if found := Shard(**record).find_problem(self.directory / split, contents):
                     problems.append(found)
         for problem in problems:
             if log:
-                log(f"{problem}: it is made again")
+                log(f"{problem}: preparing it again")
         return None if problems else manifest
 
-    def make(self) -> dict[str, Any]:
-        """Make what is missing, in the order survey, tokenizer, shards, manifest. Call it with the lock held."""
+    def prepare_missing(self) -> dict[str, Any]:
+        """Prepare what is missing (survey, tokenizer, shards, manifest) and return the manifest. The caller holds the
+        lock.
+        """
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         (self.directory / "manifest.json").unlink(missing_ok=True)
         try:
-            return self._make()
+            return self._run_steps()
         except SourceChanged:
-            self._forget()  # this directory is named by what the files held before
+            self._delete_results()  # the directory's name is the hash of the old contents
             raise
 
-    def _make(self) -> dict[str, Any]:
-        result = self._survey()
-        tokenizer, tokenizer_record = self._tokenizer(result)
-        splits = {name: self._pack(name, result, tokenizer, tokenizer_record) for name in SPLITS}
+    def _run_steps(self) -> dict[str, Any]:
+        """Run the preparation steps in order and write the manifest, which makes the data count as complete."""
+        result = self._survey_corpus()
+        tokenizer, tokenizer_record = self._prepare_tokenizer(result)
+        splits = {name: self._pack_split(name, result, tokenizer, tokenizer_record) for name in SPLITS}
         self._check_unchanged()
         shards = {
             name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
@@ -194,7 +206,7 @@ class _Job:
                     "shards": {name: len(by_source[number]) for name, by_source in splits.items()},
                 }
                 for number, (files, documents) in enumerate(
-                    zip(self._by_source([1] * len(self.files)), self._by_source(result.pieces), strict=True)
+                    zip(self._sum_by_source([1] * len(self.files)), self._sum_by_source(result.pieces), strict=True)
                 )
             ],
             "vocabulary": tokenizer.vocabulary,
@@ -203,51 +215,54 @@ class _Job:
             "cleaning": result.report,
             "tokenizer": tokenizer_record,
             "splits": shards,
-            "sha256": _sha256([tokenizer_record, shards]),
+            "sha256": _hash_json([tokenizer_record, shards]),
         }
-        closed = {**manifest, "manifest_sha256": _sha256(manifest)}
-        write_whole(self.directory / "manifest.json", canonical_json(closed))
+        closed = {**manifest, "manifest_sha256": _hash_json(manifest)}
+        write_atomic(self.directory / "manifest.json", canonical_json(closed))
         sync_directory(self.directory)
         return manifest
 
     def _check_unchanged(self) -> None:
-        if file := self.contents.changed():
+        """Raise `SourceChanged` if a source file changed since the job began."""
+        if file := self.contents.find_changed():
             raise SourceChanged(file)
 
-    def _forget(self) -> None:
-        """Remove all that was made, but not the lock that others wait for."""
+    def _delete_results(self) -> None:
+        """Delete the contents of the cache directory except the lock file that other processes wait on."""
         for path in self.directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name != "lock":
                 path.unlink()
 
-    def _survey(self) -> Survey:
+    def _survey_corpus(self) -> Survey:
+        """Return the survey of the corpus: read from the cache, else made by reading and cleaning every document."""
         codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
-        if record is None or damage(codes_path, record["codes"], contents=True) is not None:
+        if record is None or find_damage(codes_path, record["codes"], contents=True) is not None:
             path.unlink(missing_ok=True)
-            self.log(f"reading {_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
-            result = survey(self.files, self.recipe, self.log, work)
+            self.log(f"reading {_format_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
+            result = survey_corpus(self.files, self.recipe, self.log, work)
             dropped = ", ".join(f"{rule} {count}" for rule, count in result.dropped.items() if count)
             kept = sum(result.documents.values())
             because = f"; dropped: {dropped}" if dropped else ""
-            self.log(f"kept {kept:,} of {_count(len(result.codes), 'document')}{because}")
+            self.log(f"kept {kept:,} of {_format_count(len(result.codes), 'document')}{because}")
             self._check_unchanged()
-            with WholeFile(codes_path) as file:
+            with AtomicFile(codes_path) as file:
                 write_array(file, result.codes)
                 written = file.finish()
-            record = {**result.description(), "codes": written}
-            write_whole(path, canonical_json(record))
+            record = {**result.to_json(), "codes": written}
+            write_atomic(path, canonical_json(record))
             sync_directory(self.directory)
-        shutil.rmtree(work, ignore_errors=True)  # what a killed pass goes on from
+        shutil.rmtree(work, ignore_errors=True)  # only a killed cleaning pass needs it, to resume
         codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
-        return Survey.from_description(codes, record, Rewriter(self.recipe.clean))
+        return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
-    def _tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
+    def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
+        """Return the tokenizer, trained or copied if it is not cached, and its files' `{"bytes", "sha256"}` by name."""
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
-        if record is None or any(damage(directory / name, said, contents=True) for name, said in record.items()):
+        if record is None or any(find_damage(directory / name, said, contents=True) for name, said in record.items()):
             recipe, size = self.recipe, result.bytes["train"]
             if _is_trained(recipe):
                 size, title = min(size, TRAINING_TEXT), KINDS[recipe.tokenizer].title
@@ -265,29 +280,32 @@ class _Job:
             )
             sync_directory(directory)
             record = {
-                name: {"bytes": (directory / name).stat().st_size, "sha256": sha256_of_file(directory / name)}
+                name: {"bytes": (directory / name).stat().st_size, "sha256": hash_file(directory / name)}
                 for name in FILES
             }
-            write_whole(record_path, canonical_json(record))
+            write_atomic(record_path, canonical_json(record))
             sync_directory(self.directory)
         return load_tokenizer(directory), record
 
     def _training_texts(self, result: Survey) -> Iterator[str]:
-        """Texts of the training split only; of a large one a share of about `TRAINING_TEXT`, spread over all of it."""
+        """Yield the texts that the tokenizer is trained on: the training split, or an even sample of `TRAINING_TEXT`
+        bytes of it.
+        """
         share = TRAINING_TEXT / max(1, result.bytes["train"])
-        for number, text in result.texts(self.files, self._reader(result), "train"):
+        for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.
             if share >= 1 or (number * 0x9E3779B97F4A7C15) % 2**64 < share * 2.0**64:
                 yield text
 
-    def _pack(
+    def _pack_split(
         self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
     ) -> list[list[Shard]]:
-        reader, total = self._reader(result), result.bytes[split]
+        """Tokenize and pack one split; returns its shards, one list per source."""
+        reader, total = self._make_reader(result), result.bytes[split]
         packer = Packer(
             self.directory / split,
-            lambda first: result.kept(self.files, reader, split, first),
-            self._ends(result, split),
+            lambda first: result.iterate_documents(self.files, reader, split, first),
+            self._split_ends(result, split),
             TextEncoder(tokenizer)
             if self.template is None
             else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
@@ -296,52 +314,59 @@ class _Job:
             keep_text=self.keep_text or split == "validation",
         )
         shards = packer.pack(
-            every_few_seconds(
-                lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text")
-            )
+            limit_rate(lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text"))
         )
         number_of_shards = sum(map(len, shards))
         tokens = sum(shard.tokens for by_source in shards for shard in by_source)
         if number_of_shards:
-            documents, count = _count(result.documents[split], "document"), _count(number_of_shards, "shard")
+            documents, count = (
+                _format_count(result.documents[split], "document"),
+                _format_count(number_of_shards, "shard"),
+            )
             self.log(f"packed {split}: {tokens:,} tokens of {documents} in {count}")
         return shards
 
-    def _by_source(self, counts: Sequence[int]) -> list[int]:
-        """Counts of every file, added up for each source."""
+    def _sum_by_source(self, counts: Sequence[int]) -> list[int]:
+        """Sum per-file counts over the files of each source, [sources]."""
         totals = [0] * len(self.recipe.all_sources)
         for file, count in zip(self.files, counts, strict=True):
             totals[file.source] += count
         return totals
 
-    def _ends(self, result: Survey, split: str) -> list[int]:
-        """For each source, one past the last document of the split that it or one before it has."""
+    def _split_ends(self, result: Survey, split: str) -> list[int]:
+        """Return for each source the exclusive end of the split's document numbers up to and including this source,
+        [sources].
+        """
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
-        for count in self._by_source(result.pieces):
-            last = last_of(result.codes, code, begin, begin + count) + 1 or last
+        for count in self._sum_by_source(result.pieces):
+            last = find_last(result.codes, code, begin, begin + count) + 1 or last
             ends.append(last)
             begin += count
         return ends
 
-    def _reader(self, result: Survey) -> Reader:
-        return document_reader(self.recipe, result.longest)
+    def _make_reader(self, result: Survey) -> Reader:
+        """Return the reader that cuts long texts where the survey did."""
+        return make_reader(self.recipe, result.longest)
 
 
-def _sha256(value: Any) -> str:
+def _hash_json(value: Any) -> str:
+    """Hash the canonical JSON of `value`; returns hex SHA-256."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def _is_trained(recipe: DataRecipe) -> bool:
-    """Whether its tokenizer is made from its data."""
+    """Return whether the recipe's tokenizer is trained on its data."""
     return recipe.tokenizer in KINDS and KINDS[recipe.tokenizer].trained
 
 
-def _cache_directory(recipe: DataRecipe) -> Path:
+def _find_cache_directory(recipe: DataRecipe) -> Path:
+    """Return the cache directory: data.cache, else XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright."""
     if recipe.cache:
         return Path(recipe.cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")  # where the desktop standard lets a person move caches
+    base = os.environ.get("XDG_CACHE_HOME")  # XDG base directory specification
     return (Path(base) if base else Path.home() / ".cache") / "meshwright"
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

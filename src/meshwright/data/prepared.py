@@ -1,4 +1,4 @@
-"""Prepared data as training and evaluation see them: a tokenizer, packed tokens for each split, counts."""
+"""Prepared data as training and evaluation read it: a tokenizer, and packed tokens and counts of each split."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.cleaning.survey import SPLITS
-from meshwright.data.compression import token_byte_counts
+from meshwright.data.compression import count_token_bytes
 from meshwright.data.order import MixtureOrder, SampleOrder
-from meshwright.data.packing.packed import PackedTokens, TokenRows
+from meshwright.data.packing.packed import PackedDataset, PackedTokens
 from meshwright.data.packing.packed_examples import PackedExamples
 from meshwright.data.packing.shards import Shard
 from meshwright.data.records.examples import ExampleEncoder
@@ -23,7 +23,10 @@ from meshwright.recipe import DataRecipe
 
 
 class PreparedData:
-    """The prepared data of one recipe: a tokenizer, and for each split packed tokens."""
+    """The cached result of preparing one recipe's data: a tokenizer directory and a packed dataset for each split.
+
+    manifest: the cache directory's manifest.json, parsed. seed: of the training sample order.
+    """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
         self.directory, self.manifest, self.seed = directory, manifest, seed
@@ -34,42 +37,47 @@ class PreparedData:
 
     @property
     def tokenizer_directory(self) -> Path:
-        """Holds tokenizer.json and tokenizer_config.json, as `transformers` loads them."""
+        """Directory of tokenizer.json and tokenizer_config.json, in the layout that `transformers` loads."""
         return self.directory / "tokenizer"
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest token."""
+        """Vocabulary size: the largest token id + 1."""
         return int(self.manifest["vocabulary"])
 
     @property
     def sha256(self) -> str:
-        """Of tokenizer and tokens: equal where samples are."""
+        """Hex SHA-256 over the tokenizer and the tokens: two results with the same value have identical samples."""
         return str(self.manifest["sha256"])
 
     @property
     def cleaning(self) -> dict[str, Any]:
-        """What cleaning did: counts by rule, distributions before and after, samples, as JSON."""
+        """The cleaning report as JSON: documents and bytes dropped by rule, distributions before and after, sample
+        documents.
+        """
         cleaning = dict(self.manifest["cleaning"])
-        for counts in ("dropped", "dropped_bytes", "examples", "samples"):  # in the order in which rules are asked
+        for counts in ("dropped", "dropped_bytes", "examples", "samples"):  # in the order in which the rules run
             cleaning[counts] = {rule: cleaning[counts][rule] for rule in cleaning["rules"] if rule in cleaning[counts]}
         return cleaning
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
+        """The tokenizer loaded from `tokenizer_directory`."""
         return load_tokenizer(self.tokenizer_directory)
 
     @cached_property
     def turn_end(self) -> int | None:
-        """The token that ends a response, of records whose template has one."""
+        """Token id that ends an assistant turn; None for plain text and for chat templates without such a token."""
         return (
-            None if self.recipe.records == "text" else ExampleEncoder.of_directory(self.tokenizer_directory).turn_end()
+            None
+            if self.recipe.records == "text"
+            else ExampleEncoder.of_directory(self.tokenizer_directory).find_turn_end()
         )
 
-    def split(self, name: str) -> TokenRows:
-        """The packed tokens of "train" or "validation" (which is empty when data.validation_fraction is 0).
+    def split(self, name: str) -> PackedDataset:
+        """Open the packed dataset of the split "train" or "validation" (empty if data.validation_fraction is 0).
 
-        Where sources have weights, each is a stream of its own in "train".
+        With source weights, each source is a token stream of its own in "train", so that no sample mixes two sources.
         """
         assert name in SPLITS, name
         shards = [Shard(**record) for record in self.manifest["splits"][name]]
@@ -87,10 +95,10 @@ class PreparedData:
         )
         if self.recipe.records == "text":
             return PackedTokens(*shape)
-        if name not in self._examples:  # to plan its rows takes time
+        if name not in self._examples:  # planning the packed rows takes time: done once
             self._examples[name] = PackedExamples(
                 *shape,
-                pieces=2 if self.recipe.records == "preference" else 1,
+                documents_per_example=2 if self.recipe.records == "preference" else 1,
                 train_on=self.recipe.train_on,
                 pack=self.recipe.pack,
                 too_long=self.recipe.too_long,
@@ -98,31 +106,40 @@ class PreparedData:
             )
         return self._examples[name]
 
-    def packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
-        """Of each split of records a line: examples, rows, and what was cut or left out."""
+    def format_packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
+        """Yield one line of text for each split that holds records: examples, packed rows, truncated and dropped
+        examples.
+        """
         for name in splits:
             split = self.split(name)
             if isinstance(split, PackedExamples) and split.documents:
-                yield f"{name}: {packing_line(split.report, split.sequences, split.sequence)}"
+                yield f"{name}: {format_packing_report(split.report, split.sequences, split.sequence)}"
 
-    def documents(self, split: str = "validation") -> Iterator[str]:
-        """The text of each document of a split, as it was tokenized; that of "train" only if it was to be kept."""
-        return self.split(split).texts()
+    def iterate_documents(self, split: str = "validation") -> Iterator[str]:
+        """Yield the text of each document of a split as it was tokenized; for "train" only if prepared with
+        `keep_text`.
+        """
+        return self.split(split).iterate_texts()
 
-    def order(self) -> SampleOrder | MixtureOrder:
-        """The order in which training reads the samples of the training split."""
+    def make_sample_order(self) -> SampleOrder | MixtureOrder:
+        """Return the order in which training reads the samples of the training split."""
         split = self.split("train")
         if self.weights is None:
             return SampleOrder(self.seed, split.sequences)
         return MixtureOrder(self.seed, split.sequences_by_source, self.weights)
 
-    def token_bytes(self) -> NDArray[np.int64] | None:
-        """UTF-8 bytes per token id, [vocabulary]; None unless the tokenizer is byte-level."""
-        return token_byte_counts(self.tokenizer.tokenizer)
+    def count_token_bytes(self) -> NDArray[np.int64] | None:
+        """Return the UTF-8 bytes of each token id, [vocabulary]; None if decoding is more than joining the tokens'
+        bytes.
+        """
+        return count_token_bytes(self.tokenizer.tokenizer)
 
     def summary(self, samples: int = 0) -> dict[str, Any]:
-        """Counts, as JSON: `tokens` (framing included), `documents`, `bytes`, `dropped` by rule, `sha256` of it all; of
-        each source how often a run of `samples` samples reads it."""
+        """Return the counts that `meshwright data prepare` prints, as JSON.
+
+        `tokens` (begin and end tokens included), `documents`, `bytes`, `dropped` by rule, `sha256`, `splits`, and
+        `sources` with the number of epochs of each source in a run of `samples` samples.
+        """
         splits = {name: self.split(name) for name in SPLITS}
         cleaning = self.cleaning
         return {
@@ -150,19 +167,23 @@ class PreparedData:
                 }
                 for name, split in splits.items()
             },
-            "sources": self._sources(samples),
+            "sources": self._summarize_sources(samples),
             "planned_samples": samples,
             "directory": str(self.directory),
         }
 
-    def _sources(self, samples: int) -> list[dict[str, Any]]:
-        """Of each source: name, weight, its share of the samples, files, documents read, documents, tokens and bytes of
-        each split, its samples, and how often each of these comes in `samples` samples."""
-        split, order = self.split("train"), self.order()
+    def _summarize_sources(self, samples: int) -> list[dict[str, Any]]:
+        """Return one JSON object per source: name, weight, share of the samples, files, documents read, counts of each
+        split, and `epochs`: how often a run of `samples` samples reads it.
+        """
+        split, order = self.split("train"), self.make_sample_order()
         shares = [1.0] * len(self.sources)
         if isinstance(order, MixtureOrder):
             shares = [part / sum(order.parts) for part in order.parts]
-            epochs = [count / own for count, own in zip(order.counts(samples), split.sequences_by_source, strict=True)]
+            epochs = [
+                count / own
+                for count, own in zip(order.count_by_source(samples), split.sequences_by_source, strict=True)
+            ]
         else:
             epochs = [samples / split.sequences] * len(self.sources)
         said = []
@@ -189,15 +210,15 @@ class PreparedData:
         return said
 
     def check_lengths(self, validation_fraction: float) -> None:
-        """`UserError` when a split that should be there cannot fill one sample."""
+        """Raise `UserError` if a split, or a weighted source, is too short for a single sample."""
         for name in SPLITS if validation_fraction else SPLITS[:1]:
             split = self.split(name)
             if not split.sequences:
                 if isinstance(split, PackedExamples):
                     raise UserError(
                         f"data: no example of the {name} split is left to train on: "
-                        f"{packing_line(split.report, 0, self.sequence)}; raise data.sequence, or look at the records "
-                        "(is data.record_keys right?)"
+                        f"{format_packing_report(split.report, 0, self.sequence)}; raise data.sequence, or look "
+                        "at the records (is data.record_keys right?)"
                     )
                 raise UserError(
                     f"data.sequence = {self.sequence}: the {name} split holds only {split.tokens:,} tokens, and one "
@@ -216,10 +237,15 @@ class PreparedData:
                     )
 
 
-def packing_line(report: dict[str, int], rows: int, sequence: int) -> str:
-    """What became of examples, in words."""
+def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> str:
+    """Return the packing report of one split as a line of text: examples, packed rows, truncated, dropped and lost
+    targets.
+
+    report: as `PackedExamples.report`. rows: packed rows. sequence: tokens in a sample.
+    """
 
     def examples(count: int) -> str:
+        """Return a count with its noun, such as "1 example" or "2,000 examples"."""
         return f"{count:,} example{'' if count == 1 else 's'}"
 
     parts = [f"{examples(report['trained'])} in {rows:,} row{'' if rows == 1 else 's'} of {sequence + 1:,} tokens"]

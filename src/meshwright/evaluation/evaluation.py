@@ -14,7 +14,7 @@ import torch
 from meshwright.checkpoint import find_checkpoint
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedExamples, PreparedData, TokenBatch, TokenRows, prepare, xz_bits_per_byte
+from meshwright.data import PackedDataset, PackedExamples, PreparedData, TokenBatch, measure_xz_bits_per_byte, prepare
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device
 from meshwright.layout import Layout
@@ -78,18 +78,18 @@ def run_evaluation(
         return result
     result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _lossy(prepared, tokens)}
     if with_xz:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(tokens.texts())
+        result["xz_bits_per_byte"] = measure_xz_bits_per_byte(tokens.iterate_texts())
     return result
 
 
 def _on_one_device(
-    directory: Path, tokens: TokenRows, device: str, progress: Callable[[int, int], None]
+    directory: Path, tokens: PackedDataset, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
     """The sum of the token losses (nats), and of how many tokens."""
     model, _ = load_huggingface(directory, torch.float32, device)
     nats, count, done = 0.0, 0, 0
     with torch.no_grad():
-        for batch in tokens.batches(_rows(tokens)):
+        for batch in tokens.iterate_batches(_rows(tokens)):
             nats += float(model(*(part.to(device) for part in _micro_batch(batch))))
             count += batch.target_tokens
             done += len(batch.tokens)
@@ -104,7 +104,7 @@ def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: S
     _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None, overrides)
     nats, count = 0.0, 0
     under_way: list[MicroBatch] = []
-    for number, batch in enumerate(tokens.batches(_rows(tokens)), start=1):
+    for number, batch in enumerate(tokens.iterate_batches(_rows(tokens)), start=1):
         under_way.append(_micro_batch(batch))
         count += batch.target_tokens
         if number % mesh.pp.size == 0:
@@ -115,7 +115,7 @@ def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: S
     return nats, count
 
 
-def _rows(tokens: TokenRows) -> int:
+def _rows(tokens: PackedDataset) -> int:
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
@@ -131,7 +131,7 @@ def held_out(
     sequence: int | None,
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
-) -> tuple[PreparedData, TokenRows]:
+) -> tuple[PreparedData, PackedDataset]:
     """The tokens to evaluate on, made with the checkpoint's own tokenizer. `overrides`: of the recipe, if `data` is
     one."""
     if not (checkpoint / "tokenizer.json").is_file():
@@ -160,15 +160,15 @@ def held_out(
         )
     tokens = prepared.split(split)
     tokens.sequence, tokens.document_mask = length, True
-    for line in prepared.packing_lines([split]):
+    for line in prepared.format_packing_lines([split]):
         log(line)
     return prepared, tokens
 
 
-def _lossy(prepared: PreparedData, tokens: TokenRows) -> int:
+def _lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
     """How many documents are not what their tokens decode to."""
     tokenizer, lossy = prepared.tokenizer, 0
-    for texts in _in_batches(tokens.texts(), 256):
+    for texts in _in_batches(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)
         lossy += sum(tokenizer.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))
     return lossy

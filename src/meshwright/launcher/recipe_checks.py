@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.data.tokenizers.tokenizer import least_vocabulary
+from meshwright.data.tokenizers.tokenizer import find_least_vocabulary
 from meshwright.errors import UserError
 from meshwright.monitoring.trackers import check_trackers
 from meshwright.recipe import Recipe
@@ -22,7 +22,7 @@ def check_recipe(recipe: Recipe) -> None:
     recipe.parsed_layout.refuse_unbuilt()
     if recipe.model.load_weights:  # its tokenizer may be the data's: a damaged directory is reported first
         config_from_path(recipe.model.from_path or "")
-    check_vocabulary(recipe, least_vocabulary(recipe.data.tokenizer))
+    check_vocabulary(recipe, find_least_vocabulary(recipe.data.tokenizer))
     check_watching(recipe)
 
 
@@ -39,7 +39,7 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
     parameter, its gradient and its optimizer state once, and one hidden state of every token of a micro-batch."""
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return
-    vocabulary = least_vocabulary(recipe.data.tokenizer)
+    vocabulary = find_least_vocabulary(recipe.data.tokenizer)
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary)
     numel = parameter_table(config).numel
     states = {"adamw": 4, "sgd": 2}[recipe.train.optimizer]  # float32: parameter, gradient and AdamW's two moments

@@ -96,7 +96,7 @@ class Profile:
                 _write_json(directory / MERGED, merged(parts, program, self._places()))
             except OSError as error:
                 said = 0, f"the profile in {directory} cannot be written: {(error.strerror or str(error)).lower()}"
-        agreement.everyone(True)  # rank 0 has read them
+        agreement.all_true(True)  # rank 0 has read them
         if rank == 0:
             for other in range(self._mesh.world_size):
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""How long collective calls take between ranks, over the bytes of their vector: the calls that training makes."""
+"""Timing of collectives between ranks over message size, by the calls that training makes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ BATCHES = 5
 _SITE = "probe"
 
 
-def axes_of(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """(place, axis) of every kind of group that is measured: consecutive ranks of a host in groups of every size that
-    divides them, one rank of each host, everybody. The mesh has tp ranks on each of dp hosts. Every rank calls it."""
+def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
+    """Return (scope, axis) of every group that is measured; collective call.
+
+    Scopes: "inside", groups of consecutive ranks of a host, of every size that divides their number; "across", one rank
+    of each host; "world". The mesh has tp ranks on each of dp hosts.
+    """
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
     axes = [("inside", mesh.neighbours("tp", size)) for size in inside]
     if mesh.dp.size > 1:
@@ -33,10 +36,13 @@ def axes_of(mesh: Mesh) -> list[tuple[str, Axis]]:
 
 
 def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
-    """Seconds of one call on a whole vector of `size` bytes, of this rank, in each of `BATCHES` batches of calls one
-    after the other. Every rank calls it with the same arguments; all groups of the axis work at once."""
+    """Measure seconds per call of a collective on a vector of `size` bytes (the whole vector), [BATCHES], for this
+    rank.
+
+    seconds: time budget. Collective call with equal arguments; all groups of the axis run at once.
+    """
     device = mesh.device
-    call, calls_each = _call_of(axis, operation, size, device)
+    call, calls_each = _make_call(axis, operation, size, device)
     for _ in range(2):  # the first ones make connections and buffers
         call()
     collectives.barrier(mesh.world, _SITE)
@@ -57,20 +63,24 @@ def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: 
     return times
 
 
-def faster_precision(mesh: Mesh) -> str:
-    """The precision of layouts that name none: bf16 where rank 0 finds it faster than fp32. Every rank calls it."""
+def choose_precision(mesh: Mesh) -> str:
+    """Return the default precision: "bf16" if rank 0 measures it faster than fp32, else "fp32". Collective call."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
 
 
 def slowest_median(by_rank: list[list[float]]) -> float:
-    """What a collective took: in each batch the slowest rank, of all batches the median."""
+    """Return the duration of a collective in seconds: the median over batches of the slowest rank. by_rank
+    [ranks][batches].
+    """
     return statistics.median(max(batch) for batch in zip(*by_rank, strict=True))
 
 
-def _call_of(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """A call, and how many of the operation it makes one after the other. Vectors of float32, equal shares."""
+def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
+    """Return a call of the operation on float32 vectors with equal shares, and the number of operations it makes in
+    sequence.
+    """
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]
@@ -85,11 +95,11 @@ def _call_of(axis: Axis, operation: str, size: int, device: torch.device) -> tup
         return lambda: collectives.all_to_all(other, whole, axis, _SITE).wait(), 1
     assert operation == "send-receive", operation
     message = torch.zeros(max(1, size // 4), device=device)
-    return partial(_there_and_back, message, axis), 2
+    return partial(_ping_pong, message, axis), 2
 
 
-def _there_and_back(message: torch.Tensor, axis: Axis) -> None:
-    """A message from the first rank of each pair of neighbours to the second, and back."""
+def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
+    """Send a message from the first rank of each neighbouring pair to the second, and back."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
     if peer >= axis.size:  # the last of an odd number
         return

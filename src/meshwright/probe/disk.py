@@ -1,4 +1,4 @@
-"""How fast a directory takes and gives back a file."""
+"""Disk bandwidth of a directory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 _PIECE = 2**22
 
 
-def disk_rates(directory: Path, size: int) -> tuple[float, float] | None:
-    """Bytes a second written (until they are on the disk) and read (from the disk, where the system drops what it keeps
-    in memory when asked); None where the directory takes no file."""
+def measure_disk(directory: Path, size: int) -> tuple[float, float] | None:
+    """Measure write and read bandwidth in bytes per second with a file of `size` bytes; None if no file can be created.
+
+    Writes are synced; reads follow a request to drop the page cache.
+    """
     piece = os.urandom(min(_PIECE, size))
     pieces = max(1, size // len(piece))
     try:

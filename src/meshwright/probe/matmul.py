@@ -1,4 +1,4 @@
-"""Measures the matmul rate of the device this process runs on: the yardstick for MFU where no published peak exists."""
+"""Matrix product rate of this process's device: the reference for MFU where no published peak exists."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ DECIDING_SHAPES = ((512, 512, 512), (512, 1024, 256))  # smaller: many products,
 TURNS = 4
 
 
-def matmul_flops_per_second(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
-    """Best sustained FLOP/s of `torch.nn.functional.linear` in `dtype` over a few shapes, within about `seconds`.
+def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
+    """Measure the best sustained FLOP/s of `torch.nn.functional.linear` in `dtype` over a few shapes, in about
+    `seconds`.
 
-    The best of the shapes' medians: a yardstick must not be easy to beat. Uses this process's threads as they are set.
+    Best of the shapes' medians, so that MFU is not flattered. Uses this process's present number of threads.
     """
-    products = _timed_products(dtype, torch.device(device), SHAPES, seconds)
+    products = _time_products(dtype, torch.device(device), SHAPES, seconds)
     return max(flops / statistics.median(times) for flops, times in products)
 
 
 def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
-    """Whether bf16 products pay on this device: at least 1.2 times the float32 rate, so that casts are earned back.
+    """Measure whether bf16 products reach 1.2 times the float32 rate on this device, which pays for the casts.
 
-    A processor without instructions for them is not measured. What is compared are the shortest times of several turns:
-    other work on the machine only ever makes a time longer.
+    CPUs without bf16 instructions return False unmeasured. The shortest times of several turns are compared: other load
+    only lengthens them.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -39,15 +40,15 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
     rate = dict.fromkeys((torch.float32, torch.bfloat16), 0.0)
     for _ in range(TURNS):
         for dtype in rate:
-            products = _timed_products(dtype, device, DECIDING_SHAPES, 0.04)
+            products = _time_products(dtype, device, DECIDING_SHAPES, 0.04)
             rate[dtype] = max(rate[dtype], *(flops / min(times) for flops, times in products))
     return rate[torch.bfloat16] >= 1.2 * rate[torch.float32]
 
 
-def _timed_products(
+def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """For each shape (tokens, out, in) its operations (FLOP) and the seconds that each of several products took."""
+    """Time products of each shape (tokens, out, in); returns FLOP and seconds of each repetition by shape."""
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)
@@ -66,5 +67,6 @@ def _timed_products(
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait for queued CUDA kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

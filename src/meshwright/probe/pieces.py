@@ -1,7 +1,6 @@
-"""The work of a layer beside its products, as training does it on processors: what `probe` times, forward and back.
+"""Elementwise kernels, attention and loss of a layer on CPUs, as points that `probe` times, forward and backward.
 
-Each is counted as `plan` counts it: in kernels, and in the bytes that one of them reads and writes; attention in the
-bytes of its scores.
+Each is counted as `plan` counts it: kernels, and bytes that one of them reads and writes; attention in bytes of scores.
 """
 
 from __future__ import annotations
@@ -33,121 +32,128 @@ from meshwright.probe.points import DTYPES, Effort, Point
 
 HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
 VOCABULARY = 2048
-HEADS, KV_HEADS, ROW = 2, 1, 256  # of attention: heads that share keys, tokens of a row
+HEADS, KV_HEADS, ROW = 2, 1, 256  # of attention: query heads, KV heads, tokens of a sequence
 _OF = {
     "norm": (HIDDEN, elementwise.norm("rmsnorm", "eager")),
     "rotary": (HEAD_SIZE, elementwise.rotary("eager")),
     "activation": (WIDTH, elementwise.activation(True, "eager")),
 }
-"""By name of the operation in `planner/operations.py`: elements of a token (of what is normed or turned, of what the
-second product of an MLP reads), and kernels."""
+
+"""Elements per token (normed, rotated, or read by the second product of an MLP) and kernels, by operation of
+`planner/operations.py`."""
 
 
 class _Attention(NamedTuple):
-    """Attention with heads of a size; in a ring, with pieces of so many tokens."""
+    """Attention of one head size; with `piece`, as ring attention over KV blocks of so many tokens."""
 
     size: int
     piece: int | None = None
 
     @property
     def name(self) -> str:
+        """Name of the kernel in the hardware profile."""
         return attention_name(self.size, self.piece)
 
     @property
     def row(self) -> int:
-        """A ring of one rank has both pieces of a row."""
+        """Tokens of a sequence; a ring of one rank holds both KV blocks of it."""
         return ROW if self.piece is None else 2 * self.piece
 
 
 _ATTENTION = [_Attention(size, piece) for piece in (None, *RING_PIECES) for size in HEAD_SIZES]
 
 
-def _attention_of(axes: Sequence[str]) -> list[_Attention]:
-    """What is measured: rings only where ranks share rows."""
+def _list_attention(axes: Sequence[str]) -> list[_Attention]:
+    """Return the attention kernels to measure: ring attention only with context parallelism among the axes."""
     return [one for one in _ATTENTION if one.piece is None or "cp" in axes]
 
 
-def pieces_of(effort: Effort) -> list[Point]:
-    """All pieces, in the order in which they are timed."""
+def list_layer_points(effort: Effort) -> list[Point]:
+    """Return all points of layer kernels in the order in which they are timed."""
     found = []
     for precision in effort.precisions:
         dtype = DTYPES[precision]
         for elements in effort.pieces:
             for back in (False, True):
-                way = BACKWARD if back else ""
+                suffix = BACKWARD if back else ""
                 for name, (width, there) in _OF.items():
                     passes, tokens = there[back], elements // width
                     moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
-                    make = partial(_call, partial(_made, name, tokens, dtype), back)
-                    found.append(Point("piece", name + way, precision, (elements,), make, passes.kernels, moved))
+                    make = partial(_make_call, partial(_make_elementwise, name, tokens, dtype), back)
+                    found.append(Point("piece", name + suffix, precision, (elements,), make, passes.kernels, moved))
                 loss_bytes = ENGINES["meshwright"].loss_bytes / 2 * elements
-                make = partial(_loss, elements // VOCABULARY, dtype, back)
-                found.append(Point("piece", "loss" + way, precision, (elements,), make, 1.0, loss_bytes))
-                for one in _attention_of(effort.axes):
+                make = partial(_make_loss_call, elements // VOCABULARY, dtype, back)
+                found.append(Point("piece", "loss" + suffix, precision, (elements,), make, 1.0, loss_bytes))
+                for one in _list_attention(effort.axes):
                     rows = elements // (one.row * HEADS * one.size)
                     if rows:
                         scores = attention_scores(rows * one.row * HEADS, (one.row + 1) / 2, one.piece or one.row)
-                        make = partial(_call, partial(_attention, one, rows, dtype), back)
+                        make = partial(_make_call, partial(_make_attention, one, rows, dtype), back)
                         found.append(
-                            Point("piece", one.name + way, precision, (elements,), make, 1.0, SCORE_BYTES * scores)
+                            Point("piece", one.name + suffix, precision, (elements,), make, 1.0, SCORE_BYTES * scores)
                         )
     return found
 
 
-Made = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
-"""What gradients are formed of, and the way there."""
+ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
+"""Inputs that gradients are formed for, and the forward call."""
 
 
-def _call(made: Callable[[torch.device], Made], back: bool, device: torch.device) -> Callable[[], Any]:
-    """The call that is timed: forward with what the way back needs, or the way back."""
+def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
+    """Return the call to time: the forward pass with saved activations, or the backward pass if `back`."""
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
-            return partial(_with_gradients, forward)
+            return partial(_run_forward, forward)
         out = forward()
     return partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
 
 
-def _with_gradients(forward: Callable[[], Any]) -> None:
+def _run_forward(forward: Callable[[], Any]) -> None:
+    """Run a forward pass that saves activations for backward."""
     with torch.enable_grad():
         forward()
 
 
-def _made(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Made:
+def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
+    """Create the inputs and forward call of an elementwise kernel for `tokens` tokens."""
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
         nn.init.ones_(module.weight)
-        x = _leaf(dtype, device, tokens, HIDDEN)
+        x = _make_leaf(dtype, device, tokens, HIDDEN)
         return [x, module.weight], partial(module, x)
     if name == "activation":
-        up = _leaf(dtype, device, tokens, 2 * WIDTH)
-        return [up], partial(_gated, up)
+        up = _make_leaf(dtype, device, tokens, 2 * WIDTH)
+        return [up], partial(_apply_swiglu, up)
     assert name == "rotary", name
-    x = _leaf(dtype, device, 1, 1, tokens, HEAD_SIZE)
+    x = _make_leaf(dtype, device, 1, 1, tokens, HEAD_SIZE)
     angles = torch.rand(tokens, HEAD_SIZE // 2, device=device)
     return [x], partial(rotate, x, angles.cos()[None, None], angles.sin()[None, None])
 
 
-def _loss(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """The loss of some tokens' logits, or its gradient in the logits' place."""
+def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
+    """Return the call of the loss over the logits of `tokens` tokens, or with `back` of its gradient, in place."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
     return forward().differentiate if back else forward
 
 
-def _attention(one: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> Made:
-    leaves = [_leaf(dtype, device, rows, one.row, heads, one.size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+def _make_attention(one: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
+    """Create the inputs and forward call of an attention kernel for `rows` sequences."""
+    leaves = [_make_leaf(dtype, device, rows, one.row, heads, one.size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (each.transpose(1, 2) for each in leaves)  # as products leave them: a token's heads side by side
     if one.piece is None:
         return leaves, partial(tiled_attention, q, k, v, None)
     return leaves, partial(ring_attention, q, k, v, None, Mesh.single().cp)
 
 
-def _leaf(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
+def _make_leaf(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
+    """Create a random leaf tensor that requires a gradient."""
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
 
-def _gated(up: torch.Tensor) -> torch.Tensor:
+def _apply_swiglu(up: torch.Tensor) -> torch.Tensor:
+    """Apply the SwiGLU activation to fused gate and up projections, [..., 2 * WIDTH]."""
     gate, value = up.chunk(2, dim=-1)
     return activate(gate, "silu") * value

@@ -1,5 +1,4 @@
-"""What a rank computes to be measured: matrix products over shapes and precisions, passes over memory and pieces of a
-layer over sizes."""
+"""Measurement points of a rank: matrix products, elementwise passes over memory, and kernels of a layer."""
 
 from __future__ import annotations
 
@@ -22,9 +21,12 @@ PASSES = {"copy": 2, "add": 3, "silu": 2}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One thing to time. ``kind``: product, pass or piece (of a layer); ``name``: a product's form, a pass's or a
-    piece's name; ``sizes``: (tokens, out, in), or (elements,). Of a piece ``make`` gives the call to time on a device,
-    of so many ``kernels``, each of which reads and writes ``kernel_bytes``."""
+    """One call to time.
+
+    ``kind``: "product", "pass" or "piece" (a kernel of a layer). ``name``: form of the product, or name of the pass or
+    kernel. ``sizes``: (tokens, out, in), or (elements,). For a piece, ``make`` creates the call on a device; it runs
+    ``kernels`` kernels that read and write ``kernel_bytes`` each.
+    """
 
     kind: str
     name: str
@@ -36,7 +38,7 @@ class Point:
 
     @property
     def bytes(self) -> float:
-        """What a pass, or a kernel of a piece, reads and writes."""
+        """Bytes read and written by a pass, or by one kernel of a piece."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -74,7 +76,7 @@ class Effort:
 
     @classmethod
     def of(cls, device: str) -> Effort:
-        """What is measured on "cpu" and on "cuda" unless said: sizes of small models there, of large ones here."""
+        """Return the default plan for "cpu" (sizes of small models) or "cuda" (of large ones)."""
         sides: tuple[tuple[int, int], ...] = (
             (64, 64),
             (256, 64),
@@ -89,26 +91,29 @@ class Effort:
             shapes += [(512, 4096, 1024), (256, 8192, 256)]
             return cls(
                 tuple(shapes),
-                _powers(8, 24, 2),
-                _powers(10, 24, 2),
+                _list_powers(8, 24, 2),
+                _list_powers(10, 24, 2),
                 ("fp32", "bf16"),
                 pieces=(2**12, 2**16, 2**18, 2**20, 2**21),
             )
         sides += ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
         shapes = [(tokens, *side) for tokens in (256, 2048, 8192) for side in sides]
         shapes += [(8192, 8192, 8192), (2048, 32768, 4096)]
-        return cls(tuple(shapes), _powers(8, 28, 4), _powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
+        return cls(tuple(shapes), _list_powers(8, 28, 4), _list_powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
 
     @classmethod
     def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
-        """What the prediction of one run on processors needs, in some 10 seconds: its ``precisions``, and the
-        reference steps of those of its ``axes`` whose ranks wait for each other in every layer."""
+        """Return the plan for predicting one run on CPUs, about 10 seconds.
+
+        precisions: of the run. axes: those of its tp and cp axes whose ranks synchronize in every layer, for reference
+        steps.
+        """
         sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
         shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]
         return cls(
             tuple(shapes),
-            _powers(12, 22, 5),
-            _powers(10, 25, 5),
+            _list_powers(12, 22, 5),
+            _list_powers(10, 25, 5),
             precisions,
             disk=0,
             seconds=0.012,
@@ -121,7 +126,7 @@ class Effort:
         )
 
     def points(self) -> list[Point]:
-        """All that is computed, in order. Copies of float32 are always among it: they price the optimizer."""
+        """Return the products and passes in order. fp32 copies are always included, since they price the optimizer."""
         products = [
             Point("product", form, precision, shape)
             for precision in self.precisions
@@ -138,28 +143,30 @@ class Effort:
 
 
 class Yardstick:
-    """A product that is timed beside everything else: how fast a processor is just now. Cores that are shared with
-    others of their host lose a third of their speed for seconds on end, and whatever is measured then would say so of
-    itself alone."""
+    """A small product timed beside every measurement, to correct for the processor's momentary speed.
+
+    Cores shared with other tenants lose a third of their speed for seconds, which would distort what is measured then.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._call = partial(torch.nn.functional.linear, torch.randn(256, 512), torch.randn(512, 512))
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Of one product, the median of five; on other devices always the same."""
+        """Measure seconds of the product, median of five; 1.0 on devices other than CPUs."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
-            return statistics.median(_batch(self._call, torch.device("cpu"), 1) for _ in range(5))
+            return statistics.median(_time_batch(self._call, torch.device("cpu"), 1) for _ in range(5))
 
 
-def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
+def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
+    """Return powers of two with exponents from `first` to `last` in steps."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
 
 
-def call_of(point: Point, device: torch.device) -> Callable[[], Any]:
-    """The call that a point times, on tensors of its own."""
+def make_call(point: Point, device: torch.device) -> Callable[[], Any]:
+    """Create the call that a point times, with its own tensors on `device`."""
     dtype = DTYPES[point.precision]
     if point.make is not None:
         return point.make(device)
@@ -182,8 +189,8 @@ def call_of(point: Point, device: torch.device) -> Callable[[], Any]:
 
 
 @contextmanager
-def precision_set(precision: str) -> Iterator[None]:
-    """Within it, float32 products on a GPU use tf32 units where that is the precision, and none otherwise."""
+def use_precision(precision: str) -> Iterator[None]:
+    """Allow tf32 for float32 products inside the context if the precision is "tf32", else forbid it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -193,24 +200,28 @@ def precision_set(precision: str) -> Iterator[None]:
 
 
 def time_point(point: Point, device: torch.device, seconds: float) -> float:
-    """Seconds of one call, of a piece of one of its kernels: the median of batches within about `seconds`, three at
-    least unless one takes longer."""
-    with torch.no_grad(), precision_set(point.precision):
-        return time_call(call_of(point, device), device, seconds) / point.kernels
+    """Measure seconds of one call (for a piece, of one kernel): median of batches within about `seconds`."""
+    with torch.no_grad(), use_precision(point.precision):
+        return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The same of any call. A batch has as many calls as fill some of the time: a device is asked without waiting."""
+    """Measure seconds of any call: median of at least three batches within about `seconds`, or a single call if it
+    takes longer.
+
+    A batch repeats the call to fill the time between synchronizations.
+    """
     call()  # kernels are chosen and packed here
-    once = _batch(call, device, 1)
+    once = _time_batch(call, device, 1)
     if once > seconds:
         return once
     calls = max(1, int(seconds / 8 / once))
-    times = [_batch(call, device, calls) for _ in range(max(3, min(8, int(seconds / (calls * once)))))]
+    times = [_time_batch(call, device, calls) for _ in range(max(3, min(8, int(seconds / (calls * once)))))]
     return statistics.median(times)
 
 
-def _batch(call: Callable[[], Any], device: torch.device, calls: int) -> float:
+def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Time `calls` repetitions between synchronizations; returns seconds per call."""
     synchronize(device)
     begun = time.perf_counter()
     for _ in range(calls):
@@ -220,6 +231,6 @@ def _batch(call: Callable[[], Any], device: torch.device, calls: int) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device has been asked to do."""
+    """Wait for queued CUDA kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""What one rank does while a machine is measured, in step with all others; rank 0 knows the result.
+"""Measurement of a machine on one rank, synchronously with all others; rank 0 has the result.
 
-Phases: every rank computes at once, as in training; then one rank of each host alone, with its own threads; then that
-rank with all of the host's. What processes of one machine take from each other is the difference.
+Phases: all ranks compute at once, as in training; then one rank of each host alone with its own threads; then that rank
+with all cores of the host. The differences show how processes on one machine slow each other down.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.planner.machine_profile import processor_name
 from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
-from meshwright.probe.communication import OPERATIONS, axes_of, slowest_median, time_collective
-from meshwright.probe.compare import find_slow, ratios
-from meshwright.probe.disk import disk_rates
+from meshwright.probe.communication import OPERATIONS, make_axes, slowest_median, time_collective
+from meshwright.probe.compare import compute_ratios, find_slow
+from meshwright.probe.disk import measure_disk
 from meshwright.probe.points import Effort, Point, Yardstick, synchronize, time_call, time_point
 
 _SITE = "probe"
 _NAME_BYTES = 256
 
 
-def mesh_of(ranks: int, host_ranks: int, device: str, timeout_seconds: float = 120.0) -> Mesh:
-    """The mesh that `measure` wants, over the running world: consecutive ranks of a host are its axis tp, hosts dp."""
+def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: float = 120.0) -> Mesh:
+    """Create the mesh for `measure` over the running world: consecutive ranks of a host on axis tp, hosts on dp."""
     return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
 
 
@@ -50,19 +50,20 @@ def measure(
     pieces: Sequence[Point] = (),
     steps: Callable[[Yardstick, float], Sequence[ReferenceStep]] = lambda yardstick, level: (),
 ) -> dict[str, Any]:
-    """Measure, with the other ranks. cores: of this host, shared by its ranks. directory: what the disk is measured in.
-    starts: seconds that are known already, by name. say: is told on rank 0 what comes next. pieces: of a layer, timed
-    like passes, by all ranks at once alone. steps: measures training steps of a reference model, given the yardstick
-    and its usual seconds.
+    """Measure the machine; collective call.
 
-    Returns "measured" (`Measured.tables`), "hosts" (of each rank), "ratios" (of each rank, to the others, at products
-    and at memory), "slow" (fields of `compare.Slow`), "device" (name and memory) and "seconds"; alike on all ranks,
-    apart from the disk's rates, which rank 0 measures.
+    cores: of this host, shared by its ranks. directory: for the disk measurement. starts: known start-up seconds by
+    name. say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
+    reference training steps, given the yardstick and its usual seconds.
+
+    Returns "measured" (`Measured.tables`), "hosts" [ranks], "ratios" (slowdown of each rank at products and at memory),
+    "slow" (fields of `SlowRank`), "device" (name and memory) and "seconds"; equal on all ranks but for the disk's
+    rates, which rank 0 measures.
     """
     begun = time.perf_counter()
     leader = mesh.rank == 0
     threads = torch.get_num_threads()
-    hosts = _hosts(mesh)
+    hosts = _gather_hosts(mesh)
     points = [*effort.points(), *pieces]
     phases = [(mesh.tp.size, threads)]
     if mesh.device.type == "cpu" and effort.single_rank:
@@ -76,11 +77,11 @@ def measure(
             say(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
         if (busy, each) != phases[0]:
             points = effort.points()
-        by_rank, usual = _compute(mesh, points, busy, each, effort.seconds, yardstick)
+        by_rank, usual = _time_points(mesh, points, busy, each, effort.seconds, yardstick)
         level = level or usual
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
-        products += _products(points, seconds, busy, each)
-        passes += _passes(points, seconds, busy, each)
+        products += _group_products(points, seconds, busy, each)
+        passes += _group_passes(points, seconds, busy, each)
     torch.set_num_threads(threads)
     measured = Measured(
         backend=group_backends(None)[mesh.device.type] if dist.is_initialized() else "none",
@@ -88,10 +89,10 @@ def measure(
         threads=threads,
         products=tuple(products),
         passes=tuple(passes),
-        collectives=tuple(_collectives(mesh, effort, say if leader else lambda line: None)),
-        copies=tuple(_copies(mesh.device, effort)),
+        collectives=tuple(_time_collectives(mesh, effort, say if leader else lambda line: None)),
+        copies=tuple(_time_copies(mesh.device, effort)),
         yardstick=level if mesh.device.type == "cpu" else None,
-        starts=tuple({**starts, **_starts(mesh.device, effort.seconds)}.items()),
+        starts=tuple({**starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
     )
     if leader and effort.steps:
         say("steps of a reference model")
@@ -99,13 +100,13 @@ def measure(
     if leader and effort.compare and mesh.world.size > 1:
         say("ranks compared")
     slow, compared_as = [], {}
-    for what, by_rank in _compare(mesh, effort).items():
+    for what, by_rank in _time_comparison(mesh, effort).items():
         slow += find_slow(what, by_rank, hosts)
-        compared_as[what] = ratios(by_rank)
+        compared_as[what] = compute_ratios(by_rank)
     rates = None
     if leader and effort.disk:
         say("the disk")
-        rates = disk_rates(directory, effort.disk)
+        rates = measure_disk(directory, effort.disk)
     tables = measured.tables()
     if rates is not None:
         tables["disk_write"], tables["disk_read"] = rates
@@ -115,7 +116,7 @@ def measure(
         "ratios": compared_as,
         "slow": [asdict(each) for each in slow],
         "failed": None,
-        "device": _device(mesh),
+        "device": _describe_device(mesh),
         "seconds": time.perf_counter() - begun,
     }
 
@@ -123,11 +124,14 @@ def measure(
 # --- computing
 
 
-def _compute(
+def _time_points(
     mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float, yardstick: Yardstick
 ) -> tuple[list[list[float]], float]:
-    """Seconds of every point by rank, while the first `busy` ranks of each host compute; of a rank that waits, none.
-    And the yardstick's: a point that was timed while it was slower than usual counts as much less."""
+    """Time every point while the first `busy` ranks of each host compute; returns seconds [ranks][points] and the
+    yardstick's.
+
+    Idle ranks have no times. Times are scaled to the yardstick's usual speed.
+    """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
     times, local = [], []
@@ -137,7 +141,7 @@ def _compute(
         local.append(yardstick.seconds() if mine else 0.0)
     collectives.barrier(mesh.world, _SITE)
     found, levels = [], []
-    for taken, beside in zip(_gathered(mesh, times), _gathered(mesh, local), strict=True):
+    for taken, beside in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):
         if any(taken):
             levels.append(statistics.median(beside))
             taken = [one * levels[-1] / here for one, here in zip(taken, _smooth(beside), strict=True)]
@@ -145,12 +149,11 @@ def _compute(
     return found, statistics.mean(levels)
 
 
-def _compare(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]:
-    """Seconds of products and of memory, by rank; nothing where ranks are not to be compared. In rounds over all
-    points, each of which all ranks begin at once.
+def _time_comparison(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]:
+    """Time products and memory passes on all ranks for their comparison, [ranks][points] each; empty if not wanted.
 
-    Rounds are short and go on for `effort.compare` seconds: a shared machine slows now one rank, now another, for half
-    a second at a time. One long visit to each point would fall into one such time.
+    Short rounds over all points repeat for `effort.compare` seconds: a shared machine slows one rank after another for
+    half a second at a time, which would fall on one long visit to a point.
     """
     if not effort.compare:
         return {}
@@ -163,21 +166,21 @@ def _compare(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]:
         for point in points:
             collectives.barrier(mesh.world, _SITE)
             times.append(time_point(point, mesh.device, effort.seconds / 4))
-        for rank, taken in enumerate(_gathered(mesh, times)):
+        for rank, taken in enumerate(_all_gather(mesh, times)):
             for what, kind in kinds.items():
                 found[what][rank] += [one for one, point in zip(taken, points, strict=True) if point.kind == kind]
-        if max(rank[0] for rank in _gathered(mesh, [time.perf_counter() - begun])) >= effort.compare:
+        if max(rank[0] for rank in _all_gather(mesh, [time.perf_counter() - begun])) >= effort.compare:
             break
     return found
 
 
 def _smooth(times: list[float]) -> list[float]:
-    """Each the median of itself and two neighbours on either side: others take a processor for seconds, not for the
-    milliseconds in which one of them was asked."""
+    """Return the running median over five values: other load lasts for seconds, a yardstick sample for milliseconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
-def _products(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Products]:
+def _group_products(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Products]:
+    """Group timed products by precision and form for the hardware profile."""
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -193,7 +196,8 @@ def _products(points: list[Point], seconds: list[float], ranks: int, threads: in
     return found
 
 
-def _passes(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
+def _group_passes(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
+    """Group timed passes and kernels by precision and name for the hardware profile."""
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -211,23 +215,24 @@ def _passes(points: list[Point], seconds: list[float], ranks: int, threads: int)
 # --- what is between ranks, and beside them
 
 
-def _collectives(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> list[Collective]:
+def _time_collectives(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> list[Collective]:
+    """Time every collective on every group of ranks over message size."""
     found = []
-    for place, axis in axes_of(mesh):
+    for place, axis in make_axes(mesh):
         say(f"collectives among {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
         for operation in OPERATIONS:
             seconds = []
             for size in effort.vectors:
                 times = time_collective(mesh, axis, operation, size, effort.seconds * 4)
-                seconds.append(slowest_median(_gathered(mesh, times)))
+                seconds.append(slowest_median(_all_gather(mesh, times)))
             found.append(
                 Collective(operation, axis.size, place, Curve(tuple(map(float, effort.vectors)), tuple(seconds)))
             )
     return found
 
 
-def _copies(device: torch.device, effort: Effort) -> list[tuple[str, Curve]]:
-    """Between pinned memory of the host and the device."""
+def _time_copies(device: torch.device, effort: Effort) -> list[tuple[str, Curve]]:
+    """Time copies between pinned host memory and the device over size; empty on CPUs."""
     if device.type != "cuda":
         return []
     found = []
@@ -242,8 +247,8 @@ def _copies(device: torch.device, effort: Effort) -> list[tuple[str, Curve]]:
     return found
 
 
-def _starts(device: torch.device, seconds: float) -> dict[str, float]:
-    """What an operation costs that has nothing to do: one that is only done, and one whose gradient is formed too."""
+def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
+    """Measure launch overhead in seconds of one operation, in inference and with its backward pass."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
 
@@ -257,16 +262,16 @@ def _starts(device: torch.device, seconds: float) -> dict[str, float]:
     return {"operation": plain, "differentiated_operation": time_call(differentiated, device, seconds) / 50}
 
 
-def _device(mesh: Mesh) -> dict[str, Any]:
-    """What the driver, or the kernel, says that this rank computes on, and the memory that is its own."""
+def _describe_device(mesh: Mesh) -> dict[str, Any]:
+    """Return name and memory in bytes of the device this rank computes on, as JSON."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
-    return {"name": processor_name(), "memory_bytes": _memory() // mesh.tp.size}
+    return {"name": processor_name(), "memory_bytes": _read_memory_size() // mesh.tp.size}
 
 
-def _memory() -> int:
-    """Bytes of memory of this machine, or of the container that this process is in."""
+def _read_memory_size() -> int:
+    """Return the bytes of memory of this machine or container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -276,8 +281,8 @@ def _memory() -> int:
 # --- telling each other
 
 
-def _gathered(mesh: Mesh, values: list[float]) -> list[list[float]]:
-    """The values of every rank, by rank."""
+def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
+    """All-gather equally many floats from each rank, [ranks][values]."""
     mine = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     everybody = torch.empty(mesh.world.size * len(values), dtype=torch.float64, device=mesh.device)
     collectives.all_gather(everybody, mine, mesh.world, _SITE).wait()
@@ -285,10 +290,10 @@ def _gathered(mesh: Mesh, values: list[float]) -> list[list[float]]:
     return [list(rank) for rank in everybody.view(mesh.world.size, -1).tolist()]
 
 
-def _hosts(mesh: Mesh) -> list[str]:
-    """The host name of every rank."""
+def _gather_hosts(mesh: Mesh) -> list[str]:
+    """All-gather the host names, [ranks]."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"
-        for rank in _gathered(mesh, [float(byte) for byte in name])
+        for rank in _all_gather(mesh, [float(byte) for byte in name])
     ]

@@ -1,4 +1,4 @@
-"""Starts the ranks that measure a machine, as those of a run are started; or is one that torchrun or SLURM started."""
+"""Start of the ranks that measure a machine, by the run launcher or inside torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ def probe(
     short: dict[str, Any] | None = None,
     log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
-    """Measure this machine with `ranks` processes (unless given: one for each GPU, two where there is none) and return
-    what `meshwright.probe.rank.measure` found, with "kind", "cpu" or "cuda". directory: where the disk is measured.
-    effort: fields of `Effort` in place of the usual ones. threads: of each process. short: measure on processors what
-    one run needs alone (`Effort.short`): {"precisions", "axes"}; the result has "cluster", the tables of a cluster
-    file, too.
+    """Measure this machine with `ranks` processes (default: one per GPU, two without GPUs) and return the result.
 
-    `UserError` for a device or a number of ranks that this machine has not.
+    Returns that of `meshwright.probe.rank.measure` with "kind", "cpu" or "cuda". directory: for the disk measurement.
+    effort: fields that override the default `Effort`. threads: of each process. short: {"precisions", "axes"}, to
+    measure on CPUs only what one run needs (`Effort.short`); the result then has "cluster", the tables of the hardware
+    profile.
+
+    Raises `UserError` for a device or number of ranks that this machine does not have.
     """
     kind = one_device(device)
     most = MOST_RANKS
@@ -80,20 +81,21 @@ def probe(
 
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Be a rank that torchrun, Kubernetes or SLURM started; every rank returns the result, with "rank" its own."""
+    """Measure as one rank that torchrun, Kubernetes or SLURM started; every rank returns the result and its "rank"."""
     start = rendezvous.place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "effort": {}}, started_by_others=True)
 
 
 def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
+    """Initialize the process group, measure the machine on this rank and return the result."""
     import torch
     import torch.distributed as dist
 
-    from meshwright.probe.pieces import pieces_of
+    from meshwright.probe.pieces import list_layer_points
     from meshwright.probe.points import Effort
-    from meshwright.probe.rank import measure, mesh_of
-    from meshwright.probe.report import cluster_tables
-    from meshwright.probe.steps import reference_steps
+    from meshwright.probe.rank import make_probe_mesh, measure
+    from meshwright.probe.report import make_cluster_tables
+    from meshwright.probe.steps import measure_reference_steps
 
     keep_freed_memory()
     whole = False
@@ -105,7 +107,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device = agree_on_device(description["device"], start, store)
-        host_ranks = _host_ranks(start, store)
+        host_ranks = _count_host_ranks(start, store)
     else:
         device = choose_device(description["device"], start.local_rank or 0)
     if device.startswith("cuda"):
@@ -119,18 +121,18 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         rendezvous.initialise(start, store, device, TIMEOUT_SECONDS)
         starts["meeting"] = time.perf_counter() - begun
     try:
-        mesh = mesh_of(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        short, tables, say = description.get("short"), {}, _say
+        mesh = make_probe_mesh(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
+        short, tables, say = description.get("short"), {}, _print_progress
         if short is None:
-            effort = _effort(mesh.device.type, description["effort"])
+            effort = _make_effort(mesh.device.type, description["effort"])
         else:
-            say = _say_nothing
+            say = _ignore_progress
             effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
         cores = max(1, count_available_cores())
-        steps = _Steps(partial(reference_steps, mesh, effort), start, store)
-        found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, pieces_of(effort), steps)
+        steps = _GuardedSteps(partial(measure_reference_steps, mesh, effort), start, store)
+        found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, list_layer_points(effort), steps)
         if short is not None:
-            tables = {"cluster": cluster_tables(found, mesh.device.type)}
+            tables = {"cluster": make_cluster_tables(found, mesh.device.type)}
         whole = steps.failed is None
         return {**found, **tables, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
     finally:
@@ -138,25 +140,28 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
             dist.destroy_process_group()
 
 
-class _Steps:
-    """Training steps of the reference model, which come last: where they fail on a rank, all else is kept. That rank
-    ends, which ends the others' waiting for it; `failed` has its rank and a line, those of the first that failed."""
+class _GuardedSteps:
+    """Guarded measurement of the reference training steps, which come last: if they fail, all other results are kept.
+
+    The failing rank ends, which releases the others. failed: rank and error line of the first failure.
+    """
 
     def __init__(self, measure: Callable[[Yardstick, float], list[ReferenceStep]], start: Place, store: Any) -> None:
         self.measure, self.start, self.store = measure, start, store
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+        """Measure the steps; returns an empty list after a failure. Raises if a rank was lost without a reason."""
         try:
             return self.measure(yardstick, level)
         except Exception as error:
-            self.failed = self._first(error)
+            self.failed = self._find_first_failure(error)
             if self.failed is None:  # nobody says why: a rank was lost
                 raise
             return []
 
-    def _first(self, error: Exception) -> dict[str, Any] | None:
-        """The failure of the rank that failed first; None where ranks only lost another."""
+    def _find_first_failure(self, error: Exception) -> dict[str, Any] | None:
+        """Return the failure of the rank that failed first, or None if ranks only lost another."""
         own = None
         if not isinstance(error, RankLost):
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -170,7 +175,8 @@ class _Steps:
         return min(told, key=lambda one: float(one["at"]), default=None)
 
 
-def _effort(kind: str, said: dict[str, Any]) -> Effort:
+def _make_effort(kind: str, said: dict[str, Any]) -> Effort:
+    """Return the default effort for the device with some fields overridden."""
     from meshwright.probe.points import Effort
 
     usual = Effort.of(kind)
@@ -180,8 +186,10 @@ def _effort(kind: str, said: dict[str, Any]) -> Effort:
     return Effort(**{**known, **as_tuples})
 
 
-def _host_ranks(start: Place, store: Any) -> int:
-    """Ranks on each host. `UserError` where hosts have unequal numbers, or not consecutive ones."""
+def _count_host_ranks(start: Place, store: Any) -> int:
+    """Return the number of ranks on each host. Raises `UserError` if hosts have unequal numbers, or not consecutive
+    ones.
+    """
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
     size = hosts.count(hosts[0])
@@ -192,12 +200,13 @@ def _host_ranks(start: Place, store: Any) -> int:
     return size
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
+    """Print a progress line."""
     print_message(f"probe: {line}")
 
 
-def _say_nothing(line: str) -> None:
-    """One line was said of the whole."""
+def _ignore_progress(line: str) -> None:
+    """Ignore a progress line, where one line describes the whole probe."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Training steps of the reference model, which `probe` measures beside the pieces of a layer: what the planner says of
-them from the pieces is too little by as much as here (`planner/reference_step.py`)."""
+"""Training steps of the reference model, which calibrate the planner: it scales its predictions from elementwise
+kernels and products by the ratio found here (`planner/reference_step.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,28 +19,30 @@ from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
-from meshwright.probe.points import DTYPES, Effort, Yardstick, precision_set, synchronize
+from meshwright.probe.points import DTYPES, Effort, Yardstick, synchronize, use_precision
 
 _SITE = "probe"
 
 
-def reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
-    """Measure `effort.steps` of them under each layout, with all other ranks; alike on all of them. Layouts take turns
-    in `effort.rounds`, so that what else happens on the machine meets all of them. mesh: of `probe.rank.mesh_of`, hosts
-    on dp and their ranks on tp. level: usual seconds of the yardstick."""
+def measure_reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+    """Measure the reference model's step time under each layout; collective call with equal results on all ranks.
+
+    Layouts alternate in `effort.rounds` rounds, so that disturbances affect all of them. mesh: from
+    `probe.rank.make_probe_mesh`, hosts on dp and their ranks on tp. level: usual seconds of the yardstick.
+    """
     found, steps = [], effort.steps
     layouts: list[Layout] = []
     if steps:
         layouts = reference_layouts(
             mesh.device.type, mesh.tp.size, mesh.dp.size, effort.precisions, effort.axes
         )  # fmt: skip
-    runs = [_Run(layout, mesh) for layout in layouts]
+    runs = [_ReferenceRun(layout, mesh) for layout in layouts]
     seconds: list[list[float]] = [[] for _ in runs]
     if runs:
         rounds = min(effort.rounds, steps)
         for _ in range(rounds):
             for run, times in zip(runs, seconds, strict=True):
-                with precision_set(run.layout.precision or "fp32"):
+                with use_precision(run.layout.precision or "fp32"):
                     times += run.measure(mesh, steps // rounds, yardstick, level)
         for run, times in zip(runs, seconds, strict=True):
             found.append(ReferenceStep(str(run.layout), statistics.median(times)))
@@ -48,8 +51,8 @@ def reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, level: flo
     return found
 
 
-class _Run:
-    """The reference model under a layout."""
+class _ReferenceRun:
+    """The reference model under one layout, ready to train."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
         self.layout = layout
@@ -58,16 +61,18 @@ class _Run:
         dtype = DTYPES[layout.precision or "fp32"]
         built = parallelize(model.config, self.mesh, model.sequence, seed=0, parameter_dtype=dtype)
         self.engine, self.passes = built.engine, ForwardBackward(*built)
-        self.batch = self._batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
+        self.batch = self._make_batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
-    def _batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
+    def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
+        """Create one micro-batch of random tokens on this rank."""
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
         return [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, yardstick: Yardstick, level: float) -> list[float]:
-        """Seconds of each step, of the rank that was slowest in it, as if the ranks had been as fast as usual; one
-        before them is not counted."""
+        """Measure seconds of each step on its slowest rank, [steps], scaled to the yardstick's usual speed; the first
+        of 1 + steps is not counted.
+        """
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [yardstick.seconds()]
         for _ in range(1 + steps):

@@ -1,4 +1,4 @@
-"""The recipe: one TOML file that says what to train and on what."""
+"""The recipe: one TOML file with the model, data, layout and training settings of a run."""
 
 from meshwright.recipe.data import CleanRecipe, DataRecipe, SourceRecipe
 from meshwright.recipe.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text, override_texts, resolve_recipe

@@ -1,4 +1,4 @@
-"""The recipe's tables about data: [data], [data.clean] and [[data.sources]]."""
+"""Recipe tables about data: [data], [data.clean] and [[data.sources]]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 
 
 class CleanRecipe(Table):
-    """[data.clean]: which documents are dropped, and what in the others is masked."""
+    """[data.clean]: rules that drop documents, and masks for the others."""
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
     maximum_characters: Annotated[int, Size("characters")] | None = None
@@ -54,7 +54,7 @@ class CleanRecipe(Table):
 
 
 class SourceRecipe(Table):
-    """[[data.sources]]: one of several sources, and its share of the samples."""
+    """[[data.sources]]: one of several sources, and its weight in the mixture."""
 
     path: Name  # as data.source
     name: Name | None = None  # what counts call it; its path unless said
@@ -64,7 +64,7 @@ class SourceRecipe(Table):
 
 
 class DataRecipe(Table):
-    """[data]: what is read, how it becomes tokens, and how tokens become samples."""
+    """[data]: sources, tokenizer, records, packing and cache."""
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
     sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
@@ -86,7 +86,8 @@ class DataRecipe(Table):
     clean: CleanRecipe = CleanRecipe()
 
     @model_validator(mode="after")
-    def _sources_agree(self) -> Self:
+    def _check_sources(self) -> Self:
+        """Check that sources are given once, with unique names, and all or none of them with weights."""
         if (self.source is None) == (self.sources is None):
             raise ValueError(
                 "says no text to read: give source, or a [[data.sources]] table for each of several"
@@ -103,16 +104,17 @@ class DataRecipe(Table):
         return self
 
     @model_validator(mode="after")
-    def _records_agree(self) -> Self:
+    def _check_records(self) -> Self:
+        """Check that keys for records and keys for plain text are not mixed."""
         if self.records == "text":
-            if said := next((key for key in _OF_RECORDS if self._says(key)), None):
+            if said := next((key for key in _OF_RECORDS if self._is_set(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
                 raise ValueError(f'{said} is about records, and records is "text": set it to one of {kinds}')
             return self
         keys = RECORD_KEYS[self.records]
         if wrong := next((key for key in self.record_keys if key not in keys), None):
             raise ValueError(f"record_keys: {unknown(f'key of {self.records} records', wrong, keys)}")
-        if self._says("text_key") or any(source.text_key for source in self.sources or []):
+        if self._is_set("text_key") or any(source.text_key for source in self.sources or []):
             raise ValueError(f"text_key is that of text; {self.records} records have record_keys ({', '.join(keys)})")
         for format in (self.format, *(source.format for source in self.sources or [])):
             if format in ("text", "wet"):
@@ -132,24 +134,25 @@ class DataRecipe(Table):
             )
         return self
 
-    def _says(self, key: str) -> bool:
-        """Whether it has another value under `key` than it would have anyway."""
+    def _is_set(self, key: str) -> bool:
+        """Return whether `key` differs from its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
     def template_name(self) -> str | None:
-        """The template of its records; None for text."""
+        """Name of the chat template for the records; None for text."""
         if self.records == "text":
             return None
         return self.template or ("instruction" if self.records == "instruction" else "model")
 
     @property
     def source_key(self) -> str:
-        """The key that says what is read."""
+        """Recipe key that lists the sources, for error messages."""
         return "data.source" if self.sources is None else "data.sources"
 
     @property
     def all_sources(self) -> tuple[SourceRecipe, ...]:
+        """All sources as `SourceRecipe`, also if given by `source`."""
         if self.sources is not None:
             return tuple(self.sources)
         paths = [self.source] if isinstance(self.source, str) else self.source or []
@@ -157,6 +160,6 @@ class DataRecipe(Table):
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """The share of each source in the samples, relative to the others'; None: they are read as one text."""
+        """Weight of each source in the mixture; None if all sources are read as one text."""
         said = tuple(source.weight for source in self.all_sources if source.weight is not None)
         return said or None

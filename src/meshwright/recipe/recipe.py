@@ -1,4 +1,4 @@
-"""The recipe: one TOML file that says what to train and on what; every mistake in it is one line that names its key."""
+"""Loading and validation of recipes; every mistake is one line that names the file or override and the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from meshwright.tables import Schema, Table
 from meshwright.toml import format_toml, format_toml_value, parse_toml, read_toml
 
 
-def _layout(text: str) -> str:
+def _check_layout(text: str) -> str:
+    """Check the layout notation ("auto" is left to the planner) and return it. Raises `ValueError`."""
     if text == "auto":  # `meshwright train` has the planner choose
         return text
     try:
@@ -42,10 +43,10 @@ _IN_PLACE_OF = {"data.source": "sources", "data.sources": "source"}
 class Recipe(Table):
     """A whole recipe, read by `load_recipe` from a file or by `Recipe.from_tables` from dictionaries.
 
-    Relative paths in it start at the current directory.
+    Relative paths are relative to the current directory.
     """
 
-    layout: Annotated[str, AfterValidator(_layout)] = "dp1"
+    layout: Annotated[str, AfterValidator(_check_layout)] = "dp1"
     run: RunRecipe = RunRecipe()
     model: ModelRecipe
     data: DataRecipe
@@ -60,8 +61,10 @@ class Recipe(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _tokenizer_of_the_weights(cls, tables: Any) -> Any:
-        """Weights mean nothing with other tokens than those that they were trained on: their own unless said."""
+    def _default_tokenizer(cls, tables: Any) -> Any:
+        """Default data.tokenizer to model.from if its weights are loaded, since weights fit only their own
+        tokenizer.
+        """
         model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
@@ -70,7 +73,8 @@ class Recipe(Table):
         return tables
 
     @model_validator(mode="after")
-    def _tables_agree(self) -> Self:
+    def _check_tables(self) -> Self:
+        """Check that validation, records and objective fit together."""
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
         preferences, objective = self.data.records == "preference", self.train.objective
@@ -88,16 +92,16 @@ class Recipe(Table):
 
     @property
     def objective(self) -> str:
-        """What training minimises, one of `names.OBJECTIVES`."""
+        """The training objective, one of `names.OBJECTIVES`: the configured one, else by the kind of records."""
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
-        """Equal recipes say the same; from which file does not matter."""
+        """Compare all values; the files that recipes were read from do not matter."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @property
     def parsed_layout(self) -> Layout:
-        """`UserError` where it is still to be chosen."""
+        """The layout. Raises `UserError` if it is "auto"."""
         if self.layout == "auto":
             raise UserError(
                 f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
@@ -107,25 +111,26 @@ class Recipe(Table):
 
     @property
     def source_path(self) -> Path | None:
-        """The file it was read from."""
+        """The file that the recipe was read from, or None."""
         return self._source_path
 
     @property
     def trusted(self) -> bool:
-        """Whether code that the recipe names may run: `--trust-recipe`, or `trust=True` where it was read."""
+        """Whether code that the recipe names may run: `--trust-recipe`, or `trust=True` on loading."""
         return self._trusted
 
     def where(self, key: str) -> str:
-        """Where a person said the value of `key`: an override or the file."""
-        return _said_where(self._overrides, key, str(self._source_path or "recipe"))
+        """Return the override or file that set `key`, for error messages."""
+        return _find_setter(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
     def run_directory(self) -> Path:
+        """The run directory: run.directory, or runs/NAME."""
         return Path(self.run.directory) if self.run.directory else Path("runs") / self.run.name
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
-        """Check a recipe given as nested dictionaries. `UserError` in one line that starts with `where`.
+        """Validate a recipe given as nested dictionaries. Raises `UserError` in one line that begins with `where`.
 
         trust: code that it names may run (see `trusted`).
         """
@@ -134,19 +139,19 @@ class Recipe(Table):
         return recipe
 
     def to_toml(self) -> str:
-        """The whole recipe, defaults included, as TOML that reads back equal."""
+        """Serialize the whole recipe, defaults included, to TOML that reads back equal."""
         return format_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
-        """The whole recipe, defaults included, as nested dictionaries that `from_tables` reads back equal."""
+        """Return the whole recipe, defaults included, as nested dictionaries that `from_tables` reads back equal."""
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """Read the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; the last one counts.
+    """Load the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; the last one wins.
 
-    Values of overrides are TOML; a bare word is a string. trust: code that the recipe names may run. `UserError`: one
-    line with the file or the override, the key, and what would be right.
+    Values of overrides are TOML; a bare word is a string. trust: code that the recipe names may run. Raises
+    `UserError`: one line with the file or override, the key, and what would be right.
     """
     path = Path(path)
     return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
@@ -188,7 +193,8 @@ def _override(
     run = tables.setdefault("run", {})
     if path is not None and isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
         run.setdefault("name", path.stem)
-    recipe = SCHEMA.check(tables, lambda key: _said_where(said_by, key, str(path or "recipe")))
+
+    recipe = SCHEMA.check(tables, lambda key: _find_setter(said_by, key, str(path or "recipe")))
     recipe._source_path, recipe._overrides, recipe._trusted = path, said_by, trust
     return recipe
 
@@ -216,7 +222,7 @@ def _override_value(key: str, value: Any) -> str:
         raise UserError(f"override {key}: takes a value of TOML, not {shorten_repr(value)}") from None
 
 
-def _said_where(said_by: Mapping[str, str], key: str, file: str) -> str:
+def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
     """The override that said `key`, else the file; for a table of which both said something, both."""
     own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
     if own:
@@ -228,7 +234,7 @@ def _said_where(said_by: Mapping[str, str], key: str, file: str) -> str:
 
 
 def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
-    """A recipe from its text, as `Recipe.to_toml` writes it; a `UserError` starts with `where`."""
+    """Load a recipe from TOML text, as written by `Recipe.to_toml`. Raises `UserError` that begins with `where`."""
     recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
     recipe._source_path = Path(where)
     return recipe

@@ -1,4 +1,4 @@
-"""The recipe's tables [run], [model], [train], [collectives], [checkpoint] and [track]."""
+"""Recipe tables [run], [model], [train], [collectives], [checkpoint] and [track]."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ from meshwright.tables import (
 from meshwright.toml import format_toml_value
 
 
-def _power_of_two(value: float) -> float:
+def _check_power_of_two(value: float) -> float:
+    """Check that a value is a power of two >= 1, and return it. Raises `ValueError`."""
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
 
 
-def _steps(text: str) -> str:
+def _check_step_range(text: str) -> str:
+    """Check a step range, "10" or "10:12", and return it. Raises `ValueError`."""
     found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if found is None:
         raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {format_toml_value(text)}')
@@ -51,8 +53,8 @@ def _steps(text: str) -> str:
     return text
 
 
-def _program_for(operation: str) -> AfterValidator:
-    """Marks the name of a collective program for an operation."""
+def _program_validator(operation: str) -> AfterValidator:
+    """Return the validator for the collective program of an operation: native, an algorithm or @FILE."""
     algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
 
     def check(text: str) -> str:
@@ -70,7 +72,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would nev
 
 
 class RunRecipe(Table):
-    """[run]: where it runs and where it leaves its files."""
+    """[run]: name, seed, directory and devices of a run."""
 
     name: RunName = "run"  # the name of the recipe's file unless said
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -82,7 +84,7 @@ class RunRecipe(Table):
 
 
 class ModelRecipe(Table):
-    """[model]: a preset, a Hugging Face directory (`from`), or a family; sizes given here override what those say."""
+    """[model]: a preset, a Hugging Face directory (`from`), or a family; sizes given here override theirs."""
 
     preset: Name | None = None
     from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
@@ -109,7 +111,8 @@ class ModelRecipe(Table):
     router_loss: NotNegative | None = None  # weight of the loss that balances experts
 
     @model_validator(mode="after")
-    def _one_architecture(self) -> Self:
+    def _check_architecture(self) -> Self:
+        """Check that the architecture is given once and completely."""
         said = [
             key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
         ]
@@ -127,7 +130,7 @@ class ModelRecipe(Table):
 
 
 class TrainRecipe(Table):
-    """[train]: one optimizer step after another."""
+    """[train]: optimization settings."""
 
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
@@ -151,15 +154,18 @@ class TrainRecipe(Table):
     validate_every: CountOrZero = 0  # steps; 0 = never
     validation_sequences: Annotated[int, Size("documents")] = 64
     maximum_skipped: CountOrZero = 10  # steps in a row whose loss or gradient is not finite
-    loss_scale: Annotated[Positive, AfterValidator(_power_of_two)] = 65536.0  # fp16: at the start
+    loss_scale: Annotated[Positive, AfterValidator(_check_power_of_two)] = 65536.0  # fp16: at the start
     loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
     log_every: Count = 1
     slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
-    profile: Annotated[str, AfterValidator(_steps)] | None = None  # steps, "10" or "10:12", both ends included
+    profile: Annotated[str, AfterValidator(_check_step_range)] | None = (
+        None  # steps, "10" or "10:12", both ends included
+    )
     profile_ranks: list[Annotated[int, Size("ranks", 0)]] = []  # whose operators are written; all unless said
 
     @model_validator(mode="after")
-    def _steps_fit(self) -> Self:
+    def _check_steps(self) -> Self:
+        """Check that warm-up, decay and profile lie within the steps, and that options fit objective and optimizer."""
         if self.warmup + self.decay > self.steps:
             parts = f"warmup = {self.warmup}" + (f" and decay = {self.decay}" if self.decay else "")
             raise ValueError(
@@ -181,25 +187,26 @@ class TrainRecipe(Table):
 
 
 class CollectivesRecipe(Table):
-    """[collectives]: the programs that gradients and parameters travel by over the data, shard and replica axes.
+    """[collectives]: programs for gradients and parameters over the data, shard and replica axes.
 
-    "native": what torch.distributed does; an algorithm's name; "auto": by the size of each vector; "@FILE": a program.
+    "native": torch.distributed; an algorithm's name; "auto": the fastest for each vector size; "@FILE": a program.
     """
 
-    all_reduce: Annotated[str, _program_for("all-reduce")] = "native"
-    reduce_scatter: Annotated[str, _program_for("reduce-scatter")] = "native"
-    all_gather: Annotated[str, _program_for("all-gather")] = "native"
+    all_reduce: Annotated[str, _program_validator("all-reduce")] = "native"
+    reduce_scatter: Annotated[str, _program_validator("reduce-scatter")] = "native"
+    all_gather: Annotated[str, _program_validator("all-gather")] = "native"
 
 
 class TrackRecipe(Table):
-    """[track]: who else is told the figures of `metrics.jsonl`."""
+    """[track]: trackers that receive the metrics of `metrics.jsonl`."""
 
     to: list[TrackerName] = []  # tensorboard, mlflow, an entry point's name, or module:Class
     options: dict[str, dict[str, bool | int | float | str]] = {}  # what a tracker takes, by its name
 
     @field_validator("to")
     @classmethod
-    def _each_once(cls, names: list[str]) -> list[str]:
+    def _check_unique(cls, names: list[str]) -> list[str]:
+        """Check that no tracker is listed twice."""
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'names "{name}" twice')
@@ -207,7 +214,7 @@ class TrackRecipe(Table):
 
 
 class CheckpointRecipe(Table):
-    """[checkpoint]: what is kept."""
+    """[checkpoint]: interval, retention and dtype of checkpoints."""
 
     every: CountOrZero = 0  # steps; 0 = at the end only
     keep: Count = 2

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.examples import ExampleEncoder
-from meshwright.data.tokenizers.special_tokens import named_in, special_tokens, text_encoder
+from meshwright.data.tokenizers.special_tokens import find_named_in, find_special_tokens, make_text_encoder
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device
@@ -92,10 +92,10 @@ class Generator:
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        named = named_in(directory) if directory is not None else set()
+        named = find_named_in(directory) if directory is not None else set()
         added = tokenizer.get_added_tokens_decoder()  # what ends a text may be an ordinary token, such as a line's end
         named |= {added[token].content for token in {start, *self.ends} if token in added}
-        self._encoder = text_encoder(tokenizer, special_tokens(tokenizer, named))
+        self._encoder = make_text_encoder(tokenizer, find_special_tokens(tokenizer, named))
 
     @classmethod
     def from_directory(
@@ -145,9 +145,9 @@ class Generator:
         ends the answer ends the text from now on. `UserError`: there is no template."""
         assert self.directory is not None, "a chat template lies in a directory"
         template = ExampleEncoder.of_directory(self.directory)
-        if (end := template.turn_end()) is not None:
+        if (end := template.find_turn_end()) is not None:
             self.ends |= {end}
-        if not (tokens := template.prompt([Message("user", question)])):
+        if not (tokens := template.encode_prompt([Message("user", question)])):
             raise UserError(
                 f"{template.template.where}: renders a user turn as an empty prompt; it must emit the text before the "
                 "assistant's answer"

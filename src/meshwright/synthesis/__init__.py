@@ -1,1 +1,1 @@
-"""Generated instruction variants, labels and annotation exchange, by a served model."""
+"""Synthetic data with a served model: new instructions, speech-act labels, exchange with annotation tools."""

@@ -1,11 +1,11 @@
-"""To annotation tools and back: records as the JSON Lines of doccano and Prodigy, and what came of them.
+"""Exchange with annotation tools: records as JSON Lines of doccano and Prodigy, and the annotations that come back.
 
-Three tasks: `classify` (the labels of a record), `spans` (stretches of its text that perform an act), `rewrite` (a
-better response). A row carries the name of its record, so what comes back finds it in the file that was exported.
+Three tasks: `classify` (labels of a record), `spans` (character ranges that perform an act), `rewrite` (a better
+response). Each row carries the name of its record, which identifies it on import.
 
 doccano: backend/data_import/pipeline and data_export/pipeline of version 1.8 (text classification, sequence labelling,
 sequence to sequence). Prodigy: prodi.gy/docs/api-interfaces (choice, spans_manual, text_input). Both count characters
-of a text as Python does, by code points.
+as Python does, by code points.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.records.exchanges import Exchange, Record, exchange, record_names, with_response
+from meshwright.data.records.exchanges import Exchange, Record, name_records, replace_response, split_exchange
 from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.synthesis.speech_acts import LABELS, Annotation, Span, act_named, annotated, annotation_of, from_labels
+from meshwright.synthesis.speech_acts import (
+    LABELS,
+    Annotation,
+    Span,
+    parse_annotation,
+    parse_label_set,
+    replace_annotation,
+    resolve_act,
+)
 
 TOOLS = ("doccano", "prodigy")
 TASKS = ("classify", "spans", "rewrite")
@@ -31,34 +39,36 @@ Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # what an annotato
 
 
 class Row(NamedTuple):
-    """A row as it came back. answer: "labelled", or why it says nothing; value: what it says; fields: the tool's."""
+    """One imported row. answer: "labelled", or why it has no value. value: the annotator's labels, spans or text.
+    fields: the tool's further fields.
+    """
 
     answer: str
     value: Value | None
     fields: dict[str, Any]
 
 
-def shown(sides: Exchange) -> str:
-    """The text of a record as an annotator reads it."""
+def format_record(sides: Exchange) -> str:
+    """Format a record as the text that annotators read."""
     return f"{_PROMPT}{sides.prompt}{_RESPONSE}{sides.response}"
 
 
 def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> Iterator[Record]:
-    """The rows of `tool` for (where, record) pairs, with the labels that they carry as a first suggestion."""
-    check_names(tool, task)
-    for (where, record), name in zip(records, record_names([record for _, record in records]), strict=True):
-        sides = exchange(record, where)
-        said = annotation_of(record, sides, where)
+    """Yield the rows of `tool` for (where, record) pairs, pre-annotated with the records' labels."""
+    check_tool_and_task(tool, task)
+    for (where, record), name in zip(records, name_records([record for _, record in records]), strict=True):
+        sides = split_exchange(record, where)
+        said = parse_annotation(record, sides, where)
         # The same keys in every row: doccano reads them as a table, and would fill what is missing with nulls.
-        row: Record = {"text": _task_text(task, sides), NAME: f"{task} {name}"}
+        row: Record = {"text": _make_task_text(task, sides), NAME: f"{task} {name}"}
         if tool == "doccano":
             if not row["text"]:
                 raise UserError(f"{where}: the prompt is empty, which doccano refuses; leave the record out")
-            yield {**row, "label": _doccano_label(task, said, sides)}
+            yield {**row, "label": _make_doccano_label(task, said, sides)}
         else:
             own = said.tool.get(f"prodigy {task}")  # of one annotator's row: which of several it should be is not known
             kept = own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], dict) else {}
-            yield {**row, **_prodigy_fields(task, said, sides), **kept}
+            yield {**row, **_make_prodigy_fields(task, said, sides), **kept}
 
 
 def import_rows(
@@ -67,24 +77,24 @@ def import_rows(
     tool: str,
     leave_out_rejected: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """The records with what the rows say of them, in their order, and a summary as JSON.
+    """Merge annotated rows into their records; returns the records in order, and a summary as JSON.
 
-    A label or span holds where more than half of a record's annotators say so; where they are even, or no rewriting has
-    more than half, the record is `disputed` and stays as it was. Summary: counts of `records`, `rows`, of rows by
-    `answers` (labelled, unlabelled, unanswered, rejected, ignored); of records `labelled`, `changed` (by that), `left`
-    (no row said anything), `rejected`, `left_out`, `several` (said by several annotators), `agreed` (all the same);
-    `disputed`: their names.
+    A label or span holds if more than half of a record's annotators set it; on a tie, or if no rewriting has a
+    majority, the record is `disputed` and unchanged. Summary: number of `records`, `rows`, of rows by `answers`
+    (labelled, unlabelled, unanswered, rejected, ignored); of records `labelled`, `changed` by that, `left` (no row had
+    a value), `rejected`, `left_out`, `several` (several annotators), `agreed` (all equal); `disputed`: their names.
+    Raises `UserError`.
     """
-    check_names(tool, TASKS[0])
-    names = record_names([record for _, record in records])
+    check_tool_and_task(tool, TASKS[0])
+    names = name_records([record for _, record in records])
     places = {name: place for place, name in enumerate(names)}
-    sides = [exchange(record, where) for where, record in records]
-    before = [annotation_of(record, side, where) for (where, record), side in zip(records, sides, strict=True)]
+    sides = [split_exchange(record, where) for where, record in records]
+    before = [parse_annotation(record, side, where) for (where, record), side in zip(records, sides, strict=True)]
     back: dict[int, list[Row]] = {}
     task = None
     read = 0
     for where, row in rows:
-        named, name = _named(row, where)
+        named, name = _parse_record_name(row, where)
         task = task or named
         if named != task:
             raise UserError(f"{where}: a row of the task {named} among rows of {task}; import them apart")
@@ -106,7 +116,7 @@ def import_rows(
             answers[one.answer] += 1
         values = [row.value for row in came if row.value is not None]
         rejected = not values and any(row.answer == "rejected" for row in came)
-        decided = _decided(values)
+        decided = _take_majority(values)
         summary["rejected"] += rejected
         summary["left"] += not values and not rejected
         summary["several"] += len(values) > 1
@@ -115,9 +125,9 @@ def import_rows(
             summary["disputed"].append(names[place])
         if decided is not None:
             fields = [row.fields for row in came if row.value is not None]
-            changed = _with_value(record, decided, before[place], f"{tool} {task}", fields, where)
+            changed = _replace_value(record, decided, before[place], f"{tool} {task}", fields, where)
             summary["labelled"] += 1
-            summary["changed"] += _said(before[place], sides[place], decided) != decided
+            summary["changed"] += _present_value(before[place], sides[place], decided) != decided
             record = changed
         if rejected and leave_out_rejected:
             summary["left_out"] += 1
@@ -126,41 +136,44 @@ def import_rows(
     return kept, summary
 
 
-def check_names(tool: str, task: str) -> None:
-    """`UserError` unless both are known."""
+def check_tool_and_task(tool: str, task: str) -> None:
+    """Raise `UserError` unless tool and task are known."""
     for kind, word, known in (("annotation tool", tool, TOOLS), ("task", task, TASKS)):
         if word not in known:
             raise UserError(unknown(kind, word, known))
 
 
-def _task_text(task: str, sides: Exchange) -> str:
-    return sides.prompt if task == "rewrite" else shown(sides)
+def _make_task_text(task: str, sides: Exchange) -> str:
+    """Return the text of a row: the prompt alone for `rewrite`, else the whole record."""
+    return sides.prompt if task == "rewrite" else format_record(sides)
 
 
-def _doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
+def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
+    """Return doccano's `label` value for the task."""
     match task:
         case "classify":
-            return list(said.labels())
+            return list(said.list_labels())
         case "spans":
-            return [[*_shown_at(span, sides), span.act] for span in said.spans or ()]
+            return [[*_exported_range(span, sides), span.act] for span in said.spans or ()]
         case _:
             return [sides.response] if sides.response else []
 
 
-def _prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
+def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
+    """Return Prodigy's fields for the task."""
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
-            return {"options": options, "accept": list(said.labels()), "config": {"choice_style": "multiple"}}
+            return {"options": options, "accept": list(said.list_labels()), "config": {"choice_style": "multiple"}}
         case "spans":
-            places = [(*_shown_at(span, sides), span.act) for span in said.spans or ()]
+            places = [(*_exported_range(span, sides), span.act) for span in said.spans or ()]
             return {"spans": [{"start": start, "end": end, "label": act} for start, end, act in places]}
         case _:
             return {"user_input": sides.response}
 
 
-def _named(row: Record, where: str) -> tuple[str, str]:
-    """The task and the record's name of a row."""
+def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
+    """Return the task and record name of a row."""
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
         raise UserError(
@@ -169,23 +182,25 @@ def _named(row: Record, where: str) -> tuple[str, str]:
     return task, name
 
 
-def _doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
+def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
+    """Parse a row exported by doccano."""
     label = row.get("label", row.get("entities"))
     if not isinstance(label, list):
         raise UserError(f'{where}: "label" is not a list, as doccano writes it')
     fields = {key: value for key, value in row.items() if key not in _OWN["doccano"]}
-    suggested = _doccano_label(task, before, sides)
+    suggested = _make_doccano_label(task, before, sides)
     if not label and (task == "rewrite" or not suggested):  # nobody was here, or nothing holds: it looks alike
         return Row("unlabelled", None, fields)
     if task != "rewrite":
-        return Row("labelled", _value(row, task, label, sides, where), fields)
+        return Row("labelled", _parse_value(row, task, label, sides, where), fields)
     texts = [text for text in label if text != sides.response] or label
     if len(texts) > 1 or not isinstance(texts[0], str):
         raise UserError(f"{where}: {len(texts)} new responses; leave one of them in doccano")
     return Row("labelled", texts[0], fields)
 
 
-def _prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
+def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
+    """Parse a row exported by Prodigy."""
     fields = {key: value for key, value in row.items() if key not in _OWN["prodigy"]}
     match row.get("answer"):
         case None:
@@ -206,32 +221,34 @@ def _prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, wh
     said = row.get("accept" if task == "classify" else "spans", [])
     if not isinstance(said, list):
         raise UserError(f'{where}: "{"accept" if task == "classify" else "spans"}" is not a list')
-    return Row("labelled", _value(row, task, said, sides, where), fields)
+    return Row("labelled", _parse_value(row, task, said, sides, where), fields)
 
 
 _READ: dict[str, Callable[[Record, str, Exchange, Annotation, str], Row]]
-_READ = {"doccano": _doccano_row, "prodigy": _prodigy_row}
+_READ = {"doccano": _parse_doccano_row, "prodigy": _parse_prodigy_row}
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
-    """`UserError` where the text is not the one that was exported, but for its line ends: its labels are of another."""
-    text = _task_text(task, sides)
+    """Raise `UserError` if a row's text differs from the exported one in more than line ends."""
+    text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
         raise UserError(f"{where}: the text is not the one that was exported, so what is said of it is of another text")
 
 
-def _value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
-    """The labels or spans of a row."""
+def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
+    """Parse the labels or spans of a row."""
     if task == "classify":
         if not all(isinstance(label, str) for label in said):
             raise UserError(f"{where}: a label is not a string; was this a project of another kind?")
-        from_labels(set(said), where)  # which refuses a label that is none
+        parse_label_set(set(said), where)  # which refuses a label that is none
         return frozenset(said)
-    return tuple(sorted({_span(one, row["text"], sides, where) for one in said}))
+    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in said}))
 
 
-def _span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
-    """A span of the text that came back as one of a side. What it has of the headings beside that side is left out."""
+def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
+    """Convert a span of the exported text to a span of one side, clipped to it. Raises `UserError` if it touches both
+    or none.
+    """
     if isinstance(one, dict):
         start, end = one.get("start", one.get("start_offset")), one.get("end", one.get("end_offset"))
         label = one.get("label")
@@ -239,12 +256,12 @@ def _span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
         start, end, label = one if isinstance(one, list) and len(one) == 3 else (None, None, None)
     if type(start) is not int or type(end) is not int or not 0 <= start < end <= len(seen):
         raise UserError(f"{where}: a span is {start} to {end}, not inside the text of {len(seen)} characters")
-    act = act_named(label, where)
-    text = shown(sides)
+    act = resolve_act(label, where)
+    text = format_record(sides)
     if seen != text:
-        start, end = _before_line_ends(text, start), _before_line_ends(text, end)
+        start, end = _restore_position(text, start), _restore_position(text, end)
     inside = []
-    for side, first in _starts(sides).items():
+    for side, first in _side_offsets(sides).items():
         low, high = max(start, first), min(end, first + len(getattr(sides, side)))
         if low < high:
             inside.append(Span(side, low - first, high - first, act))
@@ -256,8 +273,8 @@ def _span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
     return inside[0]
 
 
-def _before_line_ends(text: str, place: int) -> int:
-    """Where in `text` the character is that is number `place` once each of its line ends counts as one character."""
+def _restore_position(text: str, place: int) -> int:
+    """Convert a character position in the text with LF line ends to its position in `text` with CRLF."""
     at = 0
     while place > 0:
         at += 2 if text.startswith("\r\n", at) else 1
@@ -265,18 +282,19 @@ def _before_line_ends(text: str, place: int) -> int:
     return at
 
 
-def _starts(sides: Exchange) -> dict[str, int]:
-    """Where each side begins in the shown text."""
+def _side_offsets(sides: Exchange) -> dict[str, int]:
+    """Return the position of each side in the exported text."""
     return {"prompt": len(_PROMPT), "response": len(_PROMPT) + len(sides.prompt) + len(_RESPONSE)}
 
 
-def _shown_at(span: Span, sides: Exchange) -> tuple[int, int]:
-    first = _starts(sides)[span.side]
+def _exported_range(span: Span, sides: Exchange) -> tuple[int, int]:
+    """Return the range of a span in the exported text."""
+    first = _side_offsets(sides)[span.side]
     return first + span.start, first + span.end
 
 
-def _decided(values: Sequence[Value]) -> Value | None:
-    """What more than half of the annotators say; None where they are even or too few agree."""
+def _take_majority(values: Sequence[Value]) -> Value | None:
+    """Return the value that more than half of the annotators chose, or None."""
     if not values:
         return None
     half = len(values) / 2
@@ -294,28 +312,28 @@ def _decided(values: Sequence[Value]) -> Value | None:
     return frozenset(held) if isinstance(values[0], frozenset) else tuple(sorted(held))
 
 
-def _said(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """What the record said before, in the terms of `like`; None where it said nothing."""
+def _present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
+    """Return the record's value before the import, in the same form as `like`, or None."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):
         return before.spans
-    return frozenset(before.labels()) if before.judged else None
+    return frozenset(before.list_labels()) if before.judged else None
 
 
-def _with_value(
+def _replace_value(
     record: Record, value: Value, before: Annotation, source: str, fields: list[dict[str, Any]], where: str
 ) -> Record:
-    """The record with what was decided of it. A response that was rewritten loses what was said of the old one.
+    """Return the record with an imported value. A rewritten response loses the labels of the old one.
 
-    source: tool and task; fields: what the tool added to each of the rows.
+    source: tool and task. fields: the tool's further fields of each row.
     """
     said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
     kept: Mapping[str, Any] = before.tool
     by: str | None = source.partition(" ")[0]
     if isinstance(value, str):
-        if value != exchange(record, where).response:
-            record = with_response(record, value, where)
+        if value != split_exchange(record, where).response:
+            record = replace_response(record, value, where)
             spans = None if before.spans is None else tuple(span for span in before.spans if span.side == "prompt")
             said |= {"response": None, "refuses": None, "spans": spans}
             kept = {}  # hashes of a text that is no more
@@ -324,7 +342,7 @@ def _with_value(
         said["spans"] = value
         by = before.by if before.judged else by
     else:
-        said |= from_labels(set(value), where)
+        said |= parse_label_set(set(value), where)
     if any(fields):
         kept = {**kept, source: fields}
-    return annotated(record, Annotation(**said, by=by, tool=kept))
+    return replace_annotation(record, Annotation(**said, by=by, tool=kept))

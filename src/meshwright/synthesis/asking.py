@@ -1,4 +1,4 @@
-"""Many requests to a served model at once, each asked only once: a journal on disk keeps every answer."""
+"""Concurrent requests to a served model, with a journal on disk so that no request is answered twice."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _HOPELESS = 10  # requests refused before one is answered: the server will refus
 
 
 class Journal:
-    """The answers of a run, a line each, on disk as soon as they are there. A request is known by its whole content.
+    """Append-only file of the answers of a run, one JSON line each, flushed at once. Keys are hashes of the requests.
 
-    A last line that a kill cut short is removed; anything else that is not a line of a journal is a `UserError`, for it
-    is somebody's file.
+    A truncated last line is removed. Raises `UserError` for a file that is not a journal, or is in use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,6 +49,7 @@ class Journal:
             raise
 
     def _load(self) -> None:
+        """Read the answers in the file and cut off a truncated last line."""
         self._file.seek(0)
         whole = 0
         for number, line in enumerate(self._file, 1):
@@ -68,17 +68,19 @@ class Journal:
 
     @property
     def answered(self) -> bool:
-        """Whether any request was answered, and not refused."""
+        """Whether any request was answered rather than refused."""
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
+        """Return whether a request has an entry."""
         return name in self._answers
 
     def __getitem__(self, name: str) -> Completion | None:
-        """The answer to a request; None where the server refused it."""
+        """Return the answer to a request; None if the server refused it."""
         return self._answers[name]
 
     def put(self, name: str, answer: Completion | None) -> None:
+        """Append an answer (None: refused) and flush it to disk."""
         line = json.dumps({"request": name, "answer": answer}).encode() + b"\n"
         with self._lock:
             try:
@@ -90,13 +92,14 @@ class Journal:
             self._answers[name] = answer
 
     def close(self) -> None:
+        """Close the file and release its lock."""
         self._file.close()
 
 
-class Asker:
-    """Asks a served model, `concurrency` requests at a time.
+class ChatClient:
+    """Client that sends up to `concurrency` requests at a time and records the answers in a journal.
 
-    As a context it holds its journal. `usage` says what was asked and what it took.
+    A context manager that closes the journal.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Asker:
         self.journal = Journal(journal)
         self.concurrency = concurrency
         self._log = log
-        self._said = time.monotonic()
+        self._last_log = time.monotonic()
         self._used: set[str] = set()
         self._refusals: dict[str, RequestRefused] = {}
         self._sent = self._retries = self._refused = self._uncounted = 0
@@ -122,24 +125,25 @@ class Asker:
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
-        """The answers, in order; None where the server refused the request.
+        """Return the answers in order, None for refused requests; only requests that are not in the journal are sent.
 
-        Raises what the endpoint raises where nothing more is to be had: its `NoAnswer`, and its `RequestRefused` where
-        all requests, or the first ten, are refused. What came until then is in the journal.
+        Raises the endpoint's `NoAnswer`, and its `RequestRefused` if all or the first ten requests are refused. Answers
+        received before are in the journal. doing: for the progress line.
         """
-        names = [self._name(request) for request in requests]
+        names = [self._request_key(request) for request in requests]
         open_ones = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
         if open_ones:
-            self._run(list(open_ones.items()), doing)
+            self._send_all(list(open_ones.items()), doing)
         for name in names:
             if name not in self._used:
                 self._used.add(name)
-                self._account(self.journal[name])
+                self._count_usage(self.journal[name])
         return [self.journal[name] for name in names]
 
     def usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """`requests` that the run needed, of these `sent` now and the rest from the journal, `retries`, `refused`;
-        tokens, and how many answers came `uncounted`; with prices (of a million tokens) the `cost` of all."""
+        """Return the number of `requests` of the run, `sent` now (others came from the journal), `retries`, `refused`;
+        token counts, and answers `uncounted` by the server; with prices per million tokens also the total `cost`.
+        """
         said: dict[str, Any] = {
             "requests": len(self._used),
             "sent": self._sent,
@@ -155,10 +159,12 @@ class Asker:
             ) / 1e6
         return said
 
-    def _name(self, request: ChatRequest) -> str:
-        return hashlib.sha256(canonical_json(request.body(self.endpoint.model))).hexdigest()
+    def _request_key(self, request: ChatRequest) -> str:
+        """Hash a request to its key in the journal."""
+        return hashlib.sha256(canonical_json(request.to_json(self.endpoint.model))).hexdigest()
 
-    def _account(self, answer: Completion | None) -> None:
+    def _count_usage(self, answer: Completion | None) -> None:
+        """Add an answer to the usage counts."""
         if answer is None:
             self._refused += 1
             return
@@ -166,8 +172,10 @@ class Asker:
         self._prompt_tokens += answer.prompt_tokens or 0
         self._completion_tokens += answer.completion_tokens or 0
 
-    def _run(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Daemon threads work the requests off: an interrupt of this one leaves at once, with the journal whole."""
+    def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
+        """Send requests from daemon threads, so that an interrupt of the main thread exits at once with the journal
+        intact.
+        """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
             waiting.put(one)
@@ -181,7 +189,7 @@ class Asker:
                 except queue.Empty:
                     return
                 try:
-                    self._one(name, request, stop)
+                    self._send_one(name, request, stop)
                     done.put(None)
                 except BaseException as error:  # which the thread that waits below raises
                     done.put(error)
@@ -195,8 +203,8 @@ class Asker:
                 error = done.get()
                 if error is not None:
                     raise error
-                if time.monotonic() - self._said > _SAY_EVERY:
-                    self._said = time.monotonic()
+                if time.monotonic() - self._last_log > _SAY_EVERY:
+                    self._last_log = time.monotonic()
                     self._log(f"{doing}: {finished:,} of {len(requests):,} answers")
         finally:
             stop.set()
@@ -208,7 +216,9 @@ class Asker:
             self.journal.put(name, None)
         self._refusals.clear()
 
-    def _one(self, name: str, request: ChatRequest, stop: threading.Event) -> None:
+    def _send_one(self, name: str, request: ChatRequest, stop: threading.Event) -> None:
+        """Send one request and record its answer or refusal."""
+
         def retried(reason: str) -> None:
             with self._count:
                 self._retries += 1

@@ -1,4 +1,4 @@
-"""A served model behind an OpenAI-compatible /v1/chat/completions: a request, its answer, tries where they help."""
+"""Client of an OpenAI-compatible /v1/chat/completions server, with retries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _AGAIN = {408, 409, 425, 429}  # and all from 500 on
 
 
 class Completion(NamedTuple):
-    """An answer. finish_reason: "stop", "length" where it was cut; tokens None where the server does not count them."""
+    """One answer. finish_reason: "stop", or "length" if truncated; token counts None if the server does not report
+    them.
+    """
 
     text: str
     finish_reason: str | None = None
@@ -35,7 +37,7 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What is asked: the body of the request without its model."""
+    """One chat completion request, except for the model name."""
 
     messages: Sequence[Mapping[str, str]]
     temperature: float = 0.0
@@ -43,7 +45,8 @@ class ChatRequest:
     max_tokens: int = 1024
     seed: int = 0
 
-    def body(self, model: str) -> dict[str, Any]:
+    def to_json(self, model: str) -> dict[str, Any]:
+        """Return the JSON body of the request."""
         return {
             "model": model,
             "messages": [dict(message) for message in self.messages],
@@ -55,20 +58,20 @@ class ChatRequest:
 
 
 class RequestRefused(UserError):
-    """The server will not answer this request, however often it is asked."""
+    """Error: the server refuses this request, and retrying will not help."""
 
 
 class NoAnswer(UserError):
-    """The server did not answer after all tries."""
+    """Error: the server did not answer after all retries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a model is served, and how patiently it is asked.
+    """Address of a served model, and the limits for requests to it.
 
-    url: with its version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". key: sent as a bearer token, to this
-    address alone (redirects are not followed), never shown. timeout: seconds for a whole answer. tries: attempts of a
-    request; the pause doubles from `backoff` seconds on, unless the server says Retry-After.
+    url: with its version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". key: bearer token, sent to this address
+    alone (redirects are not followed), never shown. timeout: seconds for a complete answer. tries: attempts for each
+    request; the pause doubles from `backoff` seconds on, unless the server sends Retry-After.
     """
 
     url: str
@@ -87,7 +90,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The URL that is asked."""
+        """URL of the chat completions endpoint."""
         url = self.url.rstrip("/")
         if url.endswith("/chat/completions"):
             return url
@@ -99,26 +102,27 @@ class Endpoint:
         wait: Callable[[float], None] = time.sleep,
         retried: Callable[[str], None] = lambda reason: None,
     ) -> Completion:
-        """The model's answer.
+        """Send a request and return the model's answer.
 
-        wait: pauses between tries. retried: is told why a request is sent again. Raises RequestRefused for what
-        the server will not do (400, 401, 404 ...), NoAnswer where 408, 409, 425, 429, 5xx, time-outs, broken
-        connections and answers that are none outlast all tries.
+        wait: sleeps between tries, in seconds. retried: called with the reason of each retry. Raises `RequestRefused`
+        for final errors (400, 401, 404 ...), `NoAnswer` if 408, 409, 425, 429, 5xx, time-outs, broken connections or
+        invalid answers outlast all tries.
         """
-        body = canonical_json(request.body(self.model))
+        body = canonical_json(request.to_json(self.model))
         reason = ""
         for attempt in range(self.tries):
             try:
-                return self._once(body)
+                return self._send(body)
             except _TryAgainError as error:
                 reason = str(error)
                 if attempt + 1 < self.tries:
                     retried(reason)
                     pause = self.backoff * 2**attempt * random.uniform(1, 1.25)  # so that clients do not come in step
                     wait(min(pause if error.after is None else error.after, _LONGEST_WAIT))
-        raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._said(reason)}")
+        raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._shorten(reason)}")
 
-    def _once(self, body: bytes) -> Completion:
+    def _send(self, body: bytes) -> Completion:
+        """Send a request once. Raises `_TryAgainError` for errors that a retry may cure."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -126,15 +130,15 @@ class Endpoint:
         until = time.monotonic() + self.timeout
         try:
             with _OPENER.open(request, timeout=self.timeout) as answer:
-                return _completion(_read(answer, until))
+                return _parse_completion(_read_body(answer, until))
         except urllib.error.HTTPError as error:
             with error:
-                said = _message(error, until)
+                said = _read_error_message(error, until)
             if error.code in _AGAIN or error.code >= 500:
-                raise _TryAgainError(f"status {error.code}: {said}", _retry_after(error.headers)) from None
+                raise _TryAgainError(f"status {error.code}: {said}", _parse_retry_after(error.headers)) from None
             hint = {401: "; is the key right?", 403: "; is the key right?", 404: "; are address and model right?"}
             raise RequestRefused(
-                f"{self.address}: status {error.code}: {self._said(said)}{hint.get(error.code, '')}"
+                f"{self.address}: status {error.code}: {self._shorten(said)}{hint.get(error.code, '')}"
             ) from None
         except urllib.error.URLError as error:
             raise _TryAgainError(str(getattr(error.reason, "strerror", None) or error.reason)) from None
@@ -143,13 +147,15 @@ class Endpoint:
         except (OSError, HTTPException) as error:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
-    def _said(self, text: str) -> str:
-        """What a server says in one short line, without the key that a careless one may repeat."""
+    def _shorten(self, text: str) -> str:
+        """Shorten a server's message for an error line, with the key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
 
-def key_from(variable: str | None) -> str | None:
-    """The key that an environment variable holds; None without a variable. `UserError` where it holds none."""
+def read_key(variable: str | None) -> str | None:
+    """Read the server's key from an environment variable; None without a variable. Raises `UserError` if it holds no
+    key.
+    """
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -163,7 +169,7 @@ def key_from(variable: str | None) -> str | None:
 
 
 class _TryAgainError(Exception):
-    """An attempt that failed for now. after: seconds that the server asks to wait."""
+    """Error of one attempt that a retry may cure. after: seconds to wait, from Retry-After."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(" ".join(reason.split()))
@@ -171,17 +177,17 @@ class _TryAgainError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect the error that it is: following it would hand the key to another address."""
+    """Handler that does not follow redirects, which would send the key to another address."""
 
     def redirect_request(self, *_: Any) -> None:
-        return None
+        """Refuse the redirect (return None), so that it is reported as an error."""
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def _read(answer: Any, until: float) -> bytes:
-    """The whole body, in bounded time and memory: a server that sends a byte now and then is not waited for."""
+def _read_body(answer: Any, until: float) -> bytes:
+    """Read the whole body in bounded time and memory. until: deadline by `time.monotonic`. Raises `_TryAgainError`."""
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(1 << 16):
@@ -196,7 +202,8 @@ def _read(answer: Any, until: float) -> bytes:
     return b"".join(parts)
 
 
-def _completion(body: bytes) -> Completion:
+def _parse_completion(body: bytes) -> Completion:
+    """Parse the body of a chat completion. Raises `_TryAgainError` if it is none."""
     try:
         value = json.loads(body)
         choice = value["choices"][0]
@@ -214,10 +221,10 @@ def _completion(body: bytes) -> Completion:
     return Completion(text, reason if isinstance(reason, str) else None, prompt, completion)
 
 
-def _message(error: urllib.error.HTTPError, until: float) -> str:
-    """What the server says of an error: the message of its JSON, else the beginning of its text."""
+def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
+    """Return a server's error message: that of its JSON, else the beginning of the body."""
     try:
-        body = _read(error, until)
+        body = _read_body(error, until)
     except (OSError, HTTPException, _TryAgainError):
         return error.reason or "no reason given"
     try:
@@ -229,8 +236,8 @@ def _message(error: urllib.error.HTTPError, until: float) -> str:
     return " ".join(str(said).split())[:400] or error.reason or "no reason given"
 
 
-def _retry_after(headers: Any) -> float | None:
-    """Seconds of a Retry-After header, which is a number or a date (RFC 9110, section 10.2.3)."""
+def _parse_retry_after(headers: Any) -> float | None:
+    """Parse a Retry-After header, a number or a date (RFC 9110, section 10.2.3); returns seconds or None."""
     said = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", said):
         return float(said)

@@ -1,8 +1,8 @@
-"""Evol-Instruct: a served model makes instructions harder, or new ones of them, again and again, and answers them.
+"""Evol-Instruct: a served model repeatedly rewrites instructions, harder or on another topic, and answers them.
 
 Xu et al., WizardLM: Empowering Large Language Models to Follow Complex Instructions (arXiv:2304.12244), section 3.2:
-five ways in depth and one in breadth, chosen with equal chances; failed evolutions are left out and tried anew from
-where they were. The wording of the prompts is our own.
+five in-depth methods and one in breadth, chosen uniformly; a failed evolution is dropped, and the next round retries
+from the last good instruction. The prompts are our own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.data.records.exchanges import Record, exchange, record_names
+from meshwright.data.records.exchanges import Record, name_records, split_exchange
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.asking import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion
 
 IN_DEPTH: dict[str, str] = {
@@ -71,8 +71,10 @@ _STOP_WORDS = frozenset(
 
 
 @dataclass
-class _Line:
-    """One instruction on its way. source: the name of the record that it began as. path: the ways that led here."""
+class _Lineage:
+    """An instruction under evolution. source: name of the record it began as. task: its present text. path: methods
+    applied.
+    """
 
     source: str
     task: str
@@ -81,7 +83,7 @@ class _Line:
 
 def evol_instruct(
     seeds: Sequence[tuple[str, Record]],
-    asker: Asker,
+    asker: ChatClient,
     rounds: int = 4,
     seed: int = 0,
     temperature: float = 1.0,
@@ -89,13 +91,15 @@ def evol_instruct(
     methods: Sequence[str] = METHODS,
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """The evolved instructions of every round with the model's responses, and a summary.
+    """Evolve instructions for some rounds; returns the evolved records with responses, and a summary.
 
-    Records have Alpaca's keys and `origin`: method, model, round, the ways that led there, the record it began with.
-    rounds: evolutions, 4 in the paper. Summary: `records`, `by_method`, and `dropped` by reason.
+    Records have Alpaca's keys and `origin`: method, model, round, path of methods, source record. rounds: 4 in the
+    paper. Summary: `records`, `by_method`, and `dropped` by reason. Raises `UserError` without instructions.
     """
-    names = record_names([record for _, record in seeds])
-    lines = [_Line(name, exchange(record, where).prompt) for name, (where, record) in zip(names, seeds, strict=True)]
+    names = name_records([record for _, record in seeds])
+    lines = [
+        _Lineage(name, split_exchange(record, where).prompt) for name, (where, record) in zip(names, seeds, strict=True)
+    ]
     lines = [line for line in lines if line.task.strip()]
     if not lines:
         raise UserError("Evol-Instruct needs instructions to start from, and the file has none")
@@ -105,16 +109,16 @@ def evol_instruct(
     for number in range(1, rounds + 1):
         chosen = [random.Random(f"{seed} {number} {place}").choice(list(methods)) for place in range(len(lines))]
         seeds_of = [random.Random(f"{seed} {number} {place} ask").getrandbits(31) for place in range(len(lines))]
-        prompts = [_evolving(line.task, method) for line, method in zip(lines, chosen, strict=True)]
+        prompts = [_make_evolving_prompt(line.task, method) for line, method in zip(lines, chosen, strict=True)]
         asked = [
-            ChatRequest(_user(prompt), temperature, max_tokens=max_tokens, seed=own)
+            ChatRequest(_user_message(prompt), temperature, max_tokens=max_tokens, seed=own)
             for prompt, own in zip(prompts, seeds_of, strict=True)
         ]
-        tasks = [_evolved(answer, dropped) for answer in asker.ask(asked, f"round {number}: evolving")]
+        tasks = [_parse_evolved(answer, dropped) for answer in asker.ask(asked, f"round {number}: evolving")]
         going = [place for place, task in enumerate(tasks) if task is not None]
 
         compare = [
-            ChatRequest(_user(_COMPARE.format(first=lines[at].task, second=tasks[at])), max_tokens=8, seed=seed)
+            ChatRequest(_user_message(_COMPARE.format(first=lines[at].task, second=tasks[at])), max_tokens=8, seed=seed)
             for at in going
         ]
         judged = asker.ask(compare, f"round {number}: comparing")
@@ -123,10 +127,11 @@ def evol_instruct(
         going = [at for at in going if at not in same]
 
         answering = [
-            ChatRequest(_user(str(tasks[at])), temperature, max_tokens=max_tokens, seed=seeds_of[at]) for at in going
+            ChatRequest(_user_message(str(tasks[at])), temperature, max_tokens=max_tokens, seed=seeds_of[at])
+            for at in going
         ]
         for at, answer in zip(going, asker.ask(answering, f"round {number}: answering"), strict=True):
-            if reason := _poor(answer):
+            if reason := _find_failure(answer):
                 dropped[reason] += 1
                 continue
             assert answer is not None
@@ -143,14 +148,15 @@ def evol_instruct(
     return records, {"records": len(records), "rounds": rounds, "by_method": dict(by_method), "dropped": counts}
 
 
-def _evolving(task: str, method: str) -> str:
+def _make_evolving_prompt(task: str, method: str) -> str:
+    """Build the prompt that evolves a task by a method."""
     if method == IN_BREADTH:
         return _BROADEN.format(task=task)
     return _DEEPEN.format(how=IN_DEPTH[method], words=_WORDS_MORE, task=task)
 
 
-def _evolved(answer: Completion | None, dropped: Counter[str]) -> str | None:
-    """The new task of an answer; None, and the reason counted, where it is none."""
+def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | None:
+    """Parse the evolved task in an answer; None if there is none, its reason counted in `dropped`."""
     if answer is None:
         dropped["request refused"] += 1
         return None
@@ -168,11 +174,12 @@ def _evolved(answer: Completion | None, dropped: Counter[str]) -> str | None:
 
 
 def _says_same(text: str) -> bool:
+    """Return whether an answer calls two tasks the same."""
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 
-def _poor(answer: Completion | None) -> str | None:
-    """Why a response shows that the evolved task cannot be answered; None where it does not."""
+def _find_failure(answer: Completion | None) -> str | None:
+    """Return why a response shows that the evolved task cannot be answered, or None."""
     if answer is None:
         return "request refused"
     if answer.finish_reason == "length":
@@ -185,5 +192,6 @@ def _poor(answer: Completion | None) -> str | None:
     return None
 
 
-def _user(text: str) -> list[dict[str, str]]:
+def _user_message(text: str) -> list[dict[str, str]]:
+    """Return a conversation of one user message."""
     return [{"role": "user", "content": text}]

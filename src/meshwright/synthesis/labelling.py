@@ -1,4 +1,4 @@
-"""Labels of the six speech acts by a served model: a first guess, named as such, for annotators to go over."""
+"""Pre-annotation: speech-act labels by a served model, marked as such, for annotators to correct."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.data.records.exchanges import Exchange, Record, exchange
+from meshwright.data.records.exchanges import Exchange, Record, split_exchange
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.asking import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion
-from meshwright.synthesis.speech_acts import ACTS, Annotation, act_named, annotated, annotation_of
+from meshwright.synthesis.speech_acts import ACTS, Annotation, parse_annotation, replace_annotation, resolve_act
 from meshwright.untrusted import parse_json
 
-_TRIES = 3  # of an answer that cannot be read; each with a seed of its own
+_TRIES = 3  # requests until an answer can be parsed, each with its own seed
 _SYSTEM = (
     "You label records of a dialogue by speech acts. The acts are:\n"
     + "\n".join(f"- {act}: {meaning}" for act, meaning in ACTS.items())
@@ -24,51 +24,52 @@ _SYSTEM = (
 )
 
 
-def label(
-    records: Sequence[tuple[str, Record]], asker: Asker, seed: int = 0, again: bool = False, max_tokens: int = 200
+def label_records(
+    records: Sequence[tuple[str, Record]], asker: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
 ) -> tuple[list[Record], dict[str, Any]]:
-    """The records, each that nobody has judged with the model's guess (`by` "model NAME"), and a summary.
+    """Label every record that no person has judged, `by` "model NAME"; returns the records and a summary.
 
-    again: replace the guesses that an earlier model made; what people said is never replaced. Summary: `records`,
-    those `labelled` now, `kept` as they were, `unreadable` (the model's answers named no labels) and `refused`.
+    again: also replace labels by an earlier model; labels by people are never replaced. Summary: number of `records`,
+    those `labelled` now, `kept` as they were, `unreadable` (no labels in the model's answer) and `refused`.
     """
     labelled = [record for _, record in records]
     open_ones: list[tuple[int, Exchange, Annotation]] = []
     for place, (where, record) in enumerate(records):
-        sides = exchange(record, where)
-        said = annotation_of(record, sides, where)
+        sides = split_exchange(record, where)
+        said = parse_annotation(record, sides, where)
         if not said.judged or (again and said.by_model):
             open_ones.append((place, sides, said))
     summary = {"records": len(records), "labelled": 0, "kept": len(records) - len(open_ones), "refused": 0}
     by = f"model {asker.endpoint.model}"
     for attempt in range(_TRIES):
-        requests = [_request(sides, seed + attempt, max_tokens) for _, sides, _ in open_ones]
+        requests = [_make_request(sides, seed + attempt, max_tokens) for _, sides, _ in open_ones]
         left = []
         for one, answer in zip(open_ones, asker.ask(requests, "labelling"), strict=True):
             if answer is None:
                 summary["refused"] += 1
-            elif (guess := _labels(answer, one[2], by)) is None:
+            elif (guess := _parse_labels(answer, one[2], by)) is None:
                 left.append(one)
             else:
-                labelled[one[0]] = annotated(labelled[one[0]], guess)
+                labelled[one[0]] = replace_annotation(labelled[one[0]], guess)
                 summary["labelled"] += 1
         open_ones = left
     return labelled, {**summary, "unreadable": len(open_ones)}
 
 
-def _request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
+def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
     # As JSON, so that nothing in a record can pass for the end of it.
+    """Build the request that asks for the labels of one record."""
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]
     return ChatRequest(messages, temperature=0.0, max_tokens=max_tokens, seed=seed)
 
 
-def _labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
-    """The labels that an answer names, in prose or a code block though they may stand; None where it names none."""
+def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
+    """Parse the labels in an answer, also inside prose or a code block; None if it has none."""
     begin, end = answer.text.find("{"), answer.text.rfind("}")
     try:
         said: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None
-        acts = {side: [act_named(act, side) for act in said[side]] for side in ("prompt", "response")}
+        acts = {side: [resolve_act(act, side) for act in said[side]] for side in ("prompt", "response")}
         flags = {key: said[key] for key in ("should_refuse", "refuses")}
     except (ValueError, TypeError, KeyError, UserError):
         return None

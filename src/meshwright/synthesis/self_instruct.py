@@ -1,8 +1,8 @@
-"""Self-Instruct: a served model writes new tasks after the example of a few, then examples of them, filtered.
+"""Self-Instruct: a served model writes new tasks from a few examples, then input-output pairs for them, filtered.
 
 Wang et al., Self-Instruct: Aligning Language Models with Self-Generated Instructions (arXiv:2212.10560), section 2.2;
-the figures that the paper leaves to its code are from that code (github.com/yizhongw/self-instruct). The wording of the
-prompts is our own, for models that follow instructions; the paper's continue a text.
+constants missing in the paper are from its code (github.com/yizhongw/self-instruct). The prompts are our own, for
+models that follow instructions; the paper's are for continuation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.data.records.exchanges import Record, first_request
+from meshwright.data.records.exchanges import Record, find_first_request
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.asking import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion
 from meshwright.synthesis.rouge import Pool
 
@@ -57,19 +57,20 @@ _WRITE_LABELLED = (
 
 @dataclass
 class Outcome:
-    """What a run made: `records` (Alpaca's keys, and `origin`), and of what was left out how many for which reason."""
+    """Result of a run: `records` (Alpaca's keys and `origin`), and counts of what was dropped by reason."""
 
     records: list[Record] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
 
     def summary(self) -> dict[str, Any]:
+        """Return the number of records and rounds, and the counts of what was dropped, as JSON."""
         return {"records": len(self.records), "rounds": self.rounds, "dropped": dict(sorted(self.dropped.items()))}
 
 
 def self_instruct(
     seeds: Sequence[tuple[str, Record]],
-    asker: Asker,
+    asker: ChatClient,
     count: int,
     seed: int = 0,
     temperature: float = 0.7,
@@ -77,12 +78,12 @@ def self_instruct(
     instances: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """`count` new tasks (fewer where the model repeats itself), each with up to `instances` examples.
+    """Generate `count` new tasks (fewer if the model repeats itself), each with up to `instances` input-output pairs.
 
-    instances: asked for of a task whose answer is free text; of a classification, one for each of up to 5 labels. What
-    is asked depends on `seed` and the answers alone, so a run that is started again asks the same.
+    instances: pairs for a task with free-text answers; a classification gets one for each of up to 5 labels. Requests
+    depend on `seed` and the answers alone, so that a restarted run repeats them. Raises `UserError` without seed tasks.
     """
-    people = [first_request(record, where) for where, record in seeds]
+    people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
     if not people:
         raise UserError("Self-Instruct needs tasks to start from, and the file has none")
@@ -91,15 +92,22 @@ def self_instruct(
     idle = 0
     while len(made) < count and idle < _PATIENCE:
         random_ = random.Random(f"{seed} {outcome.rounds}")
-        prompts = [_tasks_prompt(random_, people, made) for _ in range(_ROUND)]
+        prompts = [_make_tasks_prompt(random_, people, made) for _ in range(_ROUND)]
         requests = [
-            ChatRequest(_user(prompt), temperature, max_tokens=max_tokens, seed=_seed(seed, outcome.rounds, number))
+            ChatRequest(
+                _user_message(prompt),
+                temperature,
+                max_tokens=max_tokens,
+                seed=_derive_seed(seed, outcome.rounds, number),
+            )
             for number, prompt in enumerate(prompts)
         ]
         before = len(made)
         for answer in asker.ask(requests, "new tasks"):
-            for task in _numbered(answer, outcome.dropped):
-                reason = unsuitable(task) or ("like another task" if pool.is_like(task, TOO_ALIKE) else None)
+            for task in _parse_numbered_list(answer, outcome.dropped):
+                reason = find_unsuitable_reason(task) or (
+                    "like another task" if pool.has_similar(task, TOO_ALIKE) else None
+                )
                 if reason:
                     outcome.dropped[reason] += 1
                 elif len(made) < count:
@@ -112,8 +120,8 @@ def self_instruct(
     return outcome
 
 
-def unsuitable(task: str) -> str | None:
-    """Why an instruction is left out, whatever the others are; None where it is not."""
+def find_unsuitable_reason(task: str) -> str | None:
+    """Return why an instruction is dropped regardless of the others, or None."""
     length = len(task.split())
     if length < LEAST_WORDS:
         return "too short"
@@ -128,8 +136,8 @@ def unsuitable(task: str) -> str | None:
     return None
 
 
-def _tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """The prompt for new tasks: people's and the model's own in a random order."""
+def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
+    """Build the prompt for new tasks: seed tasks and generated ones in random order."""
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
     random_.shuffle(shown)
@@ -137,8 +145,10 @@ def _tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[
     return _WRITE_TASKS.format(count=len(shown), tasks=tasks, more=_NEW_TASKS, next=len(shown) + 1)
 
 
-def _numbered(answer: Completion | None, dropped: Counter[str]) -> list[str]:
-    """The items of a numbered list. The last of an answer that was cut is not whole."""
+def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> list[str]:
+    """Parse the items of a numbered list, without the last one if the answer was truncated; counts failures in
+    `dropped`.
+    """
     if answer is None:
         dropped["request refused"] += 1
         return []
@@ -155,24 +165,29 @@ def _numbered(answer: Completion | None, dropped: Counter[str]) -> list[str]:
 def _add_instances(
     outcome: Outcome,
     tasks: Sequence[str],
-    asker: Asker,
+    asker: ChatClient,
     seed: int,
     temperature: float,
     max_tokens: int,
     instances: int,
 ) -> None:
-    """Examples of each task: of a classification the label first, so that not all are of one; else the input first."""
+    """Add input-output pairs for each task: label first for classifications, so that labels are balanced, else input
+    first.
+    """
     kinds = asker.ask(
-        [ChatRequest(_user(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=seed) for task in tasks], "kinds"
+        [ChatRequest(_user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=seed) for task in tasks],
+        "kinds",
     )
     labelled = [kind is not None and kind.text.strip().lower().startswith("yes") for kind in kinds]
     requests = []
     for number, (task, has_labels) in enumerate(zip(tasks, labelled, strict=True)):
         prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
         text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
-        requests.append(ChatRequest(_user(text), temperature, max_tokens=max_tokens, seed=_seed(seed, -1, number)))
+        requests.append(
+            ChatRequest(_user_message(text), temperature, max_tokens=max_tokens, seed=_derive_seed(seed, -1, number))
+        )
     for task, has_labels, answer in zip(tasks, labelled, asker.ask(requests, "examples"), strict=True):
-        pairs = _pairs(answer, has_labels, outcome.dropped)
+        pairs = _parse_pairs(answer, has_labels, outcome.dropped)
         if not pairs:
             outcome.dropped["task without an example"] += 1
         origin = {"method": "self-instruct", "model": asker.endpoint.model, "classification": has_labels}
@@ -180,8 +195,8 @@ def _add_instances(
             outcome.records.append({"instruction": task, "input": given, "output": wanted, "origin": origin})
 
 
-def _pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
-    """(input, output) of an answer, without those that the paper and its code leave out."""
+def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
+    """Parse the (input, output) pairs of an answer, without those that the paper and its code filter out."""
     if answer is None:
         dropped["request refused"] += 1
         return []
@@ -216,10 +231,11 @@ def _pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> 
     return kept
 
 
-def _user(text: str) -> list[dict[str, str]]:
+def _user_message(text: str) -> list[dict[str, str]]:
+    """Return a conversation of one user message."""
     return [{"role": "user", "content": text}]
 
 
-def _seed(seed: int, *numbers: int) -> int:
-    """A seed for a request of its own, so that equal prompts are answered differently."""
+def _derive_seed(seed: int, *numbers: int) -> int:
+    """Derive the seed of one request, so that equal prompts get different answers."""
     return random.Random(f"{seed} {numbers}").getrandbits(31)

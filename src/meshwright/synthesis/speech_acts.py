@@ -1,5 +1,4 @@
-"""The six speech acts as labels of a record's two sides, and refusals beside them: whether the prompt should be
-refused, whether the response refuses."""
+"""Annotations of records: speech acts of prompt and response, and refusals (should the prompt be refused, is it)."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ LABELS = (*(f"{side}:{act}" for side in SIDES for act in ACTS), SHOULD_REFUSE, R
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """A stretch of one side, `side[start:end]` in characters (code points), that performs an act."""
+    """A character range of one side, `side[start:end]` in code points, that performs an act."""
 
     side: str
     start: int
@@ -48,10 +47,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What is said about a record. None: not judged; an empty tuple: judged, and none of them.
+    """Labels of a record. None: not judged; an empty tuple: judged to have none.
 
-    prompt, response: the acts of that side, in the order of `ACTS`. by: who said it ("doccano", "prodigy", "model
-    NAME"). tool: what the annotation tool wrote beside it, kept for its next turn.
+    prompt, response: acts of that side, in the order of `ACTS`. by: annotator ("doccano", "prodigy", "model NAME").
+    tool: further fields of the annotation tool, kept for the next export.
     """
 
     prompt: tuple[str, ...] | None = None
@@ -64,36 +63,37 @@ class Annotation:
 
     @property
     def judged(self) -> bool:
-        """Whether anything is said of the record as a whole."""
+        """Whether any label of the record as a whole is set."""
         return any(value is not None for value in (self.prompt, self.response, self.should_refuse, self.refuses))
 
     @property
     def by_model(self) -> bool:
-        """Whether this is a served model's guess, which nobody has looked at."""
+        """Whether a model set the labels and no person has reviewed them."""
         return (self.by or "").startswith("model ")
 
-    def labels(self) -> tuple[str, ...]:
-        """The labels of `LABELS` that hold, in that order."""
+    def list_labels(self) -> tuple[str, ...]:
+        """Return the labels of `LABELS` that hold, in that order."""
         acts = {"prompt": self.prompt or (), "response": self.response or ()}
         held = {f"{side}:{act}" for side in SIDES for act in acts[side]}
         held |= {SHOULD_REFUSE} if self.should_refuse else set()
         held |= {REFUSES} if self.refuses else set()
         return tuple(label for label in LABELS if label in held)
 
-    def as_json(self) -> dict[str, Any]:
-        """What is judged, as it lies in a record."""
-        spans = None if self.spans is None else [_span_json(span) for span in self.spans]
+    def to_json(self) -> dict[str, Any]:
+        """Return the labels that are set, as JSON."""
+        spans = None if self.spans is None else [_span_to_json(span) for span in self.spans]
         acts = {side: value if value is None else list(value) for side, value in self._sides()}
         said = {**acts, "should_refuse": self.should_refuse, "refuses": self.refuses, "spans": spans, "by": self.by}
         kept = {key: value for key, value in said.items() if value is not None}
         return {**kept, "tool": dict(self.tool)} if self.tool else kept
 
     def _sides(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+        """Return (side, acts) pairs."""
         return ("prompt", self.prompt), ("response", self.response)
 
 
-def from_labels(labels: set[str], where: str) -> dict[str, Any]:
-    """The fields of an `Annotation` that a full set of `LABELS` says: what is not among them does not hold."""
+def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
+    """Return the fields of `Annotation` for a complete set of `LABELS`. Raises `UserError` for an unknown label."""
     for label in sorted(labels):
         if label not in LABELS:
             raise UserError(f"{where}: {unknown('label', label, LABELS)}")
@@ -104,8 +104,8 @@ def from_labels(labels: set[str], where: str) -> dict[str, Any]:
     }
 
 
-def annotation_of(record: Mapping[str, Any], sides: Exchange, where: str) -> Annotation:
-    """The annotation that a record carries; an empty one where it carries none. `UserError` where it is not one."""
+def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> Annotation:
+    """Parse the annotation of a record; empty if it has none. Raises `UserError` that begins with `where`."""
     said = record.get(ANNOTATION)
     if said is None:
         return Annotation()
@@ -120,25 +120,25 @@ def annotation_of(record: Mapping[str, Any], sides: Exchange, where: str) -> Ann
         if not isinstance(said.get(key), (kind, type(None))):
             raise UserError(f'{where}: "{key}" is not {name}')
     return Annotation(
-        prompt=_acts(said, "prompt", where),
-        response=_acts(said, "response", where),
-        should_refuse=_flag(said, "should_refuse", where),
-        refuses=_flag(said, "refuses", where),
-        spans=None if said.get("spans") is None else spans_of(said["spans"], sides, where),
+        prompt=_parse_acts(said, "prompt", where),
+        response=_parse_acts(said, "response", where),
+        should_refuse=_parse_flag(said, "should_refuse", where),
+        refuses=_parse_flag(said, "refuses", where),
+        spans=None if said.get("spans") is None else parse_spans(said["spans"], sides, where),
         by=said.get("by"),
         tool=said.get("tool") or {},
     )
 
 
-def annotated(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """The record with this annotation in place of the one that it carried."""
+def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
+    """Return a copy of the record with this annotation in place of its own."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
-    said = annotation.as_json()
+    said = annotation.to_json()
     return {**plain, ANNOTATION: said} if said else plain
 
 
-def spans_of(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
-    """Spans from their JSON, each inside its side; sorted."""
+def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
+    """Parse spans from JSON, sorted. Raises `UserError` for one outside of its side."""
     spans = []
     for number, one in enumerate(said, 1):
         here = f"{where}: span {number}"
@@ -148,12 +148,12 @@ def spans_of(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
         length = len(getattr(sides, one["side"]))
         if type(start) is not int or type(end) is not int or not 0 <= start < end <= length:
             raise UserError(f"{here} is {start} to {end}, not inside the {one['side']} of {length} characters")
-        spans.append(Span(one["side"], start, end, act_named(one.get("act"), here)))
+        spans.append(Span(one["side"], start, end, resolve_act(one.get("act"), here)))
     return tuple(sorted(spans))
 
 
-def act_named(word: Any, where: str) -> str:
-    """The act that a word names, by one of the names of the literature, whatever its case."""
+def resolve_act(word: Any, where: str) -> str:
+    """Return the act by any of its names in the literature, in any case. Raises `UserError` if unknown."""
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
     if name not in ACTS:
@@ -161,22 +161,25 @@ def act_named(word: Any, where: str) -> str:
     return str(name)
 
 
-def _acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
+def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
+    """Parse the acts of one side; None if not judged."""
     value = said.get(side)
     if value is None:
         return None
     if not isinstance(value, list):
         raise UserError(f'{where}: "{side}" is not a list of speech acts')
-    named = {act_named(act, f'{where}: "{side}"') for act in value}
+    named = {resolve_act(act, f'{where}: "{side}"') for act in value}
     return tuple(act for act in ACTS if act in named)
 
 
-def _flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
+def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
+    """Parse a boolean; None if not judged."""
     value = said.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')
     return value
 
 
-def _span_json(span: Span) -> dict[str, Any]:
+def _span_to_json(span: Span) -> dict[str, Any]:
+    """Return a span as JSON."""
     return {"side": span.side, "start": span.start, "end": span.end, "act": span.act}

@@ -7,7 +7,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.planner.devices import peak_flops
-from meshwright.probe.matmul import matmul_flops_per_second
+from meshwright.probe.matmul import measure_matmul_rate
 from meshwright.training.precision import PARAMETER_DTYPES
 
 
@@ -20,8 +20,6 @@ def device_peak_flops(mesh: Mesh, precision: str) -> float:
         if published is not None:
             return published
     collectives.barrier(mesh.world, "start.peak")
-    rate = torch.tensor(
-        matmul_flops_per_second(PARAMETER_DTYPES[precision], device), dtype=torch.float64, device=device
-    )
+    rate = torch.tensor(measure_matmul_rate(PARAMETER_DTYPES[precision], device), dtype=torch.float64, device=device)
     collectives.all_reduce(rate, mesh.world, "start.peak")
     return float(rate) / mesh.world_size

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data import PackedExamples, PreparedData, TokenRows
+from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
@@ -71,9 +71,9 @@ class LanguageModelTask:
             master_dtype=dtypes.masters,
             compile_blocks=recipe.train.compile,
         )
-        self.tokens: TokenRows = data.split("train")
-        self.validation_tokens: TokenRows = data.split("validation")
-        self.order = data.order()
+        self.tokens: PackedDataset = data.split("train")
+        self.validation_tokens: PackedDataset = data.split("validation")
+        self.order = data.make_sample_order()
         self.objective = make_objective(recipe, {"train": self.tokens, "validation": self.validation_tokens})
         self.passes = ForwardBackward(
             self.model,
@@ -124,7 +124,7 @@ class LanguageModelTask:
             parameters=self.table.numel,
             unit="tokens",
             units_per_step=self.recipe.train.batch * sequence,
-            notes=tuple(self.data.packing_lines()),
+            notes=tuple(self.data.format_packing_lines()),
             metric_names=(*names, *(f"validation_{name}" for name in names)),
             flops_per_unit=training_flops_per_token(config, sequence),
         )
@@ -201,7 +201,7 @@ class LanguageModelTask:
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
         """Positions at which documents begin in each of this rank's sequences of steps [first, first + steps)."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
-        return tuple(tuple(row.tolist()) for row in self.tokens.batch(np.concatenate(samples)).starts())
+        return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
 
     def _work(self) -> Work:
         return Work(
@@ -230,7 +230,7 @@ class LanguageModelTask:
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """Load this rank's part (of cp) of some sequences. padded: rows beyond the last are padding."""
-        batch = (self.tokens if split == "train" else self.validation_tokens).batch(rows, padded=padded)
+        batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
         if self.mesh.device.type == "cuda":
@@ -238,7 +238,7 @@ class LanguageModelTask:
         return part_of_rows(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
 
 
-def make_objective(recipe: Recipe, splits: Mapping[str, TokenRows]) -> Objective:
+def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:
     """The objective that a recipe names."""
     pair_loss = preference_of(recipe)
     if pair_loss is None:

@@ -27,7 +27,7 @@ from meshwright.monitoring.profile import Profile
 from meshwright.monitoring.records import RunEnd, StepRecord, Validation
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.probe.communication import faster_precision
+from meshwright.probe.communication import choose_precision
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -181,7 +181,7 @@ class Run:
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
         result = self.journal.earlier_result(self.trainer.steps_done, self.checkpointer)
-        if not self.agreement.everyone(result is not None or self.mesh.rank != 0):
+        if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
         self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
         return result or {}
@@ -216,7 +216,7 @@ class Run:
             return layout
         if previous is not None:
             return dataclasses.replace(layout, precision=Layout.parse(previous).precision)
-        return dataclasses.replace(layout, precision=faster_precision(self.mesh))
+        return dataclasses.replace(layout, precision=choose_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Make the trainer and load the newest whole checkpoint; its name, or None for a fresh run."""
@@ -292,9 +292,9 @@ class Run:
         """
         while True:
             busy = self.checkpointer.busy  # asked first: what has ended has said whether it failed
-            if not self.agreement.everyone(self.checkpointer.failed() is None):
+            if not self.agreement.all_true(self.checkpointer.failed() is None):
                 return self._give_up_save()
-            if self.agreement.everyone(not busy):
+            if self.agreement.all_true(not busy):
                 return None
             time.sleep(0.02)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedExamples, TokenBatch
-from meshwright.data.packing.shards import every_few_seconds
+from meshwright.data.packing.shards import limit_rate
 from meshwright.errors import UserError
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
@@ -93,7 +93,7 @@ class PreferencePairs:
         begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
 
         def compute() -> Reference:
-            log = every_few_seconds(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
+            log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
             return self.compute_reference(policy, identity, log)
 
         leader = policy.mesh.rank == 0

@@ -162,7 +162,7 @@ def load_or_compute(
         earlier = read_reference(path, pairs_by_row)
     except UserError:
         pass  # missing or damaged: computed again
-    if agree.everyone(earlier is not None and earlier.made_of == made_of):
+    if agree.all_true(earlier is not None and earlier.made_of == made_of):
         assert earlier is not None
         return earlier, True
     computed, problem = compute(), None

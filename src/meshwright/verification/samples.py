@@ -90,12 +90,12 @@ def _pairs_of(number: int) -> int:
 
 
 class SyntheticRows:
-    """Drop-in replacement for `TokenRows`: sequences [first, first + sequences) of a problem as one split."""
+    """Drop-in replacement for `PackedDataset`: sequences [first, first + sequences) of a problem as one split."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
 
-    def batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
+    def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Rows `numbers` [B]; with `padded` also rows beyond the last, which have no target."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.max() < self.sequences, (rows, self.sequences)
@@ -135,7 +135,7 @@ class SyntheticData:
     def split(self, name: str) -> SyntheticRows:
         return self._splits[name]
 
-    def order(self) -> SampleOrder:
+    def make_sample_order(self) -> SampleOrder:
         return SampleOrder(self.problem.seed, self.problem.train_sequences)
 
     def response_reference(self) -> ResponseReference:

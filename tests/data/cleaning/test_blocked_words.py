@@ -36,22 +36,22 @@ def listed(tmp_path: Path) -> str:
         ("", None),
     ],
 )
-def test_words_are_found_whole_in_any_case(listed: str, text: str, found: str | None):
-    assert BlockedWords(listed).first(text) == found
+def test_blocked_words_match_whole_words_in_any_case(listed: str, text: str, found: str | None):
+    assert BlockedWords(listed).find_blocked(text) == found
 
 
-def test_a_document_is_dropped_by_a_listed_word_and_code_is_not_asked(listed: str):
+def test_blocked_word_drops_document_but_not_code(listed: str):
     cleaner = Cleaner(CleanRecipe(blocked_words=listed))
-    verdict = cleaner.judge("one drat more", "a.txt")
+    verdict = cleaner.judge_document("one drat more", "a.txt")
     assert (verdict.rule, verdict.why) == ("blocked_words", 'holds "drat"')
-    assert cleaner.judge("one drat more", "a.py").rule is None
+    assert cleaner.judge_document("one drat more", "a.py").rule is None
     assert "blocked_words" in cleaner.rules and "blocked_words" not in Cleaner(CleanRecipe()).rules
 
 
 @pytest.mark.parametrize(
     ("contents", "message"), [(None, "cannot be read: No such file"), (b"\n \n", "no word"), (b"\xff", "not UTF-8")]
 )
-def test_a_list_that_is_of_no_use_is_said_in_one_line(tmp_path: Path, contents: bytes | None, message: str):
+def test_unusable_word_list_is_refused(tmp_path: Path, contents: bytes | None, message: str):
     path = tmp_path / "words.txt"
     if contents is not None:
         path.write_bytes(contents)

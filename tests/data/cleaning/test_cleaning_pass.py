@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.cleaning import cleaning_pass, duplicates
-from meshwright.data.cleaning.cleaning_pass import Cleaned, clean
+from meshwright.data.cleaning.cleaning_pass import Cleaned, run_cleaning_pass
 from meshwright.data.cleaning.report import cleaning_page
 from meshwright.data.cleaning.rule_notes import RULE_NOTES
 from meshwright.data.cleaning.rules import RULES, Cleaner
@@ -44,7 +44,9 @@ def write(directory: Path, documents: list[str], files: int = 3) -> Path:
 
 
 def cleaned(source: Path, work: Path, **recipe: Any) -> Cleaned:
-    return clean(find_files([str(source)]), Reader(), Cleaner(CleanRecipe(**recipe)), work, lambda line: None)
+    return run_cleaning_pass(
+        find_files([str(source)]), Reader(), Cleaner(CleanRecipe(**recipe)), work, lambda line: None
+    )
 
 
 def rules(result: Cleaned) -> list[str | None]:
@@ -57,7 +59,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "PART", 16)
 
 
-def test_exact_duplicates_are_dropped_after_the_first_and_only_documents_that_were_kept_count(tmp_path: Path):
+def test_exact_duplicates_of_kept_documents_are_dropped(tmp_path: Path):
     source = write(tmp_path / "source", ["one", "two", " one\n", "One", "ab", "ab"], files=1)
     assert rules(cleaned(source, tmp_path / "work")) == [None, None, "exact_duplicates", None, None, "exact_duplicates"]
     source = write(tmp_path / "short", ["ab", "  ab  "], files=1)
@@ -65,7 +67,7 @@ def test_exact_duplicates_are_dropped_after_the_first_and_only_documents_that_we
     assert rules(cleaned(source, tmp_path / "work3", exact_duplicates=False)) == [None, None]
 
 
-def test_near_duplicates_are_dropped_and_others_are_kept(tmp_path: Path, small_segments: None):
+def test_near_duplicates_are_dropped(tmp_path: Path, small_segments: None):
     originals = texts(60)
     changed = [text.replace(text.split()[30], "changed", 1) for text in originals[:30]]
     source = write(tmp_path / "source", originals + changed, files=1)
@@ -74,13 +76,13 @@ def test_near_duplicates_are_dropped_and_others_are_kept(tmp_path: Path, small_s
     assert rules(cleaned(source, tmp_path / "work2")) == [None] * 90
 
 
-def test_a_document_that_resembles_a_dropped_one_is_dropped_too(tmp_path: Path):
+def test_near_duplicate_of_dropped_document_is_dropped(tmp_path: Path):
     class Chain:
         """The second document shares a band with the first, the third another one with the second."""
 
         first, documents = 0, 3
 
-        def column(self, name: str) -> Any:
+        def read_column(self, name: str) -> Any:
             columns = {"code": [KEPT] * 3, "digest": [[1, 0], [2, 0], [3, 0]], "bands": [[1, 5], [1, 6], [2, 6]]}
             return np.array(columns[name], np.uint64)
 
@@ -92,12 +94,12 @@ def test_a_document_that_resembles_a_dropped_one_is_dropped_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize("part", [4, 16, 1000])
-def test_repeated_keys_are_those_that_a_dictionary_finds(tmp_path: Path, part: int):
+def test_repeated_keys_match_dictionary(tmp_path: Path, part: int):
     draw = np.random.default_rng(0)
     keys = draw.integers(0, 2**64, (40, 2), np.uint64)[draw.integers(0, 40, 300)]
     chunks = [(keys[at : at + 70], np.arange(at, min(at + 70, 300))) for at in range(0, 300, 70)]
     found = {}
-    for numbers, earlier in duplicates.repeated(iter(chunks), 300, tmp_path / "parts", part):
+    for numbers, earlier in duplicates.find_repeated(iter(chunks), 300, tmp_path / "parts", part):
         found |= dict(zip(numbers.tolist(), earlier.tolist(), strict=True))
     first: dict[bytes, int] = {}
     expected = {}
@@ -108,7 +110,7 @@ def test_repeated_keys_are_those_that_a_dictionary_finds(tmp_path: Path, part: i
     assert not (tmp_path / "parts").exists()
 
 
-def test_segments_and_parts_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_result_is_independent_of_segments_and_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     documents = texts(80) + texts(20) + ["", "again\n" * 9]
     source = write(tmp_path / "source", documents)
     settings = {"near_duplicates": True, "mask": ["email"], "heuristics": ["gopher-repetition"]}
@@ -122,7 +124,7 @@ def test_segments_and_parts_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert parts.report == whole.report
 
 
-def test_a_pass_goes_on_after_the_last_whole_segment(tmp_path: Path, small_segments: None):
+def test_pass_resumes_after_last_complete_segment(tmp_path: Path, small_segments: None):
     source = write(tmp_path / "source", texts(100))
     expected = cleaned(source, tmp_path / "undisturbed")
     names = sorted(path.name for path in (tmp_path / "undisturbed").iterdir())
@@ -152,11 +154,12 @@ from meshwright.recipe import CleanRecipe, SourceRecipe
 cleaning_pass.SEGMENT_CHARACTERS, duplicates.PART = 20_000, 200
 print("ready", flush=True)
 recipe = CleanRecipe(near_duplicates=True, mask=["email"])
-cleaning_pass.clean(find_files([sys.argv[1]]), Reader(), Cleaner(recipe), Path(sys.argv[2]), lambda line: None)
+directory = Path(sys.argv[2])
+cleaning_pass.run_cleaning_pass(find_files([sys.argv[1]]), Reader(), Cleaner(recipe), directory, lambda line: None)
 """
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_segments(tmp_path: Path):
+def test_pass_killed_at_any_time_ends_with_same_segments(tmp_path: Path):
     source = write(tmp_path / "source", texts(600) + texts(100))
 
     def start(work: Path) -> subprocess.Popen[str]:
@@ -199,7 +202,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
     assert peaks[1] < 1.3 * peaks[0]
 
 
-def test_the_report_adds_up(tmp_path: Path, small_segments: None):
+def test_cleaning_report_counts_sum_up(tmp_path: Path, small_segments: None):
     documents = [*texts(50), *texts(10), "mail me: a.b@example.org", "\a\a\a", "again\n" * 9, "größer, 世界"]
     source = write(tmp_path / "source", documents)
     result = cleaned(source, tmp_path / "work", mask=["email", "phone"])
@@ -244,7 +247,7 @@ def test_documents_of_several_sources_are_counted_under_their_names(tmp_path: Pa
         write(tmp_path / name, texts(4, seed=len(name)), files=2)
     sources = [SourceRecipe(path=str(tmp_path / "web"), name="the web"), SourceRecipe(path=str(tmp_path / "books"))]
     files = find_files(sources, key="data.sources")
-    result = clean(files, Reader(), Cleaner(CleanRecipe()), tmp_path / "work", lambda line: None)
+    result = run_cleaning_pass(files, Reader(), Cleaner(CleanRecipe()), tmp_path / "work", lambda line: None)
     counted = {source["source"]: source["after"]["documents"] for source in result.report["sources"]}
     assert counted == {"the web": 4, str(tmp_path / "books"): 4}
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.data import prepare
 from meshwright.data.cleaning import rules as cleaning
-from meshwright.data.cleaning.decontamination import EvaluationSets, digests
+from meshwright.data.cleaning.decontamination import EvaluationSets, hash_evaluation_sets
 from meshwright.data.cleaning.rules import Cleaner
 from meshwright.errors import UserError
 from meshwright.recipe import CleanRecipe, DataRecipe
@@ -30,20 +30,20 @@ def evaluation(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_share_counts_the_words_in_shared_runs(evaluation: Path):
+def test_overlap_counts_words_in_shared_ngrams(evaluation: Path):
     sets = EvaluationSets([str(evaluation)], 13)
     assert len(QUESTION.split()) == 17
-    assert sets.share(f"{OTHER} {QUESTION.upper()}") == pytest.approx(17 / 100)
-    assert sets.share(OTHER) == sets.share("") == 0
-    assert sets.share(" ".join(QUESTION.split()[:12])) == 0  # one word too few
-    assert sets.share("Eight words make an answer that still counts!") == 1
-    assert sets.share("the first the first the first") == 0  # shorter examples say nothing
+    assert sets.measure_overlap(f"{OTHER} {QUESTION.upper()}") == pytest.approx(17 / 100)
+    assert sets.measure_overlap(OTHER) == sets.measure_overlap("") == 0
+    assert sets.measure_overlap(" ".join(QUESTION.split()[:12])) == 0  # one word too few
+    assert sets.measure_overlap("Eight words make an answer that still counts!") == 1
+    assert sets.measure_overlap("the first the first the first") == 0  # shorter examples say nothing
 
 
-def test_the_recipe_says_how_many_words_and_which_share(evaluation: Path):
+def test_recipe_sets_ngram_length_and_maximum_overlap(evaluation: Path):
     def rule(**clean: object) -> str | None:
         recipe = CleanRecipe(evaluation_sets=[str(evaluation)], **clean)  # type: ignore[arg-type]
-        return Cleaner(recipe).judge(f"{OTHER} {QUESTION}").rule
+        return Cleaner(recipe).judge_document(f"{OTHER} {QUESTION}").rule
 
     assert rule() == "contamination"
     assert rule(maximum_contamination=0.17) is None
@@ -51,13 +51,13 @@ def test_the_recipe_says_how_many_words_and_which_share(evaluation: Path):
     beginning = " ".join(QUESTION.split()[:14])
     for count, expected in ((13, "contamination"), (14, "contamination"), (15, None)):
         recipe = CleanRecipe(evaluation_sets=[str(evaluation)], contamination_words=count)
-        assert Cleaner(recipe).judge(beginning).rule == expected
+        assert Cleaner(recipe).judge_document(beginning).rule == expected
 
 
 def test_a_text_file_is_one_example(tmp_path: Path):
     path = tmp_path / "set.txt"
     path.write_text(f"{QUESTION}\n{OTHER}")
-    assert EvaluationSets([str(path)], 13).share(QUESTION + " " + OTHER) == 1
+    assert EvaluationSets([str(path)], 13).measure_overlap(QUESTION + " " + OTHER) == 1
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_text_file_is_one_example(tmp_path: Path):
         (None, r'evaluation_sets: ".*set.jsonl" does not exist'),
     ],
 )
-def test_a_set_that_is_of_no_use_is_said_in_one_line(tmp_path: Path, contents: str | None, message: str):
+def test_unusable_evaluation_set_is_refused(tmp_path: Path, contents: str | None, message: str):
     path = tmp_path / "set.jsonl"
     if contents is not None:
         path.write_text(contents)
@@ -76,7 +76,7 @@ def test_a_set_that_is_of_no_use_is_said_in_one_line(tmp_path: Path, contents: s
         EvaluationSets([str(path)], 13)
 
 
-def test_a_set_is_whatever_a_source_may_be(evaluation: Path, tmp_path: Path):
+def test_evaluation_set_accepts_every_source_format(evaluation: Path, tmp_path: Path):
     lines = evaluation.read_bytes()
     columns = {key: [value] for key, value in json.loads(lines).items()}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "set.parquet")
@@ -88,20 +88,20 @@ def test_a_set_is_whatever_a_source_may_be(evaluation: Path, tmp_path: Path):
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "set.jsonl").write_bytes(lines)
     for name in ("set.parquet", "set.json", "set.jsonl.gz", "set.wet", "some", "some/*.jsonl"):
-        assert EvaluationSets([str(tmp_path / name)], 13).share(QUESTION) == 1, name
+        assert EvaluationSets([str(tmp_path / name)], 13).measure_overlap(QUESTION) == 1, name
     (tmp_path / "object.json").write_text(json.dumps({"data": [{"paragraphs": [{"question": QUESTION}]}]}))
-    assert EvaluationSets([str(tmp_path / "object.json")], 13).share(QUESTION) == 1
+    assert EvaluationSets([str(tmp_path / "object.json")], 13).measure_overlap(QUESTION) == 1
     (tmp_path / "cut.json").write_text('[{"a": "b"')
     with pytest.raises(UserError, match=r"^data.clean.evaluation_sets: .*cut.json is not JSON"):
         EvaluationSets([str(tmp_path / "cut.json")], 13)
-    assert EvaluationSets(["memory://sets/*.jsonl"], 13).share(QUESTION) == 1
+    assert EvaluationSets(["memory://sets/*.jsonl"], 13).measure_overlap(QUESTION) == 1
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(lines)[:-9])
     with pytest.raises(UserError, match=r"cut.jsonl.gz: the gzip file is cut short"):
         EvaluationSets([str(cut)], 13)
 
 
-def test_the_sets_are_read_once_for_a_whole_preparation(
+def test_evaluation_sets_are_read_once_per_preparation(
     evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = []
@@ -118,10 +118,12 @@ def test_the_sets_are_read_once_for_a_whole_preparation(
     assert len(made) == 1
 
 
-def test_the_same_bytes_read_in_another_way_are_another_set(tmp_path: Path):
+def test_evaluation_set_digest_includes_format(tmp_path: Path):
     """Each line an example, or all of it one: what is prepared differs, and so must the key that it lies under."""
     line = json.dumps({"text": OTHER}) + "\n"
     for name in ("set.txt", "set.jsonl", "again.jsonl"):
         (tmp_path / name).write_text(line)
-    text, lines, again = digests([str(tmp_path / name) for name in ("set.txt", "set.jsonl", "again.jsonl")])
+    text, lines, again = hash_evaluation_sets(
+        [str(tmp_path / name) for name in ("set.txt", "set.jsonl", "again.jsonl")]
+    )
     assert text != lines == again

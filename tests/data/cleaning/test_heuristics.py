@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from meshwright.data.cleaning import heuristics
-from meshwright.data.cleaning.repetition import GOPHER_LIMITS, gopher_repetition, repeated_runs
+from meshwright.data.cleaning.repetition import GOPHER_LIMITS, check_gopher_repetition, count_repeated_ngrams
 
 PROSE = (
     "The settlers came to the valley in spring, and they built a mill beside the river. It was slow work with few "
@@ -22,7 +22,7 @@ def words(count: int) -> list[str]:
 
 
 def test_prose_passes_every_family():
-    for family, ask in heuristics.ASK.items():
+    for family, ask in heuristics.CHECKS.items():
         assert ask(PROSE) is None, family
 
 
@@ -50,8 +50,8 @@ def test_prose_passes_every_family():
         ("fineweb", "fineweb_short_lines", PROSE + "\nshort.\nshorter.\nshortest."),
     ],
 )
-def test_a_rule_drops_what_it_is_for(family: str, rule: str, text: str):
-    found = heuristics.ASK[family](text)
+def test_rule_drops_its_target(family: str, rule: str, text: str):
+    found = heuristics.CHECKS[family](text)
     assert found and found[0] == rule, found
 
 
@@ -60,11 +60,11 @@ def test_the_thresholds_of_repetition_are_those_of_table_a1():
     assert [*GOPHER_LIMITS] == [*heuristics.RULES["gopher-repetition"]]
 
 
-def test_repeated_runs_are_those_that_counting_all_of_them_finds():
+def test_repeated_ngrams_match_exhaustive_count():
     draw = random.Random(5)
     for length in (0, 1, 2, 9, 10, 11, 300):
         text = [draw.choice(["a", "bb", "ccc"]) if draw.random() < 0.6 else f"w{draw.random()}" for _ in range(length)]
-        found = dict(repeated_runs(text))
+        found = dict(count_repeated_ngrams(text))
         for n in range(2, 11):
             runs = [tuple(text[at : at + n]) for at in range(len(text) - n + 1)]
             counts = Counter(runs)
@@ -77,8 +77,8 @@ def test_repeated_runs_are_those_that_counting_all_of_them_finds():
                 assert found[f"gopher_duplicate_{n}_grams"] == sum(len(text[at]) for at in covered)
 
 
-def test_every_share_that_breaks_a_rule_is_said():
-    found = gopher_repetition("one line\n" * 4 + "a second line\n" * 4 + "a third")
+def test_violated_share_is_reported():
+    found = check_gopher_repetition("one line\n" * 4 + "a second line\n" * 4 + "a third")
     assert found == ("gopher_duplicate_lines", "0.67 > 0.30")
 
 
@@ -89,7 +89,7 @@ def test_c4_keeps_the_lines_that_are_sentences():
         "Too short.\nRead our privacy policy before you go on.\nA cited fact stands right here.[12]\n"
         "It goes on and on...\n" + "x" * 1001 + " is a very long word here."
     )
-    assert heuristics.c4_lines(text) == (
+    assert heuristics.filter_c4_lines(text) == (
         "This line ends as a sentence should.\nA cited fact stands right here.",
         7,
     )

@@ -26,24 +26,27 @@ def with_the_library() -> None:
 
 
 @pytest.mark.parametrize("code", TEXTS)
-def test_only_documents_in_the_named_languages_are_kept(code: str):
-    assert Cleaner(CleanRecipe(languages=[code])).judge(TEXTS[code]).rule is None
+def test_only_listed_languages_are_kept(code: str):
+    assert Cleaner(CleanRecipe(languages=[code])).judge_document(TEXTS[code]).rule is None
     others = Cleaner(CleanRecipe(languages=[other for other in TEXTS if other != code]))
-    assert others.judge(TEXTS[code]).rule == "language"
-    assert others.judge(TEXTS[code], "code.py").rule is None  # source code has no language of people
+    assert others.judge_document(TEXTS[code]).rule == "language"
+    assert others.judge_document(TEXTS[code], "code.py").rule is None  # source code has no language of people
 
 
-def test_a_verdict_below_the_probability_drops():
-    assert Cleaner(CleanRecipe(languages=["en"], minimum_language_probability=1.0)).judge("no 12").rule == "language"
+def test_language_below_minimum_probability_is_dropped():
+    assert (
+        Cleaner(CleanRecipe(languages=["en"], minimum_language_probability=1.0)).judge_document("no 12").rule
+        == "language"
+    )
 
 
-def test_an_unknown_language_is_said_in_one_line():
+def test_unknown_language_is_refused():
     with pytest.raises(UserError, match='unknown language "english"'):
         Cleaner(CleanRecipe(languages=["english"]))
 
 
-def test_a_missing_library_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    language._identifier.cache_clear()
+def test_missing_language_library_error_shows_install_command(monkeypatch: pytest.MonkeyPatch):
+    language._load_identifier.cache_clear()
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(UserError, match=r"pip install 'meshwright\[language\]'"):
         Cleaner(CleanRecipe(languages=["en"]))

@@ -20,14 +20,14 @@ def pair(draw: random.Random, similarity: float, size: int = 200) -> tuple[list[
     return words[:size], words[size - shared :]
 
 
-def test_estimates_are_as_near_the_truth_as_those_of_rensa():
+def test_minhash_estimates_are_as_accurate_as_rensa():
     rensa = pytest.importorskip("rensa")
     draw, minhash = random.Random(0), MinHash(16, 8, 1)
     errors: list[tuple[float, float]] = []
     for _ in range(300):
         one, other = pair(draw, draw.random())
         truth = len({*one} & {*other}) / len({*one} | {*other})
-        mine = [minhash.signature(minhash.shingles(" ".join(words))) for words in (one, other)]
+        mine = [minhash.compute_signature(minhash.hash_shingles(" ".join(words))) for words in (one, other)]
         theirs = []
         for words in (one, other):
             theirs.append(rensa.RMinHash(128, 42))
@@ -40,32 +40,35 @@ def test_estimates_are_as_near_the_truth_as_those_of_rensa():
 
 
 @pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.9])
-def test_documents_share_a_band_as_often_as_the_curve_says(similarity: float):
+def test_band_match_rate_follows_probability(similarity: float):
     draw, minhash, met, expected = random.Random(7), MinHash(14, 8, 1), 0, 0.0
     for _ in range(250):
         one, other = pair(draw, similarity)
         truth = len({*one} & {*other}) / len({*one} | {*other})
-        keys = [minhash.band_keys(minhash.signature(minhash.shingles(" ".join(words)))) for words in (one, other)]
+        keys = [
+            minhash.hash_bands(minhash.compute_signature(minhash.hash_shingles(" ".join(words))))
+            for words in (one, other)
+        ]
         met += bool((keys[0] == keys[1]).any())
-        expected += minhash.probability(truth)
+        expected += minhash.match_probability(truth)
     assert abs(met - expected) < 4 * (250 * 0.25) ** 0.5 * 0.75
 
 
-def test_the_curve_is_that_of_bands_and_rows():
+def test_match_probability_follows_bands_and_rows():
     minhash = MinHash(14, 8, 5)
-    assert minhash.probability(0.8) == pytest.approx(1 - (1 - 0.8**8) ** 14)
-    assert (minhash.probability(0), minhash.probability(1)) == (0, 1)
+    assert minhash.match_probability(0.8) == pytest.approx(1 - (1 - 0.8**8) ** 14)
+    assert (minhash.match_probability(0), minhash.match_probability(1)) == (0, 1)
     assert minhash.threshold == pytest.approx(0.719, abs=0.001)
 
 
-def test_case_and_punctuation_do_not_count_and_other_words_do():
+def test_hashes_ignore_case_and_punctuation():
     minhash = MinHash(4, 2, 2)
-    one, same, other = (minhash.shingles(text) for text in ("One, two: three!", "one two\n three", "one two four"))
+    one, same, other = (minhash.hash_shingles(text) for text in ("One, two: three!", "one two\n three", "one two four"))
     assert one.tolist() == same.tolist() != other.tolist()
-    assert len(minhash.shingles("lonely")) == 1 and len(minhash.shingles(" .,! ")) == 0
+    assert len(minhash.hash_shingles("lonely")) == 1 and len(minhash.hash_shingles(" .,! ")) == 0
 
 
-def test_words_of_every_script_are_told_apart():
+def test_words_of_every_script_are_distinguished():
     assert len(Words("größer, ÄRGER – “quoted”")) == 3
     assert Words("ÄRGER").hashes.tolist() == Words("ärger").hashes.tolist()
     assert len(Words("我们去公园。")) == 5
@@ -73,9 +76,9 @@ def test_words_of_every_script_are_told_apart():
     assert len(Words("")) == len(Words(" \n")) == 0
 
 
-def test_runs_depend_on_the_words_and_not_on_where_they_stand():
+def test_ngram_hashes_are_independent_of_position():
     whole, part = Words("a few words that stand here and a few words that stand there"), Words("few words that stand")
-    hashes = whole.runs(4).tolist()
-    assert hashes[1] == hashes[8] == part.runs(4)[0]
+    hashes = whole.hash_ngrams(4).tolist()
+    assert hashes[1] == hashes[8] == part.hash_ngrams(4)[0]
     assert len({*hashes}) == len(hashes) - 2  # "a few words that", "few words that stand" stand twice
-    assert len(part.runs(5)) == 0
+    assert len(part.hash_ngrams(5)) == 0

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from meshwright.data.cleaning.personal_data import MASKS, mask
+from meshwright.data.cleaning.personal_data import MASKS, mask_personal_data
 
 ALL = [*MASKS]
 
@@ -31,8 +31,8 @@ ALL = [*MASKS]
         ("ip", "from 8.8.8.8 and 2001:4860:4860::8888", "from <ip> and <ip>"),
     ],
 )
-def test_what_is_personal_is_masked_and_counted(kind: str, text: str, masked: str):
-    result, counts = mask(text, ALL)
+def test_personal_data_are_masked_and_counted(kind: str, text: str, masked: str):
+    result, counts = mask_personal_data(text, ALL)
     assert result == masked
     assert counts == {other: masked.count(f"<{kind}>") * (other == kind) for other in MASKS}
 
@@ -50,21 +50,21 @@ def test_what_is_personal_is_masked_and_counted(kind: str, text: str, masked: st
         "ISBN 978-3-16-148410-0, 100-200-3000",
     ],
 )
-def test_what_only_looks_like_it_stays(text: str):
-    assert mask(text, ALL) == (text, dict.fromkeys(MASKS, 0))
+def test_lookalikes_of_personal_data_are_kept(text: str):
+    assert mask_personal_data(text, ALL) == (text, dict.fromkeys(MASKS, 0))
 
 
-def test_only_what_was_asked_for_is_masked():
+def test_only_configured_kinds_are_masked():
     text = "a@b.de 8.8.8.8"
-    assert mask(text, ["email"]) == ("<email> 8.8.8.8", {"email": 1})
-    assert mask(text, []) == (text, {})
+    assert mask_personal_data(text, ["email"]) == ("<email> 8.8.8.8", {"email": 1})
+    assert mask_personal_data(text, []) == (text, {})
 
 
 @pytest.mark.parametrize(
     "piece", ["a", "a.", "a@", "1", "1.", "1-", "+1 ", "(2", "A1:", ":", "-----BEGIN PRIVATE KEY-----", "eyJa."]
 )
-def test_no_text_of_half_a_megabyte_takes_long(piece: str):
+def test_masking_time_is_bounded_for_adversarial_text(piece: str):
     text = "@ PRIVATE KEY sk- eyJ Secret " + piece * (500_000 // len(piece))
     begun = time.process_time()
-    mask(text, ALL)
+    mask_personal_data(text, ALL)
     assert time.process_time() - begun < 3

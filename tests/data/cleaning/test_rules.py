@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from meshwright.data.cleaning.repetition import repeated_lines
-from meshwright.data.cleaning.rules import RULES, Cleaner, asked, is_code
+from meshwright.data.cleaning.repetition import measure_repeated_lines
+from meshwright.data.cleaning.rules import RULES, Cleaner, enabled_rules, is_code
 from meshwright.recipe import CleanRecipe
 
 
 def dropped(text: str | None, name: str = "", **clean: Any) -> str | None:
-    return Cleaner(CleanRecipe(**clean)).judge(text, name).rule
+    return Cleaner(CleanRecipe(**clean)).judge_document(text, name).rule
 
 
 ORDINARY = "def answer():\n\treturn 42  # größer als 41, 世界\n\x0c\n"
 
 
-def test_ordinary_text_is_kept_as_it_is():
-    verdict = Cleaner(CleanRecipe()).judge(ORDINARY)
+def test_ordinary_text_is_kept_unchanged():
+    verdict = Cleaner(CleanRecipe()).judge_document(ORDINARY)
     assert verdict.rule is None and verdict.text == ORDINARY and verdict.content == ORDINARY.encode()
 
 
@@ -39,7 +39,7 @@ def test_ordinary_text_is_kept_as_it_is():
         ("repetition", "the same line\n" * 10, {}),
     ],
 )
-def test_a_rule_drops_what_it_is_for(rule: str, text: str | None, clean: dict[str, Any]):
+def test_rule_drops_its_target(rule: str, text: str | None, clean: dict[str, Any]):
     assert rule in RULES
     assert dropped(text, **clean) == rule
 
@@ -53,23 +53,25 @@ def test_a_rule_drops_what_it_is_for(rule: str, text: str | None, clean: dict[st
         ("the same line\n" * 10, {"maximum_repetition": 1.0}),
     ],
 )
-def test_a_rule_keeps_what_is_just_within_it(text: str, clean: dict[str, Any]):
+def test_rule_keeps_values_at_its_threshold(text: str, clean: dict[str, Any]):
     assert dropped(text, **clean) is None
 
 
-def test_digests_are_equal_whatever_white_space_surrounds_a_text():
+def test_digest_ignores_outer_white_space():
     cleaner = Cleaner(CleanRecipe())
-    one, same, other = (cleaner.judge(text).digest for text in ("one", "\none \n", "One"))
+    one, same, other = (cleaner.judge_document(text).digest for text in ("one", "\none \n", "One"))
     assert one == same != other
 
 
-def test_repetition_is_the_share_of_lines_that_stood_before():
-    assert repeated_lines("a\nb\n\n  a\nc\na") == pytest.approx(2 / 5)
-    assert repeated_lines("") == repeated_lines("a\nb") == 0
+def test_repetition_is_fraction_of_repeated_lines():
+    assert measure_repeated_lines("a\nb\n\n  a\nc\na") == pytest.approx(2 / 5)
+    assert measure_repeated_lines("") == measure_repeated_lines("a\nb") == 0
 
 
-def test_only_rules_that_a_recipe_asks_for_are_asked():
-    assert asked(CleanRecipe()) == (*("encoding", "control_characters", "length", "repetition", "exact_duplicates"),)
+def test_only_enabled_rules_run():
+    assert enabled_rules(CleanRecipe()) == (
+        *("encoding", "control_characters", "length", "repetition", "exact_duplicates"),
+    )
     everything = CleanRecipe(
         required_keys={"url": "text"},
         languages=["en"],
@@ -78,16 +80,16 @@ def test_only_rules_that_a_recipe_asks_for_are_asked():
         evaluation_sets=["set.jsonl"],
         near_duplicates=True,
     )
-    assert asked(everything) == RULES
+    assert enabled_rules(everything) == RULES
 
 
-def test_a_document_is_code_by_the_name_of_its_file():
+def test_code_is_detected_by_file_name():
     assert all(map(is_code, ("a/b.py", "x.CPP", "lib.rs.gz", "stdlib/json/decoder.py", "long.py#2")))
     assert not any(map(is_code, ("a.wet.gz:17 http://a.b/c.html", "a.parquet:row 3", "a.wet:2 http://a.pl#2")))
     assert not any(map(is_code, ("a.txt", "corpus.jsonl:17", "README", "py", "a.py.txt", "corpus.json.txt:3")))
 
 
-def test_rules_for_prose_are_not_asked_of_code_unless_the_recipe_says_so():
+def test_prose_rules_skip_code_unless_enabled():
     code = "for i in range(3):\n    print(i)\n"
     assert dropped(code, "a.txt", heuristics=["gopher-quality"]) == "gopher_words"
     assert dropped(code, "a.py", heuristics=["gopher-quality"]) is None

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from meshwright.data import prepare
-from meshwright.data.cleaning.schema import record_problem
-from meshwright.data.cleaning.survey import document_reader, survey
+from meshwright.data.cleaning.schema import find_record_problem
+from meshwright.data.cleaning.survey import make_reader, survey_corpus
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
@@ -32,16 +32,16 @@ LINES = [
 ]
 
 
-def test_what_does_not_fit_is_counted_under_schema_with_a_reason(tmp_path: Path):
+def test_unfit_records_are_counted_under_schema(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n".join(LINES))
     recipe = DataRecipe(source=str(tmp_path), sequence=8, validation_fraction=0, clean={"required_keys": REQUIRED})  # type: ignore[arg-type]
     files = find_files(recipe.all_sources)
-    result = survey(files, recipe, print)
+    result = survey_corpus(files, recipe, print)
     assert result.dropped["schema"] == 7 and result.report["examples"]["schema"] == "a.jsonl:2"
-    reader = document_reader(recipe, result.longest)
-    assert [text for _, text in result.texts(files, reader, "train")] == ["one", "three"]
+    reader = make_reader(recipe, result.longest)
+    assert [text for _, text in result.iterate_texts(files, reader, "train")] == ["one", "three"]
     with pytest.raises(UserError, match=r"a.jsonl:3: not JSON"):
-        survey(files, recipe.model_copy(update={"clean": type(recipe.clean)()}), print)
+        survey_corpus(files, recipe.model_copy(update={"clean": type(recipe.clean)()}), print)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_what_does_not_fit_is_counted_under_schema_with_a_reason(tmp_path: Path)
         ("a", "is text, not a table"),
     ],
 )
-def test_a_problem_names_the_key_and_what_it_holds(record: Any, problem: str | None):
-    assert record_problem(record, REQUIRED, "text") == problem
+def test_schema_problem_names_key_and_value(record: Any, problem: str | None):
+    assert find_record_problem(record, REQUIRED, "text") == problem
 
 
-def test_rows_of_parquet_are_held_to_the_same_schema(tmp_path: Path):
+def test_parquet_rows_are_checked_against_schema(tmp_path: Path):
     rows = {
         "text": ["one", "two", None, "four", "five"],
         "meta": [{"score": 1.5}, {"score": None}, {"score": 1.0}, None, {"score": 2.0}],
@@ -72,7 +72,7 @@ def test_rows_of_parquet_are_held_to_the_same_schema(tmp_path: Path):
 
     def found(required: dict[str, str]) -> list[str | None]:
         reader = Reader(required_keys=required)
-        return [document.problem or document.text for document in reader.documents(file)]
+        return [document.problem or document.text for document in reader.read_documents(file)]
 
     assert found({"url": "text", "meta.score": "number"}) == [
         "one", '"meta.score" is null, not number', '"text" is null, not text', 'no key "meta.score"',
@@ -88,7 +88,7 @@ def test_rows_of_parquet_are_held_to_the_same_schema(tmp_path: Path):
     assert prepare(recipe).summary()["dropped"]["schema"] == 2
 
 
-def test_pages_have_no_keys_and_the_recipe_is_told_so(tmp_path: Path):
+def test_required_keys_on_wet_pages_are_refused(tmp_path: Path):
     (tmp_path / "a.wet").write_bytes(b"WARC/1.0\r\n")
     recipe = DataRecipe(
         source=str(tmp_path / "a.wet"), sequence=8, tokenizer="bytes", cache=str(tmp_path / "cache"),

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.data.cleaning import survey as survey_room
-from meshwright.data.cleaning.survey import SHORT_DOCUMENT, Survey, last_of, survey
+from meshwright.data.cleaning import survey as survey_module
+from meshwright.data.cleaning.survey import SHORT_DOCUMENT, Survey, find_last, survey_corpus
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
@@ -26,9 +26,11 @@ def surveyed(directory: Path, log: list[str] | None = None, **data: Any) -> tupl
     """The survey of a directory and the texts of each split."""
     recipe = DataRecipe(source=str(directory), sequence=8, **data)
     files = find_files(recipe.all_sources)
-    result = survey(files, recipe, (log if log is not None else []).append)
+    result = survey_corpus(files, recipe, (log if log is not None else []).append)
     reader = Reader(longest=result.longest)
-    splits = {split: [text for _, text in result.texts(files, reader, split)] for split in ("train", "validation")}
+    splits = {
+        split: [text for _, text in result.iterate_texts(files, reader, split)] for split in ("train", "validation")
+    }
     return result, splits
 
 
@@ -39,7 +41,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_document_is_held_out_when_the_hash_of_its_content_says_so(corpus: Path):
+def test_validation_split_depends_on_content_hash(corpus: Path):
     _, splits = surveyed(corpus, validation_fraction=0.25)
 
     def held_out(content: str) -> bool:
@@ -50,7 +52,7 @@ def test_a_document_is_held_out_when_the_hash_of_its_content_says_so(corpus: Pat
     assert 30 <= len(splits["validation"]) <= 70
 
 
-def test_a_document_keeps_its_side_when_others_come_and_files_are_renamed(corpus: Path):
+def test_split_is_independent_of_other_documents_and_names(corpus: Path):
     _, before = surveyed(corpus, validation_fraction=0.1)
     for number in range(200):
         (corpus / f"{number:03d}.txt").rename(corpus / f"renamed {199 - number:03d}.txt")
@@ -61,7 +63,7 @@ def test_a_document_keeps_its_side_when_others_come_and_files_are_renamed(corpus
     assert set(before["train"]) < set(after["train"])
 
 
-def test_equal_contents_never_stand_on_both_sides(corpus: Path):
+def test_equal_contents_are_never_in_both_splits(corpus: Path):
     for number in range(200):
         (corpus / f"copy {number:03d}.txt").write_text("\n" + text(number))
     _, splits = surveyed(corpus, validation_fraction=0.3, clean=CleanRecipe(exact_duplicates=False))
@@ -115,7 +117,7 @@ def test_many_documents_are_not_cut(corpus: Path):
     assert long in splits["train"] + splits["validation"]
 
 
-def test_what_is_dropped_is_counted_under_its_rule_with_an_example(corpus: Path):
+def test_dropped_documents_are_counted_by_rule_with_example(corpus: Path):
     (corpus / "x binary").write_bytes(b"\x00\x01\x02")
     (corpus / "x latin").write_bytes("größer".encode("latin-1"))
     (corpus / "x same 1").write_text(text(7))
@@ -135,7 +137,7 @@ def test_what_is_dropped_is_counted_under_its_rule_with_an_example(corpus: Path)
     assert sum(result.documents.values()) == 200
 
 
-def test_a_corpus_of_which_nothing_is_left_says_what_dropped_it(tmp_path: Path):
+def test_empty_corpus_after_cleaning_error_lists_rules(tmp_path: Path):
     (tmp_path / "a.txt").write_text("again\n" * 9)
     (tmp_path / "b.txt").write_bytes(b"\x00")
     with pytest.raises(UserError) as caught:
@@ -146,37 +148,37 @@ def test_a_corpus_of_which_nothing_is_left_says_what_dropped_it(tmp_path: Path):
     )
 
 
-def test_texts_go_on_from_any_document_without_opening_files_before_it(corpus: Path):
+def test_texts_resume_at_any_document_without_opening_earlier_files(corpus: Path):
     recipe = DataRecipe(source=str(corpus), sequence=8)
     files = find_files(recipe.all_sources)
-    result = survey(files, recipe, print)
-    every = list(result.texts(files, Reader(), "train"))
+    result = survey_corpus(files, recipe, print)
+    every = list(result.iterate_texts(files, Reader(), "train"))
     for file in files[:50]:
         file.path.unlink()
-    assert list(result.texts(files, Reader(), "train", first=50)) == [item for item in every if item[0] >= 50]
+    assert list(result.iterate_texts(files, Reader(), "train", first=50)) == [item for item in every if item[0] >= 50]
     assert [number for number, _ in every] == np.flatnonzero(result.codes == 0).tolist()
 
 
-def test_a_file_that_changes_between_the_passes_is_noticed(corpus: Path):
+def test_file_changed_between_passes_is_detected(corpus: Path):
     recipe = DataRecipe(source=str(corpus), sequence=8)
     files = find_files(recipe.all_sources)
-    result = survey(files, recipe, print)
+    result = survey_corpus(files, recipe, print)
     (corpus / "100.txt").write_bytes(b"\x00")
     with pytest.raises(UserError, match=r"100\.txt (changed while it was being prepared|is binary)"):
-        list(result.texts(files, Reader(), "train")), list(result.texts(files, Reader(), "validation"))
+        list(result.iterate_texts(files, Reader(), "train")), list(result.iterate_texts(files, Reader(), "validation"))
 
 
-def test_the_last_document_of_a_split_is_found_block_by_block(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(survey_room, "_BLOCK", 3)
+def test_last_document_of_split_is_found_across_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(survey_module, "_BLOCK", 3)
     codes = np.array([0, 1, 0, 0, 2, 1, 2, 0, 2, 2], dtype=np.uint8)
     for code in range(4):
         for begin in range(11):
             for end in range(begin, 11):
                 places = [place for place in range(begin, end) if codes[place] == code]
-                assert last_of(codes, code, begin, end) == (places[-1] if places else -1)
+                assert find_last(codes, code, begin, end) == (places[-1] if places else -1)
 
 
-def test_no_sample_of_what_was_dropped_shows_what_is_to_be_masked(tmp_path: Path):
+def test_samples_of_dropped_documents_are_masked(tmp_path: Path):
     """Neither of a document that its own text drops, nor of a duplicate and what it repeats."""
     secret = "someone@example.org"
     for name, content in (

@@ -52,7 +52,7 @@ cases = st.tuples(
 
 @given(case=cases, document_mask=st.booleans(), rows=st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
-def test_all_rows_together_hold_every_token_once_and_mask_what_belongs_to_another_document(
+def test_rows_hold_every_token_once_and_mask_other_documents(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, document_mask: bool, rows: int
 ):
     documents, shard_tokens, sequence = case
@@ -63,9 +63,9 @@ def test_all_rows_together_hold_every_token_once_and_mask_what_belongs_to_anothe
     assert tokens.sequences == (len(stream) - 1) // sequence
 
     place = 0
-    for batch in tokens.batches(rows):
+    for batch in tokens.iterate_batches(rows):
         for row, (inputs, targets, ids) in enumerate(zip(batch.tokens, batch.targets, batch.document_ids, strict=True)):
-            starts = batch.starts()[row].tolist()
+            starts = batch.document_starts()[row].tolist()
             for column in range(sequence):
                 here, following = place + column, place + column + 1
                 if following >= len(stream):
@@ -80,12 +80,12 @@ def test_all_rows_together_hold_every_token_once_and_mask_what_belongs_to_anothe
             assert ids[0] == starts[0] == 0
             place += sequence
     assert place >= len(stream) - 1 > place - sequence
-    assert list(tokens.texts()) == documents
+    assert list(tokens.iterate_texts()) == documents
 
 
 @given(case=cases, data=st.data())
 @settings(deadline=None, max_examples=25)
-def test_a_batch_is_its_rows_whatever_their_order(
+def test_batch_equals_its_rows_in_any_order(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, data: st.DataObject
 ):
     documents, shard_tokens, sequence = case
@@ -93,9 +93,9 @@ def test_a_batch_is_its_rows_whatever_their_order(
     if not tokens.sequences:
         return
     numbers = data.draw(st.lists(st.integers(0, tokens.sequences - 1), min_size=1, max_size=6))
-    batch = tokens.batch(numbers)
+    batch = tokens.read_batch(numbers)
     for row, number in enumerate(numbers):
-        single = tokens.batch([number])
+        single = tokens.read_batch([number])
         for whole, alone in (
             (batch.tokens, single.tokens),
             (batch.targets, single.targets),
@@ -105,32 +105,32 @@ def test_a_batch_is_its_rows_whatever_their_order(
     assert batch.target_tokens == int((batch.targets != NO_TARGET).sum())
 
 
-def test_shards_do_not_show(bytes_tokenizer, tmp_path: Path):
+def test_rows_are_independent_of_shards(bytes_tokenizer, tmp_path: Path):
     documents = [f"document {number}" * (number % 5) for number in range(50)]
     batches = []
     for shard_tokens in (1, 100, 10**6):
         (tmp_path / str(shard_tokens)).mkdir()
         packed = Packed(tmp_path / str(shard_tokens), bytes_tokenizer, documents, shard_tokens)
         tokens = packed.tokens(16)
-        batches.append(tokens.batch(np.arange(tokens.sequences)))
-        assert np.concatenate(list(tokens.token_batches(7))).tolist() == packed.stream
+        batches.append(tokens.read_batch(np.arange(tokens.sequences)))
+        assert np.concatenate(list(tokens.iterate_tokens(7))).tolist() == packed.stream
     assert len({batch.tokens.tobytes() + batch.targets.tobytes() for batch in batches}) == 1
 
 
-def test_rows_after_the_last_hold_nothing(bytes_tokenizer, tmp_path: Path):
+def test_rows_after_last_are_empty(bytes_tokenizer, tmp_path: Path):
     tokens = Packed(tmp_path, bytes_tokenizer, ["some text"], 100).tokens(4)
     assert (tokens.sequences, tokens.rows) == (2, 3)
-    batch = tokens.batch([2, 3, 1000], padded=True)
+    batch = tokens.read_batch([2, 3, 1000], padded=True)
     assert (batch.targets != NO_TARGET).sum(axis=1).tolist() == [2, 0, 0]
     with pytest.raises(AssertionError):
-        tokens.batch([2])
+        tokens.read_batch([2])
 
 
 def test_reading_is_far_faster_than_training(bytes_tokenizer, tmp_path: Path):
     tokens = Packed(tmp_path, bytes_tokenizer, ["a document of some length " * 20] * 4000, 10**6).tokens(256)
     numbers = np.random.default_rng(0).integers(tokens.sequences, size=(20, 64))
-    tokens.batch(numbers[0])
+    tokens.read_batch(numbers[0])
     begun = time.process_time()
     for row in numbers:
-        tokens.batch(row)
+        tokens.read_batch(row)
     assert numbers.size * 256 / (time.process_time() - begun) > 5e6  # tokens a second

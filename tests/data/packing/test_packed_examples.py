@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import NO_TARGET, PackedExamples
-from meshwright.data.packing.packed_examples import OPEN_ROWS, best_fit
-from meshwright.data.packing.shards import Packer, Piece
+from meshwright.data.packing.packed_examples import OPEN_ROWS, pack_best_fit
+from meshwright.data.packing.shards import EncodedDocument, Packer
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
 
@@ -22,10 +22,10 @@ END = 999
 class Plain:
     """Encodes a document that is JSON: a list of [prompt length, response length] for each piece."""
 
-    def pieces(self, documents):
+    def encode_documents(self, documents):
         for document in documents:
             number, shapes = json.loads(document.text)
-            yield [Piece(*self.piece(number, at, *shape)) for at, shape in enumerate(shapes)]
+            yield [EncodedDocument(*self.piece(number, at, *shape)) for at, shape in enumerate(shapes)]
 
     @staticmethod
     def piece(number, at, prompt, response):
@@ -46,12 +46,14 @@ def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: i
     shards = [shard for shards in by_source for shard in shards]
     pieces = len(shapes[0]) if shapes else 1
     apart = None if sources is None else [len(shards) for shards in by_source]
-    return PackedExamples(directory, shards, np.dtype("<u2"), sequence, True, END, apart, pieces=pieces, **options)
+    return PackedExamples(
+        directory, shards, np.dtype("<u2"), sequence, True, END, apart, documents_per_example=pieces, **options
+    )
 
 
 def documents_of(rows: PackedExamples):
     """(row, document id, tokens, targets) of every document with a target, and which tokens lie behind the last."""
-    batch = rows.batch(np.arange(rows.sequences))
+    batch = rows.read_batch(np.arange(rows.sequences))
     for row, (tokens, targets, ids) in enumerate(zip(batch.tokens, batch.targets, batch.document_ids, strict=True)):
         assert (np.diff(ids) >= 0).all() and (np.diff(ids) <= 1).all() and ids[0] == 0
         for number in np.unique(ids).tolist():
@@ -67,7 +69,7 @@ examples = st.integers(1, 2).flatmap(
 
 @given(shapes=examples, sequence=st.integers(37, 60), pack=st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_every_example_lies_whole_in_one_row_with_the_tokens_of_its_responses_as_targets(
+def test_examples_lie_whole_in_rows_with_responses_as_targets(
     tmp_path_factory: pytest.TempPathFactory, shapes, sequence: int, pack: bool
 ):
     rows = packed(tmp_path_factory.mktemp("packed"), shapes, sequence, pack=pack)
@@ -103,7 +105,7 @@ def test_every_example_lies_whole_in_one_row_with_the_tokens_of_its_responses_as
         assert match, example
         wanted.remove(match[0])
     assert not wanted
-    assert rows.report["targets"] == rows.batch(np.arange(rows.sequences)).target_tokens
+    assert rows.report["targets"] == rows.read_batch(np.arange(rows.sequences)).target_tokens
     assert rows.report["trained"] == rows.report["examples"] == len(shapes)
     size = sum(prompt + response for example in shapes for prompt, response in example)
     assert rows.report["padding"] == rows.sequences * (sequence + 1) - size
@@ -111,7 +113,7 @@ def test_every_example_lies_whole_in_one_row_with_the_tokens_of_its_responses_as
 
 @given(sizes=st.lists(st.integers(1, 20), max_size=200))
 @settings(deadline=None, max_examples=50)
-def test_best_fit_takes_the_row_with_the_least_room(sizes: list[int]):
+def test_best_fit_chooses_row_with_least_remaining_capacity(sizes: list[int]):
     """Against the definition, by looking at every row (none is closed: there are too few)."""
     room, rows = 20, []
     for place, size in enumerate(sizes):
@@ -122,21 +124,21 @@ def test_best_fit_takes_the_row_with_the_least_room(sizes: list[int]):
         else:
             rows.append([place])
     assert len(rows) <= OPEN_ROWS
-    assert best_fit(sizes, room) == rows
+    assert pack_best_fit(sizes, room) == rows
 
 
-def test_packing_wastes_little_and_looks_at_few_rows():
+def test_packing_wastes_little_with_few_open_rows():
     sizes = np.random.default_rng(0).integers(10, 400, 5000).tolist()
-    rows = best_fit(sizes, 512)
+    rows = pack_best_fit(sizes, 512)
     assert sorted(place for row in rows for place in row) == list(range(5000))
     assert all(sum(sizes[place] for place in row) <= 512 for row in rows)
     assert sum(sizes) / (len(rows) * 512) > 0.97
     # 13 and then 7 tokens fill a row of 20, but those of the first rows are closed when the sevens come.
-    late = best_fit([13] * (OPEN_ROWS + 50) + [7] * (OPEN_ROWS + 50), 20)
+    late = pack_best_fit([13] * (OPEN_ROWS + 50) + [7] * (OPEN_ROWS + 50), 20)
     assert len(late) > OPEN_ROWS + 50
 
 
-def test_what_is_too_long_is_cut_dropped_or_refused_and_always_counted(tmp_path: Path):
+def test_too_long_examples_are_truncated_dropped_or_refused(tmp_path: Path):
     shapes = [[(4, 4)], [(5, 20)], [(30, 5)], [(3, 0)], [(6, 3)]]
     made = {}
     for too_long in ("truncate", "drop"):
@@ -157,39 +159,39 @@ def test_what_is_too_long_is_cut_dropped_or_refused_and_always_counted(tmp_path:
         _ = refused.rows
 
 
-def test_a_pair_that_is_too_long_loses_the_end_of_its_longer_response(tmp_path: Path):
+def test_too_long_pair_loses_end_of_longer_response(tmp_path: Path):
     rows = packed(tmp_path, [[(3, 20), (3, 4)]], 19)
     lengths = {number: len(tokens) for _, number, tokens, _ in documents_of(rows)}
     assert lengths == {0: 13, 1: 6}  # of which the last token is only a target: 13 + 7 = 20
     assert rows.report["truncated"] == 1 and rows.report["lost_targets"] == 10
 
 
-def test_all_tokens_but_the_first_are_targets_on_request(tmp_path: Path):
+def test_train_on_all_makes_every_token_but_first_a_target(tmp_path: Path):
     rows = packed(tmp_path, [[(4, 4)], [(2, 5)]], 30, train_on="all")
     for _, number, tokens, targets in documents_of(rows):
         assert number == 2 or targets[:-1] == tokens[1:]
     assert rows.report["targets"] == 7 + 6
 
 
-def test_rows_behind_the_last_hold_nothing_and_sources_with_weights_stay_apart(tmp_path: Path):
+def test_padded_rows_are_empty_and_weighted_sources_stay_apart(tmp_path: Path):
     shapes = [[(2, number % 5 + 1)] for number in range(20)]
     rows = packed(tmp_path, shapes, 11, sources=[8, 20])
     assert len(rows.sequences_by_source) == 2 and sum(rows.sequences_by_source) == rows.rows == rows.sequences
-    first = rows.batch(np.arange(rows.sequences_by_source[0]))
+    first = rows.read_batch(np.arange(rows.sequences_by_source[0]))
     assert first.target_tokens == sum(number % 5 + 1 for number in range(8))
-    batch = rows.batch([0, rows.rows, 10_000], padded=True)
+    batch = rows.read_batch([0, rows.rows, 10_000], padded=True)
     assert (batch.targets[1:] == NO_TARGET).all() and (batch.tokens[1:] == END).all()
-    assert sum(len(batch.tokens) for batch in rows.batches(3)) == rows.rows
+    assert sum(len(batch.tokens) for batch in rows.iterate_batches(3)) == rows.rows
     with pytest.raises(AssertionError):
-        rows.batch([rows.rows])
+        rows.read_batch([rows.rows])
 
 
-def test_rows_do_not_depend_on_shards(tmp_path: Path):
+def test_packing_is_independent_of_shards(tmp_path: Path):
     shapes = [[(2, number % 5 + 1), (3, 4)] for number in range(40)]
     batches = []
     for shard_tokens in (1, 60, 10**6):
         (tmp_path / str(shard_tokens)).mkdir()
         rows = packed(tmp_path / str(shard_tokens), shapes, 33, shard_tokens=shard_tokens)
-        batch = rows.batch(np.arange(rows.rows))
+        batch = rows.read_batch(np.arange(rows.rows))
         batches.append(batch.tokens.tobytes() + batch.targets.tobytes() + batch.document_ids.tobytes())
     assert len(set(batches)) == 1

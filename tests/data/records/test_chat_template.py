@@ -38,7 +38,7 @@ class Pair:
 
     def pieces(self, *turns: Message, prompt: tuple[Message, ...] = ()):
         """(tokens, trained) of one conversation."""
-        [[piece]] = self.ours.pieces([Document("d", "", None, Example(prompt, (turns,)))])
+        [[piece]] = self.ours.encode_documents([Document("d", "", None, Example(prompt, (turns,)))])
         return piece.tokens, piece.trained
 
     def apply(self, turns, **options):
@@ -60,16 +60,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.parametrize("style", STYLES)
-def test_the_tokens_are_those_of_transformers(pairs, style: str, kind: str):
+def test_chat_template_tokens_match_transformers(pairs, style: str, kind: str):
     pair = pairs(style, kind)
     turns = pair.turns()
     tokens, _ = pair.pieces(*turns)
     assert tokens.tolist() == pair.apply(turns)["input_ids"]
-    assert pair.ours.prompt(turns[:-1]) == pair.apply(turns[:-1], add_generation_prompt=True)["input_ids"]
+    assert pair.ours.encode_prompt(turns[:-1]) == pair.apply(turns[:-1], add_generation_prompt=True)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-def test_what_a_template_marks_is_what_transformers_says_is_the_assistants(pairs, kind: str):
+def test_generation_marks_match_transformers_assistant_mask(pairs, kind: str):
     pair = pairs("marked", kind)
     turns = [turn._replace(content=turn.content.replace("日本語", "words")) for turn in pair.turns()]
     _, trained = pair.pieces(*turns)
@@ -77,7 +77,7 @@ def test_what_a_template_marks_is_what_transformers_says_is_the_assistants(pairs
 
 
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "marked"])
-def test_a_template_without_marks_is_trained_on_each_answer_and_the_token_that_ends_it(pairs, style: str):
+def test_template_without_generation_marks_trains_answers_and_end_token(pairs, style: str):
     pair = pairs(style)
     tokens, trained = pair.pieces(*pair.turns())
     end = {"gemma": "<end_of_turn>"}.get(style, pair.style.eos)
@@ -90,7 +90,7 @@ def test_a_template_without_marks_is_trained_on_each_answer_and_the_token_that_e
     ]
 
 
-def test_answers_in_the_prompt_and_blank_ones_are_not_trained_on(pairs):
+def test_prompt_answers_and_blank_answers_are_not_targets(pairs):
     pair = pairs("chatml")
     turns = pair.turns()
     tokens, trained = pair.pieces(turns[-1], prompt=tuple(turns[:-1]))
@@ -101,7 +101,7 @@ def test_answers_in_the_prompt_and_blank_ones_are_not_trained_on(pairs):
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.parametrize("style", STYLES)
-def test_no_text_becomes_a_special_token(pairs, style: str, kind: str):
+def test_message_text_never_becomes_special_token(pairs, style: str, kind: str):
     """Whatever a person writes, there are as many special tokens as for harmless text, and the text comes back."""
     pair = pairs(style, kind)
     special = {pair.theirs.convert_tokens_to_ids(token) for token in pair.style.special}
@@ -120,7 +120,7 @@ def test_no_text_becomes_a_special_token(pairs, style: str, kind: str):
 
 
 @pytest.mark.parametrize("source, content", [("<|{}|>", "x"), ("{}x|>", "<|"), ("<|x{}", "|>"), ("<|{}", " x|> ")])
-def test_a_special_token_half_of_which_is_text_is_text(source: str, content: str):
+def test_special_token_partly_spelled_by_message_is_text(source: str, content: str):
     before, after = source.split("{}")
     template = ChatTemplate(
         f"{{% for m in messages %}}{before}{{{{ m.content | trim }}}}{after}{{% endfor %}}",
@@ -128,19 +128,19 @@ def test_a_special_token_half_of_which_is_text_is_text(source: str, content: str
         frozenset({"<|x|>"}),
         "",
     )
-    rendered = template.rendered([Message("user", content)], prompt=True)
+    rendered = template.render_with_spans([Message("user", content)], prompt=True)
     assert (rendered.text, rendered.own) == ("<|x|>", [])
 
 
-def test_a_template_that_looks_into_a_text_that_spells_a_token_refuses_it():
+def test_template_that_inspects_text_refuses_special_token_in_message():
     source = "{% for m in messages %}{{ '<|a|>' + (m.content.split('</t>')[-1]) }}{% endfor %}"
     template = ChatTemplate(source, {}, frozenset({"<|a|>"}), "it")
-    assert template.rendered([Message("user", "x</t>y")], prompt=True).text == "<|a|>y"
+    assert template.render_with_spans([Message("user", "x</t>y")], prompt=True).text == "<|a|>y"
     with pytest.raises(TemplateError, match=r"one holds the special token <\|a\|>"):
-        template.rendered([Message("user", "x</t><|a|>")], prompt=True)
+        template.render_with_spans([Message("user", "x</t><|a|>")], prompt=True)
 
 
-def test_a_template_that_does_not_say_which_part_is_the_answer_is_refused_with_the_remedy():
+def test_template_with_undetermined_answers_is_refused_with_advice():
     """One that shows earlier answers shorter than the last, as those of models that think."""
     source = (
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and not loop.last %}..{% else %}"
@@ -148,28 +148,28 @@ def test_a_template_that_does_not_say_which_part_is_the_answer_is_refused_with_t
     )
     template = ChatTemplate(source, {}, frozenset(), "it")
     one = [Message("user", "Q"), Message("assistant", "A")]
-    assert template.rendered(one).responses == [(len("user:Q;"), len("user:Q;assistant:A;"))]
+    assert template.render_with_spans(one).responses == [(len("user:Q;"), len("user:Q;assistant:A;"))]
     with pytest.raises(TemplateError, match=r"has no {% generation %} .* in a .jinja file"):
-        template.rendered([*one, *one])
+        template.render_with_spans([*one, *one])
 
 
-def test_what_a_template_says_against_a_record_is_said_with_the_record(pairs):
+def test_template_refusal_names_the_record(pairs):
     pair = pairs("gemma")
     document = Document("chats.jsonl:7", "", None, Example((), (tuple(TURNS),)))
     with pytest.raises(UserError, match=r"chats.jsonl:7: the chat template of .* System role not supported"):
-        list(pair.ours.pieces([document]))
+        list(pair.ours.encode_documents([document]))
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 1.5 ** 9999 }}", "{{ messages[9].a.b }}", "{{ 'a' + 1 }}"])
-def test_what_goes_wrong_inside_a_template_is_said_of_the_record(source: str):
+def test_template_failure_names_the_record(source: str):
     with pytest.raises(TemplateError, match="^does not take it: "):
         ChatTemplate(source, {}, frozenset(), "it").render([Message("user", "Q")])
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_token_that_ends_a_turn_is_found_with_and_without_white_space_marked_behind_it(pairs, style: str):
+def test_turn_end_token_is_found_despite_trailing_white_space(pairs, style: str):
     pair = pairs(style)
-    assert pair.theirs.convert_ids_to_tokens(pair.ours.turn_end()) == {"gemma": "<end_of_turn>"}.get(
+    assert pair.theirs.convert_ids_to_tokens(pair.ours.find_turn_end()) == {"gemma": "<end_of_turn>"}.get(
         style, pair.style.eos
     )
     source = (
@@ -178,18 +178,18 @@ def test_the_token_that_ends_a_turn_is_found_with_and_without_white_space_marked
     )
     for end, found in ((f"{pair.style.eos}\n", pair.style.eos), ("\n", None), (f"{pair.style.eos}.", None)):
         template = ChatTemplate(source.replace("END", repr(end)), {}, pair.ours.template.special, "it")
-        number = ExampleEncoder(pair.ours.tokenizer, template).turn_end()
+        number = ExampleEncoder(pair.ours.tokenizer, template).find_turn_end()
         assert (number if number is None else pair.theirs.convert_ids_to_tokens(number)) == found
 
 
-def test_a_record_of_millions_of_characters_is_refused_before_it_is_tokenized(pairs):
+def test_record_of_millions_of_characters_is_refused_before_tokenization(pairs):
     example = Example((), ((Message("user", "Q"), Message("assistant", "A" * 1_000_001)),))
     document = Document("chats.jsonl:7", example.text(), None, example)
     with pytest.raises(UserError, match=r"chats.jsonl:7: .* 1,000,004 characters.*clean.maximum_characters = 1000000"):
-        list(pairs("chatml").ours.pieces([document]))
+        list(pairs("chatml").ours.encode_documents([document]))
 
 
-def test_templates_run_in_a_sandbox():
+def test_templates_run_in_sandbox():
     template = ChatTemplate("{{ messages.__class__.__mro__ }}", {}, frozenset(), "it")
     with pytest.raises(TemplateError, match="unsafe"):
         template.render([Message("user", "Q")])
@@ -203,19 +203,19 @@ def test_templates_run_in_a_sandbox():
         ("model", 'comes without a chat_template; set data.template to "instruction" or "chatml"'),
     ],
 )
-def test_a_template_that_is_not_there_is_refused(name: str, problem: str):
+def test_missing_template_is_refused(name: str, problem: str):
     with pytest.raises(UserError, match=problem):
         find_template(name, None, "bpe")
 
 
-def test_chatml_needs_its_tokens():
+def test_chatml_requires_its_special_tokens():
     check_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
     check_tokens("instruction", set(), "gpt2")
     with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are no special tokens of the tokenizer "gpt2"'):
         check_tokens("chatml", {"<|im_start|>"}, "gpt2")
 
 
-def test_a_file_that_is_no_template_is_refused_with_its_line(tmp_path):
+def test_invalid_template_file_is_refused_with_line(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     source, where = find_template(str(path), None, "bpe")
@@ -224,20 +224,20 @@ def test_a_file_that_is_no_template_is_refused_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["instruction", "chatml"])
-def test_the_templates_that_come_along_do_in_transformers_what_they_do_here(pairs, name: str):
+def test_built_in_templates_render_alike_in_transformers(pairs, name: str):
     pair = pairs("chatml")
     source, where = find_template(name, None, "")
     ours = ExampleEncoder(
         pair.ours.tokenizer, ChatTemplate(source, {"eos_token": "<|im_end|>"}, pair.ours.template.special, where)
     )
     turns = TURNS[:3]
-    [[piece]] = ours.pieces([Document("d", "", None, Example((), (tuple(turns),)))])
+    [[piece]] = ours.encode_documents([Document("d", "", None, Example((), (tuple(turns),)))])
     theirs = pair.apply(turns, chat_template=source, return_assistant_tokens_mask=True)
     assert piece.tokens.tolist() == theirs["input_ids"]
     assert piece.trained.tolist() == theirs["assistant_masks"]
 
 
-def test_an_instruction_has_its_three_parts():
+def test_instruction_template_renders_instruction_input_and_output():
     source, where = find_template("instruction", None, "")
     template = ChatTemplate(source, {"eos_token": "</s>", "bos_token": "<s>"}, frozenset({"<s>", "</s>"}), where)
     text = "<s>### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>"

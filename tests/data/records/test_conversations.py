@@ -17,7 +17,7 @@ from meshwright.data.records import record_files
 from meshwright.data.records.conversations import Message, Records
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
-from meshwright.data.tokenizers.report import tokenizer_report
+from meshwright.data.tokenizers.report import measure_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe, Recipe
 from meshwright.toml import read_toml
@@ -49,33 +49,33 @@ def write(path: Path, records: list[Any]) -> Path:
 
 def read(path: Path, kind: str, **renamed: str):
     [file] = find_files([str(path)], records=True)
-    return list(Reader(records=Records(kind, renamed)).documents(file))
+    return list(Reader(records=Records(kind, renamed)).read_documents(file))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".jsonl.gz"])
 @pytest.mark.parametrize("kind", RECORDS)
-def test_a_record_is_the_same_conversation_in_every_format(tmp_path: Path, kind: str, suffix: str):
+def test_record_parses_alike_in_every_format(tmp_path: Path, kind: str, suffix: str):
     documents = read(write(tmp_path / f"data{suffix}", RECORDS[kind]), kind)
     records = Records(kind)
-    assert [document.example for document in documents] == [records.example(record) for record in RECORDS[kind]]
+    assert [document.example for document in documents] == [records.parse_example(record) for record in RECORDS[kind]]
     place = {".json": ":record ", ".parquet": ":row "}.get(suffix, ":")
     assert [document.name for document in documents] == [f"data{suffix}{place}{number}" for number in (1, 2)]
 
 
-def test_conversations_are_what_their_records_say():
-    [add, hi] = map(Records("instruction").example, RECORDS["instruction"])
+def test_records_parse_to_expected_conversations():
+    [add, hi] = map(Records("instruction").parse_example, RECORDS["instruction"])
     assert add.branches == ((Message("user", "Add.", "1 2"), Message("assistant", "3")),) and add.prompt == ()
     assert add.text() == "Add.\n\n1 2\n\n3"
     assert hi.branches[0][0] == Message("user", "Hi")
     share = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "id": 7}
-    assert Records("chat").example(share).branches == ((Message("user", "Q"), Message("assistant", "A")),)
+    assert Records("chat").parse_example(share).branches == ((Message("user", "Q"), Message("assistant", "A")),)
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "text", "text": "!"}]}]}
-    assert Records("chat").example(parts).branches == ((Message("user", "Q!"),),)
+    assert Records("chat").parse_example(parts).branches == ((Message("user", "Q!"),),)
     renamed = Records("instruction", {"instruction": "question", "output": "answer"})
-    assert renamed.example({"question": "Q", "answer": "A"}).branches[0][1] == Message("assistant", "A")
+    assert renamed.parse_example({"question": "Q", "answer": "A"}).branches[0][1] == Message("assistant", "A")
 
 
-def test_every_way_to_write_a_preference_is_the_same_prompt_and_two_answers():
+def test_preference_formats_parse_alike():
     turn = {role: {"role": role, "content": role[0]} for role in ("user", "assistant")}
     good, bad = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
     history = [turn["user"], turn["assistant"], turn["user"]]
@@ -85,7 +85,7 @@ def test_every_way_to_write_a_preference_is_the_same_prompt_and_two_answers():
         {"prompt": history, "chosen": [*history, good], "rejected": [*history, bad]},
         {"chosen": [*history, good], "rejected": [*history, bad]},
     ]
-    [example] = {Records("preference").example(way) for way in ways}
+    [example] = {Records("preference").parse_example(way) for way in ways}
     assert [message.content for message in example.prompt] == ["u", "a", "u"]
     assert [branch[0].content for branch in example.branches] == ["good", "bad"]
 
@@ -126,16 +126,14 @@ def test_every_way_to_write_a_preference_is_the_same_prompt_and_two_answers():
     ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-def test_a_malformed_record_is_named_with_what_would_be_right(
-    tmp_path: Path, suffix: str, kind: str, record, problem: str
-):
+def test_malformed_record_error_shows_expected_format(tmp_path: Path, suffix: str, kind: str, record, problem: str):
     path = write(tmp_path / f"data{suffix}", [RECORDS[kind][0], record])
     where = f"{path}: record 2" if suffix == ".json" else f"{path}:2"
     with pytest.raises(UserError, match=f"^{where}: the record .*{problem}"):
         read(path, kind)
 
 
-def test_with_required_keys_malformed_records_are_counted_and_left_out(tmp_path: Path):
+def test_malformed_records_are_dropped_with_required_keys(tmp_path: Path):
     records = [*RECORDS["instruction"], {"instruction": "Q"}, {"instruction": "Q", "output": "A", "score": "high"}]
     records = [{"score": 1, **record} for record in records]
     data = prepare(
@@ -166,14 +164,14 @@ def test_with_required_keys_malformed_records_are_counted_and_left_out(tmp_path:
         ("", "is empty"),
     ],
 )
-def test_a_damaged_json_list_is_refused_with_the_record(tmp_path: Path, text: str, problem: str):
+def test_damaged_json_list_error_names_record(tmp_path: Path, text: str, problem: str):
     path = tmp_path / "data.json"
     path.write_text(text)
     with pytest.raises(UserError, match=problem):
         read(path, "instruction")
 
 
-def test_a_number_of_thousands_of_digits_is_named_with_its_record(tmp_path: Path):
+def test_huge_json_number_error_names_record(tmp_path: Path):
     text = '{"instruction": "Q", "output": "A", "id": %s}' % ("1" * 5000)
     (tmp_path / "a.jsonl").write_text(text)
     (tmp_path / "a.json").write_text(f"[{text}]")
@@ -183,21 +181,23 @@ def test_a_number_of_thousands_of_digits_is_named_with_its_record(tmp_path: Path
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-def test_a_json_list_is_the_same_however_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+def test_json_list_reading_is_independent_of_chunk_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
     monkeypatch.setattr(record_files, "_CHUNK", chunk)
     records = [{"instruction": f'"Q{number}" \\ \n é😀', "output": "A" * number} for number in range(1, 30)]
     path = tmp_path / "data.json"
     path.write_text("\ufeff" + json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [one.example for one in read(path, "instruction")] == list(map(Records("instruction").example, records))
+    assert [one.example for one in read(path, "instruction")] == list(
+        map(Records("instruction").parse_example, records)
+    )
 
 
-def test_a_long_list_is_read_in_little_memory_and_a_record_of_many_megabytes_in_one_piece(tmp_path: Path):
+def test_long_json_list_is_read_in_bounded_memory(tmp_path: Path):
     path = tmp_path / "data.json"
     row = json.dumps({"instruction": "Q" * 1000, "output": "A"})
     path.write_text("[" + ",\n".join([row] * 20_000) + "]")
     [file] = find_files([str(path)], records=True)
     tracemalloc.start()
-    assert sum(1 for _ in Reader(records=Records("instruction")).documents(file)) == 20_000
+    assert sum(1 for _ in Reader(records=Records("instruction")).read_documents(file)) == 20_000
     assert tracemalloc.get_traced_memory()[1] < 12e6  # of 20 MB
     tracemalloc.stop()
     path.write_text(json.dumps([{"instruction": "Q" * 20_000_000, "output": "A"}]))
@@ -205,7 +205,7 @@ def test_a_long_list_is_read_in_little_memory_and_a_record_of_many_megabytes_in_
     assert len(document.text) == 20_000_003
 
 
-def test_a_record_that_no_tokenizer_could_hold_is_refused_and_left_out_on_request(tmp_path: Path):
+def test_record_too_long_for_tokenizer_is_refused_or_dropped(tmp_path: Path):
     records = [{"instruction": "Q" * 17_000_000, "output": "A"}, {"instruction": "Q", "output": "A"}]
     settings = {"records": "instruction", "tokenizer": "bytes", "sequence": 80, "validation_fraction": 0.0}
     path = write(tmp_path / "data.jsonl", records)
@@ -217,7 +217,7 @@ def test_a_record_that_no_tokenizer_could_hold_is_refused_and_left_out_on_reques
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_what_a_tokenizer_does_to_records_is_reported(tmp_path: Path, kind: str):
+def test_tokenizer_report_covers_records(tmp_path: Path, kind: str):
     path = write(tmp_path / "data.jsonl", RECORDS[kind])
     recipe = DataRecipe(
         source=str(path),
@@ -229,14 +229,14 @@ def test_what_a_tokenizer_does_to_records_is_reported(tmp_path: Path, kind: str)
         cache=str(tmp_path / "cache"),
     )
     data = prepare(recipe)
-    report = tokenizer_report(recipe, data)
-    [text] = data.documents("validation")
+    report = measure_tokenizer(recipe, data)
+    [text] = data.iterate_documents("validation")
     assert text in [document.text for document in read(path, kind)]
     assert report["round_trip"]["exact"] == report["round_trip"]["documents"] == 1
     assert report["tokens"] == data.summary()["tokens"] > report["bytes"]
 
 
-def test_files_that_hold_no_records_are_refused(tmp_path: Path):
+def test_files_without_records_are_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match="a.txt: records come as JSON Lines .* a JSON list .* or Parquet"):
         read(tmp_path / "a.txt", "chat")
@@ -254,7 +254,7 @@ def test_files_that_hold_no_records_are_refused(tmp_path: Path):
         read(tmp_path / "d.jsonl", "instruction")
 
 
-def test_cleaning_sees_all_of_a_record_and_masks_reach_its_tokens(tmp_path: Path):
+def test_cleaning_covers_whole_records_and_masks_reach_tokens(tmp_path: Path):
     records = [
         {"instruction": "Write to", "input": "ann@example.org", "output": "Done, bob@example.org knows."},
         {"instruction": "Twice", "output": "the same"},
@@ -275,7 +275,7 @@ def test_cleaning_sees_all_of_a_record_and_masks_reach_its_tokens(tmp_path: Path
     )
     dropped = {rule: count for rule, count in data.summary()["dropped"].items() if count}
     assert dropped == {"encoding": 1, "exact_duplicates": 1}
-    batch = data.split("train").batch([0])
+    batch = data.split("train").read_batch([0])
     text = data.tokenizer.decode(batch.tokens[0])
     assert "<email>" in text and "@" not in text
     trained = data.tokenizer.decode(batch.targets[0][batch.targets[0] >= 0])
@@ -294,7 +294,7 @@ def test_cleaning_sees_all_of_a_record_and_masks_reach_its_tokens(tmp_path: Path
         ({"records": "preference", "train_on": "all"}, "trained on their responses"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(tiny_recipe: Path, keys: dict[str, Any], problem: str):
+def test_contradicting_recipe_keys_are_refused(tiny_recipe: Path, keys: dict[str, Any], problem: str):
     tables = read_toml(tiny_recipe, "recipe")
     tables["data"] |= keys
     with pytest.raises(UserError, match=problem):

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.records.exchanges import (
-    exchange,
-    first_request,
-    json_line,
-    read_rows,
-    record_names,
-    with_response,
-    write_rows,
+    find_first_request,
+    name_records,
+    read_records,
+    replace_response,
+    split_exchange,
+    to_json_line,
+    write_records,
 )
 from meshwright.errors import UserError
 
@@ -48,18 +48,18 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_both_sides_of_every_form_are_found(form: str):
+def test_prompt_and_response_are_found_in_every_format(form: str):
     record, prompt, response, first = FORMS[form]
-    assert exchange(record, "x") == (prompt, response)
-    assert first_request(record, "x") == first
+    assert split_exchange(record, "x") == (prompt, response)
+    assert find_first_request(record, "x") == first
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_another_response_stands_where_the_old_one_stood_and_nothing_else_changes(form: str):
+def test_replaced_response_changes_nothing_else(form: str):
     record = FORMS[form][0]
     before = json.dumps(record)
-    changed = with_response(record, "new", "x")
-    assert exchange(changed, "x") == (FORMS[form][1], "new")
+    changed = replace_response(record, "new", "x")
+    assert split_exchange(changed, "x") == (FORMS[form][1], "new")
     assert json.dumps(record) == before
     old = FORMS[form][2]
     if old:  # the same text with the one answer exchanged
@@ -79,34 +79,34 @@ def test_another_response_stands_where_the_old_one_stood_and_nothing_else_change
         ({"conversations": [{"from": "human", "value": None}]}, "conversations[0].value is null, not a string"),
     ],
 )
-def test_what_is_no_record_is_one_line_with_its_place(record: dict, said: str):
+def test_invalid_record_error_names_position(record: dict, said: str):
     with pytest.raises(UserError, match="^file:3: ") as caught:
-        exchange(record, "file:3")
+        split_exchange(record, "file:3")
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_record_keeps_its_name_wherever_it_stands_and_however_it_is_labelled():
+def test_record_name_is_independent_of_position_and_labels():
     labelled = {**ALPACA, "annotation": {"refuses": False}}
-    assert record_names([ALPACA, CHAT]) == record_names([CHAT, labelled])[::-1]
-    names = record_names([ALPACA, ALPACA, CHAT, ALPACA])
+    assert name_records([ALPACA, CHAT]) == name_records([CHAT, labelled])[::-1]
+    names = name_records([ALPACA, ALPACA, CHAT, ALPACA])
     assert len(set(names)) == 4 and [name.partition("-")[2] for name in names] == ["", "2", "", "3"]
-    assert record_names([{**ALPACA, "output": "home"}])[0] not in names
+    assert name_records([{**ALPACA, "output": "home"}])[0] not in names
 
 
-def test_lines_lists_and_compressed_files_hold_the_same_records(tmp_path: Path):
+def test_records_read_alike_from_lines_lists_and_compressed_files(tmp_path: Path):
     rows = [ALPACA, CHAT, {**ALPACA, "odd": "\ud83d", "big": 2**70, "float": 0.1 + 0.2}]
-    write_rows(tmp_path / "a.jsonl", rows)
+    write_records(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     (tmp_path / "d.jsonl").write_bytes(
         b"\xef\xbb\xbf\r\n" + (tmp_path / "a.jsonl").read_bytes().replace(b"\n", b"\r\n")
     )
     for name in ("a.jsonl", "b.json", "c.jsonl.gz", "d.jsonl"):
-        assert [row for _, row in read_rows(tmp_path / name)] == rows, name
-    assert [where.rpartition("/")[2] for where, _ in read_rows(tmp_path / "a.jsonl")] == [
+        assert [row for _, row in read_records(tmp_path / name)] == rows, name
+    assert [where.rpartition("/")[2] for where, _ in read_records(tmp_path / "a.jsonl")] == [
         f"a.jsonl:{n}" for n in (1, 2, 3)
     ]
-    assert "é".encode() in json_line({"a": "é"})
+    assert "é".encode() in to_json_line({"a": "é"})
 
 
 @pytest.mark.parametrize(
@@ -123,23 +123,23 @@ def test_lines_lists_and_compressed_files_hold_the_same_records(tmp_path: Path):
         ("a.jsonl.gz", b"no gzip", "not a readable gzip file"),
     ],
 )
-def test_a_damaged_file_is_one_line_that_says_where(tmp_path: Path, name: str, data: bytes, said: str):
+def test_damaged_record_file_error_names_position(tmp_path: Path, name: str, data: bytes, said: str):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError) as caught:
-        read_rows(tmp_path / name)
+        read_records(tmp_path / name)
     assert said in str(caught.value)
 
 
-def test_a_missing_file_and_a_directory_are_named(tmp_path: Path):
+def test_missing_file_and_directory_errors_name_path(tmp_path: Path):
     (tmp_path / "chats.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"did you mean .*chats\.jsonl"):
-        read_rows(tmp_path / "chat.jsonl")
+        read_records(tmp_path / "chat.jsonl")
     (tmp_path / "chats2.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"chats\*.jsonl is a pattern that 2 files fit; name the files"):
-        read_rows(tmp_path / "chats*.jsonl")
+        read_records(tmp_path / "chats*.jsonl")
     (tmp_path / "chats[2].jsonl").write_text('{"a": 1}')
-    assert [row for _, row in read_rows(tmp_path / "chats[2].jsonl")] == [{"a": 1}]
+    assert [row for _, row in read_records(tmp_path / "chats[2].jsonl")] == [{"a": 1}]
     with pytest.raises(UserError, match="is a directory"):
-        read_rows(tmp_path)
+        read_records(tmp_path)
     with pytest.raises(UserError, match="cannot write"):
-        write_rows(tmp_path / "no" / "file", [])
+        write_records(tmp_path / "no" / "file", [])

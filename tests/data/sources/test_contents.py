@@ -12,7 +12,7 @@ from meshwright.data.sources.contents import Contents
 from meshwright.data.sources.resolution import find_files
 
 
-def test_a_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshwright.data.sources.contents.REMEMBER_FROM", 1)
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -28,8 +28,8 @@ def test_a_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch
 
     from meshwright.data.sources import contents
 
-    original = contents.digest_of
-    monkeypatch.setattr(contents, "digest_of", digest)
+    original = contents.hash_source
+    monkeypatch.setattr(contents, "hash_source", digest)
     log: list[str] = []
     first = Contents(find_files([str(texts)]), tmp_path, log.append)
     assert (len(hashed), len(log)) == (3, 1)
@@ -40,4 +40,4 @@ def test_a_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch
     changed = Contents(find_files([str(texts)]), tmp_path, log.append)
     assert hashed[3:] == ["1.txt"]
     assert changed.sha256[1] == hashlib.sha256(b"text X").hexdigest() != first.sha256[1]
-    assert first.changed() is not None and changed.changed() is None
+    assert first.find_changed() is not None and changed.find_changed() is None

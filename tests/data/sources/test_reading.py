@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.sources.reading import _pieces, check_encoding
+from meshwright.data.sources.reading import _cut_text, check_encoding
 from meshwright.errors import UserError
 from tests.data.documents import read, refusal
 
 
-def test_a_text_file_is_one_document_with_plain_newlines_and_no_byte_order_mark(file):
+def test_text_file_is_one_document_with_normalized_newlines(file):
     assert read(file("a.txt", b"\xef\xbb\xbfone\r\ntwo\rthree\n")) == [("a.txt", "one\ntwo\nthree\n")]
 
 
-def test_a_json_line_is_one_document_named_by_its_line(file):
+def test_json_line_is_one_document_named_by_line(file):
     lines = b'\xef\xbb\xbf{"text": "one\\r\\ntwo", "id": 1}\r\n\n{"text": ""}\n{"text": "last"}'
     assert read(file("a.jsonl", lines)) == [("a.jsonl:1", "one\ntwo"), ("a.jsonl:3", ""), ("a.jsonl:4", "last")]
 
@@ -35,25 +35,25 @@ def test_other_encodings_are_read_when_named(file):
     assert read(file("b.txt", "Grüße".encode("latin-1")), encoding="latin-1") == [("b.txt", "Grüße")]
 
 
-def test_a_byte_that_does_not_decode_is_still_there_as_a_surrogate(file):
+def test_undecodable_byte_becomes_surrogate(file):
     ((_, text),) = read(file("a.txt", b"plain text with one byte \xff that is none"))
     assert text is not None and "\udcff" in text
 
 
-def test_broken_utf_16_is_no_text(file):
+def test_broken_utf_16_is_not_text(file):
     assert read(file("a.txt", "text".encode("utf-16") + b"\x00\xd8\x41"), encoding="utf-16")[-1][1] is None
 
 
 @given(text=st.text(alphabet="ab\n é"), longest=st.integers(1, 12), chunk=st.integers(1, 7))
-def test_pieces_are_short_enough_and_joined_are_the_text(text: str, longest: int, chunk: int):
+def test_cut_texts_are_short_and_join_to_the_text(text: str, longest: int, chunk: int):
     chunks = [text[begin : begin + chunk] for begin in range(0, len(text), chunk)]
-    pieces = list(_pieces(iter(chunks), longest))
+    pieces = list(_cut_text(iter(chunks), longest))
     assert "".join(pieces) == text
     assert all(len(piece) <= longest for piece in pieces)
     assert pieces == [""] or all(pieces)
 
 
-def test_a_long_text_is_cut_after_blank_lines_where_it_can(file):
+def test_long_text_is_cut_after_blank_lines(file):
     text = "".join(f"paragraph {number}\nsecond line\n\n" for number in range(40))
     pieces = read(file("a.txt", text.encode()), longest=100)
     assert [name for name, _ in pieces][:3] == ["a.txt", "a.txt#2", "a.txt#3"]
@@ -88,20 +88,20 @@ def test_a_long_text_is_cut_after_blank_lines_where_it_can(file):
         ("a.jsonl", b'{"text": "a", "id": %s}' % (b"1" * 5000), ":1: not JSON"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_line(file, name: str, data: bytes, said: str):
+def test_unreadable_file_is_one_line_error(file, name: str, data: bytes, said: str):
     assert said in refusal(file(name, data))
 
 
 @pytest.mark.parametrize("data", [b"\x7fELF\x00\x00", bytes(range(128, 256)) * 10])
-def test_a_binary_file_that_a_glob_brought_along_is_left_to_the_cleaning(file, data: bytes):
+def test_unnamed_binary_file_is_left_to_cleaning(file, data: bytes):
     assert read(file("a.txt", data), named=False) == [("a.txt", None)]
 
 
-def test_an_empty_file_that_a_glob_brought_along_is_an_empty_document(file):
+def test_unnamed_empty_file_is_an_empty_document(file):
     assert read(file("a.txt", b""), named=False) == [("a.txt", "")]
 
 
-def test_an_unknown_encoding_is_answered_with_the_nearest():
+def test_unknown_encoding_error_suggests_nearest():
     check_encoding("utf-8")
     with pytest.raises(UserError, match='unknown encoding "utf-9"; did you mean "utf-8"'):
         check_encoding("utf-9")

@@ -31,7 +31,7 @@ def refusal(source: str) -> str:
     return str(caught.value)
 
 
-def test_the_standard_library_is_its_sources_without_tests_and_installed_packages():
+def test_standard_library_excludes_tests_and_packages():
     files = find_files(["stdlib"])
     found = {file.name for file in files}
     assert {"stdlib/pydoc_data/topics.py", "stdlib/json/decoder.py", "stdlib/os.py"} <= found
@@ -41,12 +41,12 @@ def test_the_standard_library_is_its_sources_without_tests_and_installed_package
     assert sum(file.path.stat().st_size for file in files) > 8e6
 
 
-def test_a_python_without_sources_is_told_to_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_python_without_library_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert "this Python has none" in refusal("stdlib")
 
 
-def test_a_directory_gives_all_its_visible_files_in_the_order_of_their_names(corpus: Path):
+def test_directory_yields_visible_files_sorted_by_name(corpus: Path):
     assert names(str(corpus)) == ["a.txt", "b.txt", "deep/d.jsonl", "deep/e.jsonl.gz", "deep/er/c.txt"]
 
 
@@ -54,13 +54,13 @@ def test_sources_keep_their_order(corpus: Path):
     assert names("b.txt", "a.txt") == ["b.txt", "a.txt"]
 
 
-def test_a_glob_goes_to_any_depth(corpus: Path):
+def test_glob_matches_any_depth(corpus: Path):
     assert names("*.txt") == ["a.txt", "b.txt"]
     assert names("**/*.txt") == ["a.txt", "b.txt", "deep/er/c.txt"]
     assert names(f"{corpus}/deep/**/*.txt") == ["er/c.txt"]
 
 
-def test_names_do_not_depend_on_where_the_corpus_lies(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_file_names_are_independent_of_corpus_location(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "deep").mkdir()
     (elsewhere / "deep" / "x.txt").touch()
@@ -68,18 +68,18 @@ def test_names_do_not_depend_on_where_the_corpus_lies(corpus: Path, tmp_path_fac
     assert names(f"{corpus}/deep/x*") == names(f"{elsewhere}/deep/x*") == ["x.txt"]
 
 
-def test_the_suffix_decides_the_format_unless_it_is_said(corpus: Path):
+def test_suffix_sets_format_unless_given(corpus: Path):
     formats = {file.name: file.format for file in find_files(["."])}
     assert formats["deep/d.jsonl"] == formats["deep/e.jsonl.gz"] == "jsonl"
     assert formats["a.txt"] == "text"
     assert {file.format for file in find_files(["."], "jsonl")} == {"jsonl"}
 
 
-def test_only_a_file_that_the_recipe_names_is_named(corpus: Path):
+def test_only_explicit_file_is_named(corpus: Path):
     assert [file.named for file in find_files(["a.txt", "b*.txt", "deep/er"])] == [True, False, False]
 
 
-def test_a_cache_inside_the_corpus_is_no_source_and_a_corpus_inside_the_cache_is(corpus: Path):
+def test_cache_inside_corpus_is_not_a_source(corpus: Path):
     before = names(".")
     prepared = corpus / "deep" / ("0a" * 16)
     prepared.mkdir()
@@ -100,7 +100,7 @@ def test_a_cache_inside_the_corpus_is_no_source_and_a_corpus_inside_the_cache_is
         ("a.txt/x", "does not exist"),
     ],
 )
-def test_a_source_that_is_not_there_is_answered_with_what_is(corpus: Path, source: str, said: str):
+def test_missing_source_error_lists_existing_names(corpus: Path, source: str, said: str):
     line = refusal(source)
     assert line.startswith(f'data.source: "{source}" ')
     assert said in line

@@ -64,7 +64,7 @@ def s3(running_s3: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def texts(source: str) -> list[str | None]:
-    return [document.text for file in find_files([source]) for document in Reader().documents(file)]
+    return [document.text for file in find_files([source]) for document in Reader().read_documents(file)]
 
 
 def refusal(source: str) -> str:
@@ -82,7 +82,7 @@ def data_recipe(source: str, cache: Path, **settings: object) -> DataRecipe:
 @pytest.mark.parametrize(
     ("name", "data"), [("a.jsonl", LINES), ("a.parquet", parquet_bytes())], ids=["jsonl", "parquet"]
 )
-def test_an_object_reads_like_the_same_file_on_disk_block_after_block(
+def test_stored_object_reads_like_local_file(
     s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes
 ):
     monkeypatch.setattr(stores, "BLOCK", 10_000)
@@ -92,7 +92,7 @@ def test_an_object_reads_like_the_same_file_on_disk_block_after_block(
     assert len(s3.ranges) > 10 and "all" not in s3.ranges
 
 
-def test_directories_and_globs_of_a_store_name_their_files_as_on_disk(s3: Server, tmp_path: Path):
+def test_store_directories_and_globs_name_files_as_on_disk(s3: Server, tmp_path: Path):
     for name in ("b.txt", "a.txt", "deep/er/c.jsonl", "deep/d.parquet", ".hidden", "deep/.git/f.txt"):
         s3.put(f"bucket/corpus/{name}", b"x")
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def test_directories_and_globs_of_a_store_name_their_files_as_on_disk(s3: Server
     assert (file.name, file.named, str(file.path)) == ("a.txt", True, "s3://bucket/corpus/a.txt")
 
 
-def test_any_store_that_fsspec_knows_is_read(tmp_path: Path):
+def test_fsspec_stores_are_read(tmp_path: Path):
     memory = fsspec.filesystem("memory")
     memory.pipe("/corpus/a.txt", b"one")
     memory.pipe("/corpus/deep/b.jsonl", b'{"text": "two"}')
@@ -123,7 +123,7 @@ def test_any_store_that_fsspec_knows_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_http_servers_are_read_whether_they_know_ranges_or_not(monkeypatch: pytest.MonkeyPatch, ranges: bool):
+def test_http_servers_with_and_without_ranges_are_read(monkeypatch: pytest.MonkeyPatch, ranges: bool):
     monkeypatch.setattr(stores, "BLOCK", 20_000)
     monkeypatch.setattr(stores, "FIRST_WAIT", 0.001)
     with running(plain_files({"deep/a.jsonl": LINES, "b.parquet": parquet_bytes()}, ranges)) as server:
@@ -134,7 +134,7 @@ def test_http_servers_are_read_whether_they_know_ranges_or_not(monkeypatch: pyte
         assert "HTTP servers list no files; name each one" in refusal(f"{server.url}/*.jsonl")
 
 
-def test_data_prepared_from_a_store_are_those_prepared_from_disk_and_are_found_again(s3: Server, tmp_path: Path):
+def test_store_and_disk_prepare_alike_and_are_cached(s3: Server, tmp_path: Path):
     s3.put("bucket/a.jsonl", LINES)
     (tmp_path / "a.jsonl").write_bytes(LINES)
     local = prepare(data_recipe(str(tmp_path / "a.jsonl"), tmp_path / "cache"))
@@ -145,16 +145,16 @@ def test_data_prepared_from_a_store_are_those_prepared_from_disk_and_are_found_a
     assert not s3.reads  # the store was asked for the version alone
 
 
-def test_an_object_that_changed_is_prepared_anew(s3: Server, tmp_path: Path):
+def test_changed_object_is_prepared_again(s3: Server, tmp_path: Path):
     s3.put("bucket/a.jsonl", LINES)
     before = prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
     s3.put("bucket/a.jsonl", LINES.replace(b"alpha", b"omega"))  # as long as before
     after = prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
     assert after.sha256 != before.sha256
-    assert any("omega" in text for text in after.documents())
+    assert any("omega" in text for text in after.iterate_documents())
 
 
-def test_an_object_that_changes_while_it_is_prepared_is_found_out(s3: Server, tmp_path: Path):
+def test_object_changed_during_preparation_is_detected(s3: Server, tmp_path: Path):
     s3.put("bucket/a.jsonl", LINES)
     log: list[str] = []
 
@@ -168,8 +168,8 @@ def test_an_object_that_changes_while_it_is_prepared_is_found_out(s3: Server, tm
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_a_file_without_a_version_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stores, "_version", lambda said: None)
+def test_file_without_version_is_identified_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stores, "_find_version", lambda said: None)
     memory = fsspec.filesystem("memory")
     memory.pipe("/versionless/a.jsonl", LINES)
     before = prepare(data_recipe("memory://versionless/a.jsonl", tmp_path))
@@ -178,7 +178,7 @@ def test_a_file_without_a_version_is_known_by_its_content(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("how", ["half", "503", "500", "429"])
-def test_a_store_that_fails_now_and_then_is_asked_again(s3: Server, monkeypatch: pytest.MonkeyPatch, how: str):
+def test_failing_store_requests_are_retried(s3: Server, monkeypatch: pytest.MonkeyPatch, how: str):
     monkeypatch.setattr(stores, "BLOCK", 20_000)
     s3.put("bucket/a.jsonl", LINES)
     s3.failing = lambda path, number: how if number % 3 else None  # two of three
@@ -186,7 +186,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(s3: Server, monkeypatch:
 
 
 @pytest.mark.parametrize("how", ["half", "503"])
-def test_a_store_that_stays_broken_half_way_ends_in_one_line_and_the_next_run_ends_well(
+def test_persistent_store_failure_ends_in_one_line_and_resumes(
     s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
     monkeypatch.setattr(stores, "BLOCK", 20_000)
@@ -216,9 +216,7 @@ def test_a_store_that_stays_broken_half_way_ends_in_one_line_and_the_next_run_en
 
 
 @pytest.mark.parametrize("how", ["503", "403"])
-def test_prepared_data_are_used_where_their_store_does_not_answer_and_that_is_said(
-    s3: Server, tmp_path: Path, how: str
-):
+def test_prepared_data_are_used_while_store_is_unreachable(s3: Server, tmp_path: Path, how: str):
     s3.put("bucket/a.jsonl", LINES)
     s3.put("bucket/b.jsonl", LINES.replace(b"alpha", b"omega"))
     recipe = data_recipe("s3://bucket/*.jsonl", tmp_path)
@@ -226,7 +224,7 @@ def test_prepared_data_are_used_where_their_store_does_not_answer_and_that_is_sa
     s3.refusing = how
     log: list[str] = []
     assert prepare(recipe, log=log.append, check=True).sha256 == before.sha256
-    assert len(log) == 1 and "taken as it was on 20" in log[0] and "cannot be read" in log[0]
+    assert len(log) == 1 and "using its listing of 20" in log[0] and "cannot be read" in log[0]
     # What must be read cannot be; and a store that was never reached is none.
     with pytest.raises(UserError, match=r"^s3://bucket/\*.jsonl cannot be read: "):
         prepare(recipe.model_copy(update={"shard_tokens": 12_345}))
@@ -234,7 +232,7 @@ def test_prepared_data_are_used_where_their_store_does_not_answer_and_that_is_sa
         prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
 
 
-def test_what_a_store_no_longer_has_is_not_remembered(s3: Server, tmp_path: Path):
+def test_deleted_object_is_not_remembered(s3: Server, tmp_path: Path):
     s3.put("bucket/a.jsonl", LINES)
     prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
     s3.delete("bucket/a.jsonl")
@@ -242,17 +240,15 @@ def test_what_a_store_no_longer_has_is_not_remembered(s3: Server, tmp_path: Path
         prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
 
 
-def test_an_object_that_is_shorter_than_its_store_said_is_not_read_as_if_it_ended(
-    s3: Server, monkeypatch: pytest.MonkeyPatch
-):
+def test_object_shorter_than_listed_is_refused(s3: Server, monkeypatch: pytest.MonkeyPatch):
     s3.put("bucket/a.jsonl", LINES)
     [file] = find_files(["s3://bucket/a.jsonl"])
     s3.put("bucket/a.jsonl", LINES[: len(LINES) // 2])
     with pytest.raises(UserError, match=rf"{len(LINES) // 2:,} bytes came instead of {len(LINES):,}"):
-        list(Reader().documents(file))
+        list(Reader().read_documents(file))
 
 
-def test_what_waiting_does_not_mend_is_said_at_once(s3: Server, monkeypatch: pytest.MonkeyPatch):
+def test_permanent_store_errors_are_not_retried(s3: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stores, "FIRST_WAIT", 100.0)
     assert refusal("s3://bucket/none.txt").startswith("s3://bucket/none.txt cannot be read: ")
     assert "there is no such file" in refusal("s3://bucket/none.txt")
@@ -264,22 +260,22 @@ def test_what_waiting_does_not_mend_is_said_at_once(s3: Server, monkeypatch: pyt
     assert "credentials come from the environment: AWS_ACCESS_KEY_ID" in line
 
 
-def test_a_machine_without_credentials_is_told_where_they_come_from_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_missing_credentials_error_names_variables(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stores, "FIRST_WAIT", 100.0)
 
     def ask() -> None:
         raise OSError("Error performing PUT http://169.254.169.254/latest/api/token: connection timed out")
 
     with pytest.raises(UserError, match="credentials come from the environment: AWS_ACCESS_KEY_ID"):
-        stores.trying("s3://bucket/a", ask)
+        stores.retry("s3://bucket/a", ask)
 
 
-def test_a_secret_that_a_store_repeats_is_not_said_again(s3: Server, monkeypatch: pytest.MonkeyPatch):
+def test_secret_in_store_answer_is_masked(s3: Server, monkeypatch: pytest.MonkeyPatch):
     def ask() -> None:
         raise PermissionError(f"signature of {SECRET} by tests-key-id does not match\nand more")
 
     with pytest.raises(UserError) as caught:
-        stores.trying("s3://bucket/a", ask)
+        stores.retry("s3://bucket/a", ask)
     assert "signature of *** by *** does not match and more" in str(caught.value)
 
 
@@ -293,7 +289,7 @@ def test_a_secret_that_a_store_repeats_is_not_said_again(s3: Server, monkeypatch
         "https://example.org/a.txt?token=word",
     ],
 )
-def test_a_url_that_holds_credentials_is_refused_without_saying_them(url: str):
+def test_url_with_credentials_is_refused_without_showing_them(url: str):
     line = refusal(url)
     assert "holds credentials, and a recipe is no place for them; put them into the environment" in line
     assert "word" not in line
@@ -307,11 +303,11 @@ def test_a_url_that_holds_credentials_is_refused_without_saying_them(url: str):
         ("memory://nothing/there.txt", "there is no such file"),
     ],
 )
-def test_a_url_that_leads_nowhere_is_answered_in_one_line(url: str, said: str):
+def test_unreachable_url_is_one_line_error(url: str, said: str):
     assert said in refusal(url)
 
 
-def test_a_full_disk_here_is_no_fault_of_the_store(monkeypatch: pytest.MonkeyPatch):
+def test_full_local_disk_is_not_blamed_on_store(monkeypatch: pytest.MonkeyPatch):
     tries = []
 
     def ask() -> None:
@@ -319,5 +315,5 @@ def test_a_full_disk_here_is_no_fault_of_the_store(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(UserError, match=r"memory://a: no room for it in .* \(No space left on device\); .* TMPDIR"):
-        stores.trying("memory://a", ask)
+        stores.retry("memory://a", ask)
     assert len(tries) == 1

@@ -14,7 +14,7 @@ import pytest
 from meshwright.data import prepare
 from meshwright.data.tokenizers.kinds import KINDS, UNKNOWN
 from meshwright.data.tokenizers.page import page
-from meshwright.data.tokenizers.report import token_texts, tokenizer_report, tokens_of
+from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer, spell_tokens
 from meshwright.recipe import DataRecipe
 
 ENGLISH = [f"The {number}th line says <b>nothing</b> new, and says it {number % 3} times." for number in range(90)]
@@ -42,9 +42,9 @@ def recipe(place: Path, name: str) -> DataRecipe:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_report_is_what_counting_each_text_by_itself_gives(place: Path, name: str):
+def test_tokenizer_report_matches_count_per_text(place: Path, name: str):
     data = prepare(recipe(place, name))
-    report = tokenizer_report(recipe(place, name), data)
+    report = measure_tokenizer(recipe(place, name), data)
     counts: Counter[int] = Counter()
     for source, texts in zip(report["sources"], (CODE, ENGLISH), strict=True):
         tokens = [data.tokenizer.encode([text])[0].tolist() for text in texts]
@@ -70,22 +70,22 @@ def test_the_report_is_what_counting_each_text_by_itself_gives(place: Path, name
         assert report["round_trip"]["exact"] < report["round_trip"]["documents"]
 
 
-def test_the_longest_tokens_are_the_longest_texts(place: Path):
+def test_longest_tokens_have_longest_texts(place: Path):
     data = prepare(recipe(place, "bpe"))
-    lengths = [len(row["text"]) for row in tokenizer_report(recipe(place, "bpe"), data)["longest"]]
+    lengths = [len(row["text"]) for row in measure_tokenizer(recipe(place, "bpe"), data)["longest"]]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > 5
 
 
-def test_the_first_text_that_does_not_come_back_is_shown_where_it_differs(place: Path):
-    found = tokenizer_report(recipe(place, "wordpiece"), prepare(recipe(place, "wordpiece")))["round_trip"]
+def test_first_round_trip_difference_is_shown(place: Path):
+    found = measure_tokenizer(recipe(place, "wordpiece"), prepare(recipe(place, "wordpiece")))["round_trip"]
     assert found["first_difference"]["text"] != found["first_difference"]["decoded"]
     assert len(found["first_difference"]["text"]) <= 40
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_text_is_shown_token_by_token(place: Path, name: str):
+def test_text_is_described_token_by_token(place: Path, name: str):
     tokenizer = prepare(recipe(place, name)).tokenizer
-    shown = tokens_of(tokenizer, "The naïve 世 says")
+    shown = describe_tokens(tokenizer, "The naïve 世 says")
     assert [token["id"] for token in shown["tokens"]] == tokenizer.encode(["The naïve 世 says"])[0].tolist()
     texts = [token["text"] for token in shown["tokens"]]
     if KINDS[name].unknown is None:
@@ -101,12 +101,12 @@ def test_a_text_is_shown_token_by_token(place: Path, name: str):
 def test_every_token_has_a_text(place: Path):
     for name in KINDS:
         tokenizer = prepare(recipe(place, name)).tokenizer
-        assert sorted(token_texts(tokenizer)) == list(range(tokenizer.vocabulary))
+        assert sorted(spell_tokens(tokenizer)) == list(range(tokenizer.vocabulary))
 
 
 def test_the_page_needs_nothing_else_and_shows_text_as_text(place: Path):
     data = prepare(recipe(place, "word"))
-    written = page(tokenizer_report(recipe(place, "word"), data), tokens_of(data.tokenizer, "The <script> "))
+    written = page(measure_tokenizer(recipe(place, "word"), data), describe_tokens(data.tokenizer, "The <script> "))
     assert written.startswith("<!doctype html>") and "http" not in written and "<script" not in written
     assert "nothing" in written and "<b>" not in written and "english.jsonl" in written
 
@@ -130,7 +130,7 @@ def test_the_command_prints_the_report_and_writes_the_page(
     found = command_line("data", "tokenizer", toml, "--text", "The says", "--html", html, "--json")
     document = json.loads(found.output)
     assert found.code == 0 and document["schema"] == 1
-    report = tokenizer_report(recipe(place, "word"), prepare(recipe(place, "word")))
+    report = measure_tokenizer(recipe(place, "word"), prepare(recipe(place, "word")))
     assert {key: document[key] for key in report} == json.loads(json.dumps(report))
     assert document["shown"]["tokens"][1]["text"] == " says" and html.read_text().startswith("<!doctype")
     text = command_line("data", "tokenizer", toml, "data.tokenizer=bpe").output

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from meshwright.data import prepare
 from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS
-from meshwright.data.tokenizers.special_tokens import text_encoder
+from meshwright.data.tokenizers.special_tokens import make_text_encoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
@@ -112,7 +112,7 @@ def test_text_never_becomes_a_special_token_of_any_model(maker: Callable[[], Tok
 
 
 @each_model
-def test_other_text_is_cut_as_before(maker: Callable[[], Tokenizer], tmp_path: Path):
+def test_other_text_is_encoded_unchanged(maker: Callable[[], Tokenizer], tmp_path: Path):
     tokenizer = loaded(directory_of(maker(), tmp_path / "in"), tmp_path / "out")
     texts = ["before after", "a b ab abab", "<", "s>", "</ s", "<tool>", "x_y|z [a]"]
     want = [maker().encode(text, add_special_tokens=False).ids for text in texts]
@@ -120,9 +120,7 @@ def test_other_text_is_cut_as_before(maker: Callable[[], Tokenizer], tmp_path: P
 
 
 @each_model
-def test_prepared_data_hold_special_tokens_at_the_ends_of_documents_alone(
-    maker: Callable[[], Tokenizer], tmp_path: Path
-):
+def test_prepared_data_have_special_tokens_only_at_document_ends(maker: Callable[[], Tokenizer], tmp_path: Path):
     directory = directory_of(maker(), tmp_path / "tokenizer")
     lines = [json.dumps({"text": f"before {'</s> ' * number}after"}) for number in range(1, 6)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
@@ -132,12 +130,12 @@ def test_prepared_data_hold_special_tokens_at_the_ends_of_documents_alone(
             cache=str(tmp_path / "cache"), clean={"maximum_repetition": 1.0},
         )
     )  # fmt: skip
-    [tokens] = data.split("train").token_batches()
+    [tokens] = data.split("train").iterate_tokens()
     assert (tokens == data.tokenizer.end).sum() == 2 * 5  # each document is framed by it
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prepared_data_of_every_kind_hold_its_end_at_the_ends_of_documents_alone(name: str, tmp_path: Path):
+def test_every_kind_has_end_tokens_only_at_document_ends(name: str, tmp_path: Path):
     texts = [f"{number}{END_OF_TEXT} words {END_OF_TEXT * number} [UNK] <unk>" for number in range(1, 9)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     data = prepare(
@@ -146,11 +144,11 @@ def test_prepared_data_of_every_kind_hold_its_end_at_the_ends_of_documents_alone
             cache=str(tmp_path / "cache"),
         )
     )  # fmt: skip
-    [tokens] = data.split("train").token_batches()
+    [tokens] = data.split("train").iterate_tokens()
     assert (tokens == data.tokenizer.end).sum() == 2 * len(texts)
 
 
-def test_a_special_token_that_only_the_files_beside_it_name_is_special_too(tmp_path: Path):
+def test_special_token_named_only_in_config_files_is_special(tmp_path: Path):
     marked = {"35": {"content": "<tool>", "special": True}}
     for number, (file, content) in enumerate(
         [
@@ -168,7 +166,7 @@ def test_a_special_token_that_only_the_files_beside_it_name_is_special_too(tmp_p
     assert tool in ordinary.encode(["a<tool>b"])[0].tolist()  # an ordinary added token stays one
 
 
-def test_a_tokenizer_that_writes_unknown_text_as_the_end_is_refused_in_one_line(tmp_path: Path):
+def test_tokenizer_with_end_as_unknown_token_is_refused(tmp_path: Path):
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "known": 1}, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>"])
@@ -179,15 +177,15 @@ def test_a_tokenizer_that_writes_unknown_text_as_the_end_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_padding_with_an_exclamation_mark_leaves_exclamation_marks_alone():
+def test_single_character_padding_token_stays_text():
     tokenizer = Tokenizer(models.BPE({"!": 0, "a": 1, "</s>": 2}, []))
     tokenizer.add_special_tokens(["!", "</s>"])
     (tokens,) = TextTokenizer(tokenizer, 2, 2, ["!"]).encode(["a!"])
     assert tokens.tolist() == [1, 0]
 
 
-def test_an_ordinary_tokenizer_is_not_copied():
+def test_ordinary_tokenizer_is_not_copied():
     """The copy costs memory; where the model cannot make special tokens there is none."""
     tokenizer = bpe()
-    assert text_encoder(tokenizer, {"<s>", "</s>"}) is tokenizer
-    assert text_encoder(whole_word_bpe(), {"<s>", "</s>"}) is not tokenizer
+    assert make_text_encoder(tokenizer, {"<s>", "</s>"}) is tokenizer
+    assert make_text_encoder(whole_word_bpe(), {"<s>", "</s>"}) is not tokenizer

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from meshwright.data.compression import token_byte_counts
-from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, UNKNOWN, byte_characters
+from meshwright.data.compression import count_token_bytes
+from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, UNKNOWN, list_byte_characters
 from meshwright.data.tokenizers.tokenizer import (
     TextTokenizer,
+    find_least_vocabulary,
     find_tokenizer,
-    least_vocabulary,
     load_tokenizer,
     write_tokenizer,
 )
@@ -43,15 +43,13 @@ LOSSY = [name for name in KINDS if name not in EXACT]
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def test_the_fewest_tokens_are_known_before_any_text_is_read(
-    own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path
-):
+def test_least_vocabulary_is_known_before_reading_text(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path):
     directory, trained = own["bpe"]
-    assert least_vocabulary(str(directory)) == trained.vocabulary > 257
-    assert least_vocabulary("bytes") == own["bytes"][1].vocabulary == 257
+    assert find_least_vocabulary(str(directory)) == trained.vocabulary > 257
+    assert find_least_vocabulary("bytes") == own["bytes"][1].vocabulary == 257
     for name in KINDS:
         write_tokenizer(tmp_path, name, 600, None, iter([]))
-        assert least_vocabulary(name) == load_tokenizer(tmp_path).vocabulary
+        assert find_least_vocabulary(name) == load_tokenizer(tmp_path).vocabulary
 
 
 texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_TEXT, " ", "\n"])).map(" ".join)
@@ -60,7 +58,7 @@ texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_
 @given(text=texts)
 @settings(deadline=None, max_examples=100)
 @pytest.mark.parametrize("name", EXACT)
-def test_decoding_gives_back_every_text(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
+def test_decoding_inverts_encoding(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
     tokenizer = own[name][1]
     (tokens,) = tokenizer.encode([text])
     assert tokenizer.decode(tokens) == text
@@ -69,15 +67,15 @@ def test_decoding_gives_back_every_text(own: dict[str, tuple[Path, TextTokenizer
 @given(text=texts)
 @settings(deadline=None)
 @pytest.mark.parametrize("name", EXACT)
-def test_tokens_of_a_text_stand_for_exactly_its_bytes(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
+def test_token_byte_counts_sum_to_text_bytes(own: dict[str, tuple[Path, TextTokenizer]], name: str, text: str):
     tokenizer = own[name][1]
-    counts = token_byte_counts(tokenizer.tokenizer)
+    counts = count_token_bytes(tokenizer.tokenizer)
     assert counts is not None and len(counts) == tokenizer.vocabulary and counts[tokenizer.end] == 0
     (tokens,) = tokenizer.encode([text])
     assert counts[tokens].sum() == len(text.encode())
 
 
-def test_the_token_of_a_byte_is_the_byte(own: dict[str, tuple[Path, TextTokenizer]]):
+def test_byte_tokenizer_id_is_the_byte(own: dict[str, tuple[Path, TextTokenizer]]):
     directory, tokenizer = own["bytes"]
     text = "".join(map(chr, range(0x250))) + "世界🙂"
     (tokens,) = tokenizer.encode([text])
@@ -87,8 +85,8 @@ def test_the_token_of_a_byte_is_the_byte(own: dict[str, tuple[Path, TextTokenize
     assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids == tokens.tolist()
 
 
-def test_the_characters_of_bytes_are_those_of_the_library():
-    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+def test_byte_characters_match_tokenizers_library():
+    assert sorted(list_byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @each_kind
@@ -100,7 +98,7 @@ def test_text_never_becomes_a_special_token(own: dict[str, tuple[Path, TextToken
 
 
 @each_kind
-def test_a_corpus_full_of_the_special_token_does_not_make_it_a_token_of_text(tmp_path: Path, name: str):
+def test_corpus_with_special_token_does_not_make_it_text(tmp_path: Path, name: str):
     """Trained on text in which it is the most frequent word of all, and on the name for unknown text as well."""
     corpus = [f"{END_OF_TEXT} {UNKNOWN} {END_OF_TEXT} word {END_OF_TEXT}{END_OF_TEXT}"] * 50
     write_tokenizer(tmp_path, name, 400, None, iter(corpus))
@@ -112,28 +110,28 @@ def test_a_corpus_full_of_the_special_token_does_not_make_it_a_token_of_text(tmp
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_a_kind_does_not_know_becomes_its_unknown_token(own: dict[str, tuple[Path, TextTokenizer]], name: str):
+def test_unknown_text_becomes_unknown_token(own: dict[str, tuple[Path, TextTokenizer]], name: str):
     tokenizer = own[name][1]
     unknown = tokenizer.tokenizer.token_to_id(UNKNOWN)
     (known, other) = tokenizer.encode([" self", " \u0416\u0416"])
     assert unknown not in known.tolist() and other.tolist() == [unknown]
 
 
-def test_words_keep_their_spaces_and_wordpiece_does_not(own: dict[str, tuple[Path, TextTokenizer]]):
+def test_word_tokenizer_keeps_spaces_and_wordpiece_does_not(own: dict[str, tuple[Path, TextTokenizer]]):
     text = " return self\n    return self"
     back = {name: own[name][1].decode(own[name][1].encode([text])[0]) for name in LOSSY}
     assert back == {"word": text, "wordpiece": "return self return self"}
 
 
 @each_kind
-def test_training_twice_gives_the_same_tokenizer(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path, name: str):
+def test_tokenizer_training_is_reproducible(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path, name: str):
     made(tmp_path / "again", name)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / file).read_bytes() == (own[name][0] / file).read_bytes()
 
 
 @each_kind
-def test_no_kind_has_more_tokens_than_were_asked_for(tmp_path: Path, name: str):
+def test_vocabulary_never_exceeds_requested_size(tmp_path: Path, name: str):
     """Of a text with 5,000 different characters as well."""
     characters = "".join(filter(str.isprintable, map(chr, range(32, 6000))))
     for vocabulary in (257, 258, 300, 700):
@@ -145,7 +143,7 @@ def test_no_kind_has_more_tokens_than_were_asked_for(tmp_path: Path, name: str):
         assert (tokenizer.decode(tokens) == characters) == (name in EXACT)
 
 
-def test_a_trained_tokenizer_has_the_vocabulary_that_was_asked_for(own: dict[str, tuple[Path, TextTokenizer]]):
+def test_trained_tokenizer_has_requested_vocabulary(own: dict[str, tuple[Path, TextTokenizer]]):
     tokenizer = own["bpe"][1]
     assert tokenizer.vocabulary == 600
     assert tokenizer.tokenizer.id_to_token(0) == END_OF_TEXT == tokenizer.tokenizer.id_to_token(tokenizer.end)
@@ -153,7 +151,7 @@ def test_a_trained_tokenizer_has_the_vocabulary_that_was_asked_for(own: dict[str
     assert len(tokens) < len("def __init__(self):") * 0.6
 
 
-def test_the_type_on_disk_is_the_smallest_that_holds_the_vocabulary():
+def test_token_dtype_is_smallest_for_vocabulary():
     def with_vocabulary(size: int) -> TextTokenizer:
         words = {f"w{number}": number for number in range(size)}
         return TextTokenizer(Tokenizer(models.WordLevel(words, unk_token="w0")), 0, 0)
@@ -162,7 +160,7 @@ def test_the_type_on_disk_is_the_smallest_that_holds_the_vocabulary():
 
 
 @each_kind
-def test_transformers_loads_every_kind_and_agrees(own: dict[str, tuple[Path, TextTokenizer]], name: str):
+def test_transformers_loads_every_kind_and_encodes_alike(own: dict[str, tuple[Path, TextTokenizer]], name: str):
     transformers = pytest.importorskip("transformers")
     directory, tokenizer = own[name]
     theirs = transformers.AutoTokenizer.from_pretrained(directory)

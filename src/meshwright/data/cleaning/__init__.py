@@ -1,1 +1,1 @@
-"""Which documents are dropped or masked, by which rule."""
+"""Cleaning: rules that drop or mask documents, duplicate detection, decontamination, report."""

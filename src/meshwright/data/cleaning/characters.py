@@ -1,4 +1,4 @@
-"""What a text consists of, by kinds of characters, read off its UTF-8 at the speed of a byte count."""
+"""Character classes of a text, counted from its UTF-8 at the speed of a byte count."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ KINDS = (
 _CONTINUATION = len(KINDS)
 
 
-def _kind(byte: int) -> int:
-    """The kind of a character by the first byte of its UTF-8, which tells the block it is in."""
+def _classify_lead_byte(byte: int) -> int:
+    """Classify a character by the first byte of its UTF-8, which fixes its Unicode block; returns an index into
+    `KINDS`.
+    """
     if byte < 0x80:
         character = chr(byte)
         if character.isalpha():
@@ -46,10 +48,10 @@ def _kind(byte: int) -> int:
     return 10
 
 
-_KIND_OF = np.array([_kind(byte) for byte in range(256)])
+_KIND_OF = np.array([_classify_lead_byte(byte) for byte in range(256)])
 
 
 def count_kinds(content: bytes) -> NDArray[np.uint32]:
-    """Characters of each of `KINDS` in UTF-8 text, [kinds]."""
+    """Count the characters of each of `KINDS` in UTF-8 text, [kinds]."""
     bytes_of = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
     return np.bincount(_KIND_OF, weights=bytes_of, minlength=_CONTINUATION + 1)[:_CONTINUATION].astype(np.uint32)

@@ -1,4 +1,4 @@
-"""All of a corpus through the rules, in memory that does not grow with it; a killed pass goes on where it was."""
+"""One cleaning pass over a corpus in bounded memory, saved in segments so that a killed pass resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.cleaning.characters import KINDS
-from meshwright.data.cleaning.duplicates import repeated
+from meshwright.data.cleaning.duplicates import find_repeated
 from meshwright.data.cleaning.rules import RULES, Cleaner
 from meshwright.data.cleaning.segments import (
     CHANGES,
@@ -23,15 +23,15 @@ from meshwright.data.cleaning.segments import (
     SAMPLES,
     Segment,
     SegmentWriter,
-    merged_samples,
-    priority,
+    merge_samples,
+    sampling_priority,
 )
 from meshwright.data.files import PARTIAL, sync_directory
-from meshwright.data.packing.shards import every_few_seconds
+from meshwright.data.packing.shards import limit_rate
 from meshwright.data.sources.reading import Document
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 
-SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: what a kill costs
+SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: the work that a kill loses
 SEGMENT_DOCUMENTS = 1 << 16
 _LENGTHS = 33  # bins: the numbers of characters below 1, 2, 4, ... 2^32
 _SOURCES = 20  # of which the report counts documents; the others together
@@ -40,13 +40,18 @@ Log = Callable[[str], None]
 
 
 class DocumentReader(Protocol):
-    def documents(self, file: SourceFile) -> Iterator[Document]: ...
+    """Protocol that reads the documents of a file."""
+
+    def read_documents(self, file: SourceFile) -> Iterator[Document]: ...
 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What became of every document. `codes` [documents]: KEPT, or 1 + the index in RULES; on disk. `pieces`: documents
-    of each file. `report`: counts, distributions and samples, as JSON."""
+    """Result of a cleaning pass.
+
+    codes [documents]: KEPT, or 1 + the index in RULES of the rule that dropped it; memory-mapped. pieces: documents of
+    each file. kept: number of documents. report: counts, distributions and samples, as JSON.
+    """
 
     segments: tuple[Segment, ...]
     codes: NDArray[np.uint8]
@@ -55,35 +60,38 @@ class Cleaned:
     longest_kept: int  # characters
     report: dict[str, Any]
 
-    def parts(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
-        """For a stretch of documents at a time: where it lies, the first 64 bits of each SHA-256, UTF-8 bytes."""
+    def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
+        """Yield for each segment its slice of the documents, the first 64 bits of their SHA-256, and their
+        UTF-8 bytes.
+        """
         for segment in self.segments:
-            sizes = segment.column("after" if "after" in segment else "before")[:, 1]
-            hashes = segment.column("digest")[:, 0].byteswap()  # the digest's bytes are big-endian
+            sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
+            hashes = segment.read_column("digest")[:, 0].byteswap()  # the digest's bytes are big-endian
             yield slice(segment.first, segment.first + segment.documents), hashes, sizes.astype(np.int64)
 
 
-def clean(files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log) -> Cleaned:
-    """Ask every rule about every document. What is finished lies in `directory` and is not done again.
-
-    `UserError`: a source that cannot be read.
+def run_cleaning_pass(
+    files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
+) -> Cleaned:
+    """Apply every rule to every document. Finished segments in `directory` are reused. Raises `UserError` for
+    unreadable sources.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    segments = tuple(_judge(files, reader, cleaner, directory, log))
+    segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
     pieces = [0] * len(files)
     for segment in segments:
         for file, count in segment.header["pieces"]:
             pieces[file] += count
     duplicates = _Duplicates(segments, cleaner, directory)
-    report = _Report(files, reader, cleaner, segments, duplicates).report()
+    report = _Report(files, reader, cleaner, segments, duplicates).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
     return Cleaned(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
 
 
-def _judge(
+def _iterate_segments(
     files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """The segments in order, those that are there already first."""
+    """Yield the segments in order, existing ones first, and write the missing ones."""
     judged = [0] * len(files)
     file = first = 0  # where to go on: a file, the number of the next document
     for number in itertools.count():
@@ -95,10 +103,11 @@ def _judge(
         for file, count in segment.header["pieces"]:
             judged[file] += count
         first = segment.first + segment.documents
-    said = every_few_seconds(lambda documents: log(f"cleaning: {documents:,} documents"))
+    said = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
     writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
 
     def finished() -> Segment:
+        """Write the present segment, begin the next one and return it."""
         nonlocal number, writer
         path = directory / f"{number:06d}.segment"
         writer.write(path)
@@ -108,8 +117,8 @@ def _judge(
         return Segment(path)
 
     for at in range(file, len(files)):
-        for document in itertools.islice(reader.documents(files[at]), judged[at], None):
-            verdict = cleaner.judge(document.text, document.name, document.problem)
+        for document in itertools.islice(reader.read_documents(files[at]), judged[at], None):
+            verdict = cleaner.judge_document(document.text, document.name, document.problem)
             writer.add(at, document.name, document.text, verdict)
             said(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:
@@ -119,7 +128,7 @@ def _judge(
 
 
 class _Duplicates:
-    """The codes of all documents, duplicates found; for some of these the earlier document that each repeats."""
+    """Document codes after the removal of duplicates; for samples, the earlier document that each repeats."""
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
         self.first: dict[str, int] = {}  # of each rule, the first document that it drops
@@ -130,17 +139,17 @@ class _Duplicates:
         path = directory / f"{PARTIAL}codes"
         total = sum(segment.documents for segment in segments)
         self.codes = np.memmap(path, np.uint8, "w+", shape=(total,)) if total else np.zeros(0, np.uint8)
-        path.unlink(missing_ok=True)  # its pages stay until the array goes: no kill leaves it behind
+        path.unlink(missing_ok=True)  # unlinked while mapped, so that no kill leaves it behind
         for segment in segments:
-            self.codes[segment.first : segment.first + segment.documents] = segment.column("code")
+            self.codes[segment.first : segment.first + segment.documents] = segment.read_column("code")
         if "exact_duplicates" in cleaner.rules:
-            self._mark("exact_duplicates", lambda segment: segment.column("digest"))
+            self._drop_repeats("exact_duplicates", lambda segment: segment.read_column("digest"))
         if cleaner.minhash is not None:
             for band in range(cleaner.minhash.bands):
-                self._mark("near_duplicates", partial(_band, band))
+                self._drop_repeats("near_duplicates", partial(_select_band, band))
 
-    def _mark(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Drop by `rule` what repeats an earlier document that no rule before it dropped."""
+    def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
+        """Drop by `rule` each document whose key equals that of an earlier document that is still kept."""
         code = 1 + RULES.index(rule)
 
         def chunks() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
@@ -150,28 +159,30 @@ class _Duplicates:
                 yield keys(segment)[asked], asked + segment.first
 
         total = len(self.codes)
-        for numbers, earlier in repeated(chunks(), total, self._directory / f"{PARTIAL}keys"):
+        for numbers, earlier in find_repeated(chunks(), total, self._directory / f"{PARTIAL}keys"):
             self.codes[numbers] = code
-            self._remember(rule, numbers, earlier)
+            self._sample_duplicates(rule, numbers, earlier)
 
-    def _remember(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
+    def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
+        """Record the first duplicate of a rule and sample pairs of duplicate and earlier document."""
         if not len(numbers):
             return
         self.first[rule] = min(self.first.get(rule, len(self.codes)), int(numbers.min()))
         known = self.earlier.setdefault(rule, {})
-        for at in np.argsort(priority(numbers), kind="stable")[:SAMPLES].tolist():
+        for at in np.argsort(sampling_priority(numbers), kind="stable")[:SAMPLES].tolist():
             number = int(numbers[at])
             known[number] = min(known.get(number, number), int(earlier[at]))
-        best = sorted(known, key=lambda number: int(priority(np.array([number]))[0]))[:SAMPLES]
+        best = sorted(known, key=lambda number: int(sampling_priority(np.array([number]))[0]))[:SAMPLES]
         self.earlier[rule] = {number: known[number] for number in best}
 
 
-def _band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    return segment.column("bands")[:, band : band + 1]
+def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
+    """Return the MinHash keys of one band, [documents, 1]."""
+    return segment.read_column("bands")[:, band : band + 1]
 
 
 class _Report:
-    """What the report of a corpus says, added up segment after segment."""
+    """Builder of the cleaning report, which sums over segments."""
 
     def __init__(
         self,
@@ -186,7 +197,8 @@ class _Report:
         self.labels = sorted({file.counted_as for file in files})
         self._label_of = [self.labels.index(file.counted_as) for file in files]
 
-    def report(self) -> dict[str, Any]:
+    def build(self) -> dict[str, Any]:
+        """Return the report: counts by rule, distributions before and after, sources, samples; as JSON."""
         sides = ("before", "after")
         documents = dict.fromkeys(sides, 0)
         kinds = {side: np.zeros(len(KINDS), np.int64) for side in sides}
@@ -198,7 +210,7 @@ class _Report:
             codes = self.duplicates.codes[segment.first : segment.first + segment.documents]
             labels = np.repeat(*np.array([[self._label_of[at], count] for at, count in segment.header["pieces"]]).T)
             kept = codes == KEPT
-            columns = {side: segment.column(side if side in segment else "before") for side in sides}
+            columns = {side: segment.read_column(side if side in segment else "before") for side in sides}
             for side, chosen in (("before", np.ones(len(kept), bool)), ("after", kept)):
                 values = columns[side][chosen].astype(np.int64)
                 documents[side] += len(values)
@@ -210,7 +222,7 @@ class _Report:
             for at, counts in enumerate((None, sizes)):
                 dropped[:, at] += np.bincount(codes, counts, 1 + len(RULES)).astype(np.int64)
             if "changes" in segment:
-                changes += segment.column("changes")[kept].sum(axis=0, dtype=np.int64)
+                changes += segment.read_column("changes")[kept].sum(axis=0, dtype=np.int64)
         minhash = self.cleaner.minhash
         masked = [*self.cleaner.recipe.mask, *(["c4_lines"] if "c4" in self.cleaner.recipe.heuristics else [])]
         return {
@@ -222,12 +234,13 @@ class _Report:
             "bytes": {side: int(sources[side][:, 1].sum()) for side in sides},
             "characters": {side: dict(zip(KINDS, kinds[side].tolist(), strict=True)) for side in sides},
             "lengths": {side: lengths[side].tolist() for side in sides},
-            "sources": self._sources(sources),
+            "sources": self._summarize_sources(sources),
             "minhash": {"bands": minhash.bands, "rows": minhash.rows, "words": minhash.words} if minhash else None,
-            **self._samples(),
+            **self._collect_samples(),
         }
 
-    def _sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
+    def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
+        """Return documents and bytes of the largest sources before and after, the others together, as JSON."""
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
         shown, rest = order[:_SOURCES], order[_SOURCES:]
         rows = [(self.labels[at], [at]) for at in shown] + ([(f"{len(rest)} others", rest)] if rest else [])
@@ -242,16 +255,18 @@ class _Report:
             for label, at in rows
         ]
 
-    def _samples(self) -> dict[str, Any]:
-        """`examples`: the name of the first document that each rule dropped; `samples` of what it dropped."""
+    def _collect_samples(self) -> dict[str, Any]:
+        """Return `examples`, the name of the first document that each rule dropped, and `samples` of what
+        it dropped.
+        """
         examples: dict[str, str] = {}
         for segment in self.segments:
             examples = {**segment.header["examples"], **examples}
-        samples = merged_samples(segment.header for segment in self.segments)
+        samples = merge_samples(segment.header for segment in self.segments)
         duplicates = self.duplicates
         wanted = {*duplicates.first.values()}
         wanted.update(number for pairs in duplicates.earlier.values() for pair in pairs.items() for number in pair)
-        documents = self._look_up(sorted(wanted))
+        documents = self._read_excerpts(sorted(wanted))
         for rule, number in duplicates.first.items():
             examples[rule] = documents[number][0]
             samples[rule] = [
@@ -272,8 +287,8 @@ class _Report:
             },
         }
 
-    def _look_up(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
-        """Name and beginning of documents, by number; only files that hold some of them are read."""
+    def _read_excerpts(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
+        """Read name and beginning of documents by number; only the files that hold some of them are opened."""
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0
         pieces = [0] * len(self.files)
@@ -285,11 +300,11 @@ class _Report:
             if here:
                 at += len(here)
                 last = here[-1] - begin
-                for place, document in enumerate(itertools.islice(self.reader.documents(file), last + 1), begin):
+                for place, document in enumerate(itertools.islice(self.reader.read_documents(file), last + 1), begin):
                     if place in here:
                         text = document.text or ""
                         if self.cleaner.rewrites:
-                            text, _ = self.cleaner.rewritten(text, document.name)
+                            text, _ = self.cleaner.rewrite_text(text, document.name)
                         found[place] = document.name, text[:EXCERPT].encode(errors="replace").decode()
                 if any(number not in found for number in here):
                     raise SourceChanged(file)

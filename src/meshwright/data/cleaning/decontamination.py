@@ -1,4 +1,6 @@
-"""Documents that hold pieces of an evaluation set: runs of words that both have, as GPT-3's authors looked for them."""
+"""Decontamination: documents that share n-grams of words with an evaluation set (GPT-3, arXiv:2005.14165,
+appendix C).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.cleaning.words import Hashes, Words
-from meshwright.data.records.record_files import file_records
-from meshwright.data.sources.contents import digest_of
-from meshwright.data.sources.reading import Reader, opened
+from meshwright.data.records.record_files import iterate_file_records
+from meshwright.data.sources.contents import hash_source
+from meshwright.data.sources.reading import Reader, open_source
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceFile, find_files
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
@@ -27,34 +29,33 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")
 
 
 class EvaluationSets:
-    """The runs of `n` folded words of evaluation sets (13 in arXiv:2005.14165, appendix C).
+    """The n-grams of folded words in evaluation sets (n = 13 in arXiv:2005.14165, appendix C).
 
-    A set is whatever a source may be. An example of 8 to n - 1 words counts as one run. A text file is one example, so
-    is a page; so is a record of JSON or a row of Parquet: all the strings in it, in their order, and each of them
-    alone.
+    A set may be anything that a source may be. Examples of 8 to n - 1 words count as one n-gram. An example is a text
+    file, a page, or a record of JSON or Parquet: all of its strings joined, and each string alone.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
-        """`UserError`: a set that cannot be read, or that holds no example of 8 words."""
+        """Raises `UserError` for a set that cannot be read or has no example of 8 words."""
         self.n = n
         runs: dict[int, list[Hashes]] = defaultdict(list)
         for path in paths:
             before = sum(map(len, runs.values()))
-            for text in itertools.chain.from_iterable(map(_examples, _files(path))):
+            for text in itertools.chain.from_iterable(map(_iterate_examples, _find_files(path))):
                 words = Words(text)
                 if len(words) >= min(n, SHORTEST):
-                    runs[min(n, len(words))].append(words.runs(min(n, len(words))))
+                    runs[min(n, len(words))].append(words.hash_ngrams(min(n, len(words))))
             if sum(map(len, runs.values())) == before:
                 raise UserError(f"data.clean.evaluation_sets: {path} holds no example of {min(n, SHORTEST)} words")
         self.runs = {length: np.unique(np.concatenate(hashes)) for length, hashes in sorted(runs.items())}
 
-    def share(self, text: str) -> float:
-        """The share of a text's words that stand in a run which an evaluation set holds too."""
+    def measure_overlap(self, text: str) -> float:
+        """Return the fraction of a text's words that lie in an n-gram of an evaluation set, in [0, 1]."""
         words = Words(text)
         change = np.zeros(len(words) + 1, np.int64)
         found = False
         for length, known in self.runs.items():
-            keys = words.runs(length)
+            keys = words.hash_ngrams(length)
             places = np.searchsorted(known, keys)
             places[places == len(known)] = 0
             hits = np.flatnonzero(known[places] == keys)
@@ -65,44 +66,49 @@ class EvaluationSets:
         return float((np.cumsum(change)[:-1] > 0).mean()) if found else 0.0
 
 
-def digests(
+def hash_evaluation_sets(
     paths: Sequence[str], cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """The SHA-256 of the files of each evaluation set, and how they are read. `UserError`: one cannot be read.
+    """Return "format:SHA-256" of each file of the evaluation sets, for the cache key. Raises `UserError` if unreadable.
 
-    `cache`, `log`: as of `find_files`.
+    cache, log: as in `find_files`.
     """
-    return [f"{file.format}:{digest_of(file)}" for path in paths for file in _files(path, cache, log)]
+    return [f"{file.format}:{hash_source(file)}" for path in paths for file in _find_files(path, cache, log)]
 
 
-def _files(path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None) -> list[SourceFile]:
+def _find_files(
+    path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None
+) -> list[SourceFile]:
+    """Resolve one evaluation set to its files."""
     return find_files([path], "auto", cache, _KEY, log, records=True)
 
 
-def _examples(file: SourceFile) -> Iterator[str]:
+def _iterate_examples(file: SourceFile) -> Iterator[str]:
+    """Yield the texts of an evaluation file."""
     if file.format not in KEYED_FORMATS:
-        for document in Reader(longest=sys.maxsize).documents(file):
+        for document in Reader(longest=sys.maxsize).read_documents(file):
             if document.text is None or _UNDECODABLE.search(document.text):
                 raise UserError(f"{_KEY}: {file.path} cannot be read: it is not UTF-8 text")
             yield document.text
         return
-    with opened(file) as stream:
-        for value in _json_document(file, stream) if file.format == "json" else _records(file, stream):
-            strings = list(_strings(value))
+    with open_source(file) as stream:
+        for value in _iterate_json(file, stream) if file.format == "json" else _iterate_records(file, stream):
+            strings = list(_iterate_strings(value))
             yield "\n".join(strings)
             if len(strings) > 1:
                 yield from strings
 
 
-def _records(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    for record in file_records(file, stream, None, "utf-8"):
+def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
+    """Yield the records of a JSON Lines or Parquet file."""
+    for record in iterate_file_records(file, stream, None, "utf-8"):
         if record.problem is not None:
             raise UserError(f"{_KEY}: {record.where} {record.problem}")
         yield record.value
 
 
-def _json_document(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """The records of a JSON list; of another JSON document all of it."""
+def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
+    """Yield the elements of a JSON list, or another JSON document as a whole."""
     try:
         value = json.loads(stream.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -110,9 +116,10 @@ def _json_document(file: SourceFile, stream: Stream) -> Iterator[Any]:
     yield from value if isinstance(value, list) else [value]
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _iterate_strings(value: Any) -> Iterator[str]:
+    """Yield all strings inside a JSON value, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
+            yield from _iterate_strings(item)

@@ -1,4 +1,4 @@
-"""Documents whose key stood before, found by sorting parts of the keys on disk: memory is that of one part."""
+"""Duplicate keys by an external sort: keys are partitioned on disk and sorted one partition at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Keys = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 
 
-def repeated(
+def find_repeated(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """(documents whose key stood before, for each the first document that has it), part of the keys after part.
+    """Yield for each partition of the keys (documents whose key occurred before, first document with that key).
 
-    `chunks`: (keys [n, width], document numbers [n]), numbers ascending; `total`: about how many there are. Files of
-    one use lie in `directory`.
+    chunks: (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys. directory: holds
+    temporary files. part: keys in a partition (`PART` unless given).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
-        yield _repeated([*chunks])
+        yield _find_repeated_in_memory([*chunks])
         return
     paths = [directory / f"{number:03d}.keys" for number in range(parts)]
     directory.mkdir(exist_ok=True)
@@ -45,11 +45,12 @@ def repeated(
     for path in paths:
         records = np.fromfile(path, np.uint64).reshape(-1, width + 1)
         path.unlink()
-        yield _repeated([(records[:, :width], records[:, width].astype(np.int64))])
+        yield _find_repeated_in_memory([(records[:, :width], records[:, width].astype(np.int64))])
     directory.rmdir()
 
 
-def _repeated(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
+def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
+    """Find repeated keys in memory: (documents whose key occurred before, first document with that key)."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys = np.concatenate([keys for keys, _ in chunks])

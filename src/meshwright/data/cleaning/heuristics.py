@@ -1,10 +1,10 @@
-"""The published rules for prose of web pages: Gopher's, C4's and FineWeb's, each under a name of its own."""
+"""Published quality filters for web pages in prose: Gopher, C4 and FineWeb, one named rule per criterion."""
 
 from __future__ import annotations
 
 import re
 
-from meshwright.data.cleaning.repetition import GOPHER_LIMITS, duplicates, gopher_repetition
+from meshwright.data.cleaning.repetition import GOPHER_LIMITS, check_gopher_repetition, count_duplicates
 
 Finding = tuple[str, str]  # the rule that drops a document, and what it measured
 
@@ -48,11 +48,14 @@ RULES = {
     "c4": ("c4_curly_bracket", "c4_lorem_ipsum", "c4_sentences"),
     "fineweb": ("fineweb_punctuation", "fineweb_duplicate_lines", "fineweb_short_lines"),
 }
-"""The rules of each family, in the order in which they are asked."""
+"""Rules of each family, in the order in which they run."""
 
 
-def gopher_quality(text: str) -> Finding | None:
-    """Whether `text` looks like English prose by Gopher's rules; a word is what stands between white space."""
+def check_gopher_quality(text: str) -> Finding | None:
+    """Apply Gopher's quality rules; returns the first rule that `text` violates with the value, or None.
+
+    Words are separated by white space.
+    """
     words = text.split()
     # The paper's words are tokens of prose: marks that stand alone are not counted as words.
     spoken = [word for word in words if word.isalnum() or any(map(str.isalnum, word))]
@@ -80,8 +83,8 @@ def gopher_quality(text: str) -> Finding | None:
     return None
 
 
-def c4(text: str) -> Finding | None:
-    """Whether a page (its lines chosen already by `c4_lines`) is prose by C4's rules."""
+def check_c4(text: str) -> Finding | None:
+    """Apply C4's page rules after `filter_c4_lines`; returns the first rule violated with its value, or None."""
     if "{" in text:
         return "c4_curly_bracket", "holds {"
     if "lorem ipsum" in text.lower():
@@ -92,8 +95,8 @@ def c4(text: str) -> Finding | None:
     return None
 
 
-def c4_lines(text: str) -> tuple[str, int]:
-    """The text with the lines that C4 keeps, without citation marks, and how many lines that leaves out."""
+def filter_c4_lines(text: str) -> tuple[str, int]:
+    """Return the text with only the lines that C4 keeps, without citation marks, and the number of lines removed."""
     kept, dropped = [], 0
     for line in text.split("\n"):
         line = line.strip()
@@ -116,15 +119,15 @@ def c4_lines(text: str) -> tuple[str, int]:
     return "\n".join(kept), dropped
 
 
-def fineweb(text: str) -> Finding | None:
-    """Whether `text` is running prose by the rules that FineWeb adds."""
+def check_fineweb(text: str) -> Finding | None:
+    """Apply the rules that FineWeb adds; returns the first rule that `text` violates with the value, or None."""
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         return "fineweb_punctuation", "no lines"
     punctuated = sum(line.rstrip().endswith(_ENDS) for line in lines) / len(lines)
     if punctuated <= _PUNCTUATED_LINES:
         return "fineweb_punctuation", f"{punctuated:.2f} of the lines"
-    duplicated = duplicates(lines)[1] / sum(map(len, lines))
+    duplicated = count_duplicates(lines)[1] / sum(map(len, lines))
     if duplicated >= _DUPLICATED_CHARACTERS:
         return "fineweb_duplicate_lines", f"{duplicated:.2f} of the characters"
     short = sum(len(line) < _SHORT_LINE for line in lines) / len(lines)
@@ -133,4 +136,9 @@ def fineweb(text: str) -> Finding | None:
     return None
 
 
-ASK = {"gopher-quality": gopher_quality, "gopher-repetition": gopher_repetition, "c4": c4, "fineweb": fineweb}
+CHECKS = {
+    "gopher-quality": check_gopher_quality,
+    "gopher-repetition": check_gopher_repetition,
+    "c4": check_c4,
+    "fineweb": check_fineweb,
+}

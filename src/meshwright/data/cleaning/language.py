@@ -1,4 +1,4 @@
-"""Which language a text is in, by py3langid: 97 languages, a model inside the package, no network."""
+"""Language identification by py3langid: 97 languages, a model inside the package, no network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SAMPLE = 1_000  # characters looked at, at the beginning and in the middle: mor
 
 
 def check_languages(languages: list[str]) -> None:
-    """`UserError` unless every one is a code that the model knows, such as "en"."""
-    known = [str(code) for code in _identifier().labels]
+    """Raise `UserError` unless every code is one that the model knows, such as "en"."""
+    known = [str(code) for code in _load_identifier().labels]
     for language in languages:
         if language not in known:
             close = nearest(language, known)
@@ -21,17 +21,18 @@ def check_languages(languages: list[str]) -> None:
             raise UserError(f'data.clean.languages: unknown language "{language}"; {hint}')
 
 
-def identify(text: str) -> tuple[str, float]:
-    """(ISO 639-1 code, probability) of the likeliest language."""
+def identify_language(text: str) -> tuple[str, float]:
+    """Identify the most probable language of a text: (ISO 639-1 code, probability)."""
     if len(text) > 3 * _SAMPLE:
         middle = len(text) // 2
         text = f"{text[:_SAMPLE]}\n{text[middle : middle + _SAMPLE]}"
-    code, probability = _identifier().classify(text)
+    code, probability = _load_identifier().classify(text)
     return str(code), float(probability)
 
 
 @cache
-def _identifier() -> Any:
+def _load_identifier() -> Any:
+    """Load the model. Raises `UserError` if py3langid is not installed."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:

@@ -1,4 +1,4 @@
-"""MinHash: signatures of word shingles, cut into bands; the chance that two documents share a band is known exactly."""
+"""MinHash signatures of word shingles, and the banding that finds near duplicates."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning.words import Hashes, Words, mixed
+from meshwright.data.cleaning.words import Hashes, Words, mix_bits
 
 _BLOCK = 1 << 17  # products formed at a time: they stay in the processor's cache
 
 
 @dataclass(frozen=True)
 class MinHash:
-    """Near duplicates by locality-sensitive hashing.
+    """Near duplicates by locality-sensitive hashing: `bands` × `rows` hash functions over shingles of `words` words.
 
     Broder, "On the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman,
-    Mining of Massive Datasets, section 3.4. `words`: in a shingle.
+    Mining of Massive Datasets, section 3.4.
     """
 
     bands: int
     rows: int
     words: int
 
-    def probability(self, similarity: float) -> float:
-        """That two documents of this Jaccard similarity share at least one band: 1 - (1 - s^rows)^bands."""
+    def match_probability(self, similarity: float) -> float:
+        """Return the probability that documents of this Jaccard similarity share a band: 1 - (1 - s^rows)^bands."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     @property
     def threshold(self) -> float:
-        """About the similarity at which the curve is steepest: (1 / bands)^(1 / rows)."""
+        """Similarity at which `match_probability` is about steepest: (1 / bands)^(1 / rows)."""
         return float((1 / self.bands) ** (1 / self.rows))
 
-    def shingles(self, text: str) -> Hashes:
-        """Hashes of the runs of `words` folded words, or of all of a text that has fewer; empty for one without."""
+    def hash_shingles(self, text: str) -> Hashes:
+        """Hash the n-grams of `words` folded words, [shingles]; a shorter text is one shingle, a text without words
+        none.
+        """
         words = Words(text)
-        return words.runs(min(self.words, len(words))) if len(words) else np.empty(0, np.uint64)
+        return words.hash_ngrams(min(self.words, len(words))) if len(words) else np.empty(0, np.uint64)
 
-    def signature(self, shingles: Hashes) -> NDArray[np.uint32]:
-        """The least value of each of bands × rows hash functions over the shingles, [bands * rows]."""
+    def compute_signature(self, shingles: Hashes) -> NDArray[np.uint32]:
+        """Compute the minimum of each hash function over the shingles, [bands * rows]."""
         factors, terms = self._functions
         keys = (shingles >> np.uint64(32)).astype(np.uint32)
         signature = np.full(len(factors), 0xFFFFFFFF, np.uint32)
@@ -51,19 +53,20 @@ class MinHash:
             np.minimum(signature, products.min(axis=1), out=signature)
         return signature
 
-    def band_keys(self, signature: NDArray[np.uint32]) -> Hashes:
-        """One hash for each band of a signature, [bands]: equal where all rows of the band are."""
+    def hash_bands(self, signature: NDArray[np.uint32]) -> Hashes:
+        """Hash each band of a signature, [bands]; equal bands have equal keys."""
         values = signature.astype(np.uint64).reshape(self.bands, self.rows) + np.uint64(1)
-        return mixed((values * self._weights).sum(axis=1, dtype=np.uint64))
+        return mix_bits((values * self._weights).sum(axis=1, dtype=np.uint64))
 
     @cached_property
     def _functions(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Factors (odd) and terms of the hash functions x -> factor * x + term modulo 2^32."""
+        """Odd factors and terms of the hash functions x -> factor * x + term modulo 2^32, [bands * rows] each."""
         count = self.bands * self.rows
-        values = mixed(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        values = mix_bits(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         drawn = (values >> np.uint64(32)).astype(np.uint32)
         return drawn[:count] | np.uint32(1), drawn[count:]
 
     @cached_property
     def _weights(self) -> Hashes:
-        return mixed(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)
+        """Odd random weights that combine the rows of a band into its key, [rows]."""
+        return mix_bits(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)

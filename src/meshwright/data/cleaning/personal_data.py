@@ -1,4 +1,4 @@
-"""Masks over personal data and secrets: e-mail addresses, telephone numbers, keys, internet addresses."""
+"""Masks over personal data and secrets: e-mail addresses, telephone numbers, keys, IP addresses."""
 
 from __future__ import annotations
 
@@ -57,11 +57,13 @@ _PERHAPS_IPV6 = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _IPV6 = re.compile(r"[0-9A-Fa-f:](?<![\w:.][0-9A-Fa-f:])[0-9A-Fa-f:]{1,3}[0-9A-Fa-f:]{0,35}(?![\w:.])")
 
 
-def _emails(text: str) -> tuple[str, int]:
+def _mask_emails(text: str) -> tuple[str, int]:
+    """Replace e-mail addresses by "<email>"; returns the text and their number."""
     return _EMAIL.subn("<email>", text) if "@" in text else (text, 0)
 
 
-def _phones(text: str) -> tuple[str, int]:
+def _mask_phones(text: str) -> tuple[str, int]:
+    """Replace telephone numbers by "<phone>"; returns the text and their number."""
     count = 0
     for form in _PHONES:
         text, found = form.subn("<phone>", text)
@@ -69,7 +71,8 @@ def _phones(text: str) -> tuple[str, int]:
     return text, count
 
 
-def _keys(text: str) -> tuple[str, int]:
+def _mask_keys(text: str) -> tuple[str, int]:
+    """Replace private keys, access keys and tokens by "<key>"; returns the text and their number."""
     count = 0
     if "PRIVATE KEY" in text:
         text, found = _PRIVATE_KEY.subn("<key>", text)
@@ -84,7 +87,8 @@ def _keys(text: str) -> tuple[str, int]:
     return text, count
 
 
-def _addresses(text: str) -> tuple[str, int]:
+def _mask_addresses(text: str) -> tuple[str, int]:
+    """Replace public IP addresses by "<ip>"; returns the text and their number."""
     count = 0
 
     def masked(match: re.Match[str]) -> str:
@@ -102,16 +106,17 @@ def _addresses(text: str) -> tuple[str, int]:
 
 
 MASKS: dict[str, Callable[[str], tuple[str, int]]] = {
-    "key": _keys,
-    "email": _emails,
-    "phone": _phones,
-    "ip": _addresses,
+    "key": _mask_keys,
+    "email": _mask_emails,
+    "phone": _mask_phones,
+    "ip": _mask_addresses,
 }
 
 
-def mask(text: str, kinds: Sequence[str]) -> tuple[str, dict[str, int]]:
-    """The text with every match written as `<email>`, `<phone>`, `<key>` or `<ip>`, and how many of each kind there
-    were."""
+def mask_personal_data(text: str, kinds: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """Replace every match of `kinds` by `<email>`, `<phone>`, `<key>` or `<ip>`; returns the text and the counts by
+    kind.
+    """
     counts = {}
     for kind, masked in MASKS.items():
         if kind in kinds:

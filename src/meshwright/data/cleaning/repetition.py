@@ -1,4 +1,4 @@
-"""How much of a text repeats: lines, paragraphs and runs of words, as MassiveText measures it."""
+"""Repetition inside a text by lines, paragraphs and n-grams (Gopher, arXiv:2112.11446, appendix A1.1)."""
 
 from __future__ import annotations
 
@@ -30,42 +30,46 @@ GOPHER_LIMITS = {
 }
 
 
-def repeated_lines(text: str) -> float:
-    """The share of a text's lines that stood in it before; blank lines and white space around lines do not count."""
+def measure_repeated_lines(text: str) -> float:
+    """Return the fraction of non-blank lines that occurred earlier in the text, in [0, 1]; outer white space is
+    ignored.
+    """
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
-def duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """How many of the parts stood before, and how many characters those have."""
+def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
+    """Count the parts that occurred before, and their characters."""
     seen = set(parts)
     if len(seen) == len(parts):
         return 0, 0
     return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
 
 
-def gopher_repetition(text: str) -> tuple[str, str] | None:
-    """The first rule of table A1 that `text` breaks, with the share that broke it; None when it breaks none."""
-    for rule, share in _shares(text):
+def check_gopher_repetition(text: str) -> tuple[str, str] | None:
+    """Apply the rules of Gopher's table A1; returns the first one that `text` violates with its value, or None."""
+    for rule, share in _measure_repetition(text):
         if share > GOPHER_LIMITS[rule]:
             return rule, f"{share:.2f} > {GOPHER_LIMITS[rule]:.2f}"
     return None
 
 
-def _shares(text: str) -> Iterator[tuple[str, float]]:
+def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
+    """Yield (rule, fraction of the text that repeats) for each rule of table A1."""
     if not text.strip():
         return
     for kind, parts in (("paragraph", _PARAGRAPHS.split(text.strip())), ("line", _LINES.split(text))):
-        count, characters = duplicates(parts)
+        count, characters = count_duplicates(parts)
         yield f"gopher_duplicate_{kind}s", count / len(parts)
         yield f"gopher_duplicate_{kind}_characters", characters / len(text)
-    yield from ((rule, characters / len(text)) for rule, characters in repeated_runs(text.split()))
+    yield from ((rule, characters / len(text)) for rule, characters in count_repeated_ngrams(text.split()))
 
 
-def repeated_runs(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """For 2 to 4 words the characters of the run that stands most often; for 5 to 10 those in runs that stood before.
+def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield (rule, characters): for n = 2 to 4 those of the most frequent n-gram, for 5 to 10 those of repeated
+    n-grams.
 
-    A run that stands once repeats nothing. Characters that several runs share count once, as the paper says.
+    An n-gram that occurs once counts 0. Overlapping n-grams count their characters once, as in the paper.
     """
     # A run of n words that repeats begins with one of n - 1 that does: few places are left after the first count.
     places: Sequence[int] = range(len(words))
@@ -84,11 +88,12 @@ def repeated_runs(words: Sequence[str]) -> Iterator[tuple[str, int]]:
             run, most = max(((run, counts[run]) for _, run in repeated), key=itemgetter(1), default=((), 0))
             yield f"gopher_top_{n}_gram", most * (sum(map(len, run)) + n - 1)
         else:
-            yield f"gopher_duplicate_{n}_grams", _characters_that_stood_before(words, repeated, n)
+            yield f"gopher_duplicate_{n}_grams", _count_repeated_characters(words, repeated, n)
         places = [place for place, _ in repeated]
 
 
-def _characters_that_stood_before(words: Sequence[str], runs: list[tuple[int, tuple[str, ...]]], n: int) -> int:
+def _count_repeated_characters(words: Sequence[str], runs: list[tuple[int, tuple[str, ...]]], n: int) -> int:
+    """Count the characters in n-grams that occurred before, overlaps once. runs: (word index, n-gram)."""
     seen: set[tuple[str, ...]] = set()
     characters = end = 0  # end: of the words counted so far
     for place, run in runs:

@@ -25,7 +25,7 @@ _MASKED = {
 
 
 def cleaning_page(title: str, report: Mapping[str, Any]) -> str:
-    """The page of a report as `cleaning_pass.clean` makes it; nothing in it is loaded from elsewhere."""
+    """The page of a report as `cleaning_pass.run_cleaning_pass` makes it; nothing in it is loaded from elsewhere."""
     return page(f"Cleaning of {title}", element("h1", f"Cleaning of {title}"), *_parts(report), narrow=True)
 
 
@@ -86,12 +86,12 @@ def _curve(minhash: MinHash) -> Iterator[Markup]:
         "1 − (1 − s", element("sup", rows), ")", element("sup", bands), " at Jaccard similarity s; the curve is "
         f"steepest near (1 / {bands})", element("sup", f"1 / {rows}"), f" = {minhash.threshold:.3f}.",
     )  # fmt: skip
-    points = [(at / 200, minhash.probability(at / 200)) for at in range(201)]
+    points = [(at / 200, minhash.match_probability(at / 200)) for at in range(201)]
     mark = Mark(minhash.threshold, f"threshold {minhash.threshold:.3f}")
     across = linear_axis(0, 1, "Jaccard similarity")
     yield draw_lines(across, linear_axis(0, 1, "probability"), [Series("found", points, "blue")], [mark], height=250)
     tenths = [at / 10 for at in range(4, 11)]
-    found = ("found", *(f"{minhash.probability(at):.3f}" for at in tenths))
+    found = ("found", *(f"{minhash.match_probability(at):.3f}" for at in tenths))
     yield table(("similarity", *(f"{at:.1f}" for at in tenths)), [found])
 
 

@@ -1,4 +1,4 @@
-"""Which documents are dropped, by which rule, and what in the others is masked: what one document decides alone."""
+"""Cleaning rules that look at one document at a time, and the masks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from meshwright.data.cleaning import heuristics
 from meshwright.data.cleaning.blocked_words import BlockedWords
 from meshwright.data.cleaning.decontamination import EvaluationSets
-from meshwright.data.cleaning.language import check_languages, identify
+from meshwright.data.cleaning.language import check_languages, identify_language
 from meshwright.data.cleaning.minhash import MinHash
-from meshwright.data.cleaning.personal_data import mask
-from meshwright.data.cleaning.repetition import repeated_lines
+from meshwright.data.cleaning.personal_data import mask_personal_data
+from meshwright.data.cleaning.repetition import measure_repeated_lines
 from meshwright.recipe import CleanRecipe
 
 RULES = (
@@ -20,7 +20,7 @@ RULES = (
     *(rule for family in heuristics.RULES.values() for rule in family),
     *("blocked_words", "contamination", "exact_duplicates", "near_duplicates"),
 )
-"""In the order in which they are asked; a document is counted under the first that drops it."""
+"""Rules in the order in which they run; a document is counted under the first that drops it."""
 
 # Unicode category Cc without tab, newline, form feed and carriage return, which are white space in real texts.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]")
@@ -32,8 +32,8 @@ _CODE = re.compile(
 )
 
 
-def asked(recipe: CleanRecipe) -> tuple[str, ...]:
-    """The rules that a recipe asks for, in their order."""
+def enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
+    """Return the rules that a recipe enables, in the order in which they run."""
     off = {rule for family, rules in heuristics.RULES.items() if family not in recipe.heuristics for rule in rules}
     switches = {
         "schema": recipe.required_keys,
@@ -51,17 +51,16 @@ _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
 
 
 def is_code(name: str) -> bool:
-    """Whether a document is a file of source code or of a language for machines, by its name. Records are none,
-    whatever a page's address ends with."""
+    """Return whether a document is a source code or markup file, by its name. Records and pages are not."""
     return _CODE.search(name) is not None and _RECORD.search(name) is None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a document's own text decides.
+    """Result of the rules for one document.
 
-    `rule` drops it (None: nothing does), `why` says what was measured. `text`: it, masked. `content`: UTF-8 of that,
-    `digest` its SHA-256 without white space at both ends. `changes`: how much of what was masked or left out.
+    rule: the rule that drops it, or None. why: the measured value. text: the masked text. content: its UTF-8. digest:
+    SHA-256 of it without outer white space. changes: number of masked items or removed lines by kind.
     """
 
     rule: str | None
@@ -73,32 +72,32 @@ class Verdict:
 
 
 class Rewriter:
-    """Masks and leaves out of a text what `[data.clean]` says."""
+    """Masks and line filters of `[data.clean]`, applied to a text."""
 
     def __init__(self, recipe: CleanRecipe) -> None:
         self.recipe = recipe
         self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
 
-    def rewritten(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
-        """The text as it is kept, and how much of what was masked (`key` ...) or left out (`c4_lines`)."""
+    def rewrite_text(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
+        """Return the masked text, and the number of masked items (`key` ...) or removed lines (`c4_lines`) by kind."""
         changes: dict[str, int] = {}
         if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
-            text, changes["c4_lines"] = heuristics.c4_lines(text)
+            text, changes["c4_lines"] = heuristics.filter_c4_lines(text)
         if self.recipe.mask:
-            text, masked = mask(text, self.recipe.mask)
+            text, masked = mask_personal_data(text, self.recipe.mask)
             changes |= masked
         return text, changes
 
 
 class Cleaner(Rewriter):
-    """Asks the rules of `[data.clean]` that look at one document at a time.
+    """The enabled rules of `[data.clean]` that look at one document at a time.
 
-    `UserError`: a language that is not known, an evaluation set that cannot be read, a library that is missing.
+    Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
         super().__init__(recipe)
-        self.rules = asked(recipe)
+        self.rules = enabled_rules(recipe)
         if recipe.languages:
             check_languages(recipe.languages)
         self.blocked = BlockedWords(recipe.blocked_words) if recipe.blocked_words else None
@@ -109,8 +108,11 @@ class Cleaner(Rewriter):
             MinHash(recipe.minhash_bands, recipe.minhash_rows, recipe.minhash_words) if recipe.near_duplicates else None
         )
 
-    def judge(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
-        """The verdict on a document. `text` None, or with lone surrogates, did not decode; `problem`: its record's."""
+    def judge_document(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
+        """Apply the rules to one document and return the verdict.
+
+        text: None or with lone surrogates if it did not decode. problem: why its record does not fit the schema.
+        """
         if problem is not None:
             return Verdict("schema", problem)
         try:
@@ -119,20 +121,21 @@ class Cleaner(Rewriter):
             raw = None
         if text is None or raw is None:
             return Verdict("encoding", "does not decode" if text is not None else "is not text")
-        rewritten, changes = self.rewritten(text, name) if self.rewrites else (text, {})
+        rewritten, changes = self.rewrite_text(text, name) if self.rewrites else (text, {})
         content = raw if rewritten is text else rewritten.encode()
         stripped = content if content[:1].isalnum() and content[-1:].isalnum() else rewritten.strip().encode()
-        found = self._text_rules(rewritten, blank=not stripped, emptied=bool(raw.strip()))
+        found = self._check_text(rewritten, blank=not stripped, emptied=bool(raw.strip()))
         if found is None and not (is_code(name) and not self.recipe.heuristics_on_code):
-            found = self._prose_rules(rewritten)
+            found = self._check_prose(rewritten)
         if found is None and self.evaluation is not None:
-            share = self.evaluation.share(rewritten)
+            share = self.evaluation.measure_overlap(rewritten)
             if share > self.recipe.maximum_contamination:
                 found = "contamination", f"{share:.2f} of the words are in an evaluation set"
         rule, why = found or (None, "")
         return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
 
-    def _text_rules(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
+    def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
+        """Apply the rules for any text. blank: only white space is left; emptied: there was text before rewriting."""
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:
             controls = len(_CONTROL.findall(text))
@@ -145,19 +148,20 @@ class Cleaner(Rewriter):
         if recipe.maximum_characters is not None and len(text) > recipe.maximum_characters:
             return "length", f"{len(text):,} characters"
         if recipe.maximum_repetition < 1:
-            share = repeated_lines(text)
+            share = measure_repeated_lines(text)
             if share > recipe.maximum_repetition:
                 return "repetition", f"{share:.2f} of the lines"
         return None
 
-    def _prose_rules(self, text: str) -> heuristics.Finding | None:
+    def _check_prose(self, text: str) -> heuristics.Finding | None:
+        """Apply the rules for prose: language, heuristics, blocked words."""
         if self.recipe.languages:
-            language, probability = identify(text)
+            language, probability = identify_language(text)
             if language not in self.recipe.languages or probability < self.recipe.minimum_language_probability:
                 return "language", f"{language}, probability {probability:.2f}"
-        for family, ask in heuristics.ASK.items():
+        for family, ask in heuristics.CHECKS.items():
             if family in self.recipe.heuristics and (found := ask(text)):
                 return found
-        if self.blocked is not None and (word := self.blocked.first(text)):
+        if self.blocked is not None and (word := self.blocked.find_blocked(text)):
             return "blocked_words", f'holds "{word}"'
         return None

@@ -1,4 +1,4 @@
-"""What the records of a source must hold besides their text: keys and the types of their values."""
+"""Schema of records: required keys and the types of their values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Unfit(NamedTuple):
-    """Stands where the text of a record would, and says what is wrong with the record."""
+    """Placeholder for the text of a record that does not fit the schema, with the reason."""
 
     problem: str
 
 
-def record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
-    """What is wrong with a record that should be an object with text under `text_key` and the `required` keys, whose
-    values are of the named type (of `names.RECORD_TYPES`); None when nothing is."""
+def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
+    """Return why a record does not fit the schema, or None: it needs text under `text_key`, and `required` keys of the
+    named types (`names.RECORD_TYPES`).
+    """
     if not isinstance(record, dict):
-        return f"is {_kind(record)}, not a table"
+        return f"is {_name_type(record)}, not a table"
     for key, wanted in {text_key: "text", **required}.items():
         value: Any = record
         for name in [key] if key in record else key.split("."):  # "a.b": the key b inside a
@@ -34,11 +35,12 @@ def record_problem(record: Any, required: Mapping[str, str], text_key: str) -> s
             value = value[name]
         fits = isinstance(value, _TYPES[wanted]) and (wanted == "boolean" or not isinstance(value, bool))
         if not fits:
-            return f'"{key}" is {_kind(value)}, not {wanted}'
+            return f'"{key}" is {_name_type(value)}, not {wanted}'
     return None
 
 
-def _kind(value: Any) -> str:
+def _name_type(value: Any) -> str:
+    """Return the type name of a JSON value."""
     if value is None:
         return "null"
     kinds = ("boolean", "text", "integer", "number", "list", "table")

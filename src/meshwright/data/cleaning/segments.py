@@ -1,4 +1,4 @@
-"""Verdicts on disk: a stretch of documents a file, one column after another, so that a killed pass goes on."""
+"""Segments: verdicts on consecutive documents, stored column by column in files that a killed pass resumes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshwright.data.cleaning.characters import KINDS, count_kinds
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
-from meshwright.data.files import WholeFile, canonical_json
+from meshwright.data.files import AtomicFile, canonical_json
 
 KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
 CHANGES = ("key", "email", "phone", "ip", "c4_lines")
@@ -23,18 +23,18 @@ EXCERPT = 400  # characters of each
 _MAGIC = b"meshwright segment 1\n"
 
 
-def priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """The order in which documents are taken as samples: spread over the corpus, and the same in every run."""
+def sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
+    """Hash document numbers to the order in which they are sampled: spread over the corpus, equal in every run."""
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
     return values * np.uint64(0xD6E8FEB86659FD93)
 
 
-def columns(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
-    """Type and values a document of every column of a segment.
+def column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
+    """Return (dtype, values per document) of each column of a segment.
 
-    `before` and `after` masking: characters, UTF-8 bytes and characters of each kind; both equal where nothing is
-    rewritten, and then `after` is not there. `digest`: half of the SHA-256. `bands`: keys of the MinHash.
+    `before` and `after` masking: characters, UTF-8 bytes and characters of each kind; `after` only if texts are
+    rewritten. `digest`: half of the SHA-256. `bands`: MinHash keys.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -42,7 +42,7 @@ def columns(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
 
 
 class SegmentWriter:
-    """Collects what became of a stretch of documents that begins with number `first`."""
+    """Collector of the verdicts of one segment, which begins with document number `first`."""
 
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
         self.first, self.minhash, self.rewrites = first, minhash, rewrites
@@ -50,9 +50,10 @@ class SegmentWriter:
         self.pieces: dict[int, int] = {}  # of each file
         self.examples: dict[str, str] = {}
         self.samples: dict[str, list[dict[str, Any]]] = {}
-        self._columns = {name: bytearray() for name in columns(0, rewrites)}
+        self._columns = {name: bytearray() for name in column_types(0, rewrites)}
 
     def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
+        """Append the verdict on one document. file: index of its file. raw: its text before masking."""
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
         text = raw or ""
         unchanged = verdict.text is raw
@@ -71,10 +72,10 @@ class SegmentWriter:
         if self.minhash:
             keys = np.zeros(self.minhash.bands, np.uint64)
             if code == KEPT:
-                shingles = self.minhash.shingles(verdict.text)
+                shingles = self.minhash.hash_shingles(verdict.text)
                 # A text without words resembles nothing: a key of its own keeps it apart.
                 keys = (
-                    self.minhash.band_keys(self.minhash.signature(shingles))
+                    self.minhash.hash_bands(self.minhash.compute_signature(shingles))
                     if len(shingles)
                     else np.full(len(keys), self.first + self.documents, np.uint64)
                 )
@@ -85,14 +86,15 @@ class SegmentWriter:
             assert verdict.rule is not None
             self.examples.setdefault(verdict.rule, name)
             shown = verdict.text or ("" if self.rewrites else text)  # what is to be masked is shown to nobody
-            self._sample(verdict.rule, name, shown, verdict.why)
+            self._keep_sample(verdict.rule, name, shown, verdict.why)
         self.pieces[file] = self.pieces.get(file, 0) + 1
         self.documents += 1
         self.characters += len(text)
 
-    def _sample(self, rule: str, name: str, text: str, why: str) -> None:
+    def _keep_sample(self, rule: str, name: str, text: str, why: str) -> None:
+        """Keep a dropped document as a sample if its priority is among the first of its rule."""
         number = self.first + self.documents
-        rank = int(priority(np.array([number]))[0])
+        rank = int(sampling_priority(np.array([number]))[0])
         samples = self.samples.setdefault(rule, [])
         if len(samples) < SAMPLES or rank < samples[-1]["priority"]:
             excerpt = text[:EXCERPT].encode(errors="replace").decode()
@@ -101,7 +103,7 @@ class SegmentWriter:
             del samples[SAMPLES:]
 
     def write(self, path: Path) -> None:
-        """Write the segment; it is there whole or not at all."""
+        """Write the segment atomically."""
         header = canonical_json(
             {
                 "first": self.first,
@@ -114,7 +116,7 @@ class SegmentWriter:
                 "samples": self.samples,
             }
         )
-        with WholeFile(path) as file:
+        with AtomicFile(path) as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             for column in self._columns.values():
                 file.write(memoryview(column))
@@ -122,14 +124,14 @@ class SegmentWriter:
 
 
 class Segment:
-    """A segment as it lies on disk; header and columns are read when they are asked for, and not kept."""
+    """A segment on disk; header and columns are read on each access and not kept."""
 
     def __init__(self, path: Path) -> None:
-        """`ValueError`: it is not whole."""
+        """Raises `ValueError` if the file is incomplete."""
         self.path = path
         header, offset = self._read_header()
         self.first, self.documents = int(header["first"]), int(header["documents"])
-        self._types = columns(header["bands"], header["rewrites"])
+        self._types = column_types(header["bands"], header["rewrites"])
         self._offsets: dict[str, int] = {}
         for name, (dtype, width) in self._types.items():
             self._offsets[name] = offset
@@ -139,10 +141,11 @@ class Segment:
 
     @property
     def header(self) -> dict[str, Any]:
-        """What `SegmentWriter.write` notes of the whole segment: pieces of each file, examples, samples."""
+        """Header with totals of the segment: documents of each file, examples, samples."""
         return self._read_header()[0]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
+        """Read the header; returns it and the byte at which the columns begin."""
         with self.path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"{self.path} is no segment")
@@ -150,17 +153,18 @@ class Segment:
             return json.loads(file.read(length)), len(_MAGIC) + 8 + length
 
     def __contains__(self, column: str) -> bool:
+        """Return whether the segment has this column."""
         return column in self._types
 
-    def column(self, name: str) -> NDArray[Any]:
-        """[documents] or [documents, values]."""
+    def read_column(self, name: str) -> NDArray[Any]:
+        """Read a column, [documents] or [documents, values]."""
         dtype, width = self._types[name]
         values = np.fromfile(self.path, dtype, count=width * self.documents, offset=self._offsets[name])
         return values if width == 1 and name == "code" else values.reshape(self.documents, width)
 
 
-def merged_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The samples of every rule, of all segments together."""
+def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Merge the samples of all segments by rule."""
     merged: dict[str, list[dict[str, Any]]] = {}
     for header in headers:
         for rule, samples in header["samples"].items():

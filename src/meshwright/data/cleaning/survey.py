@@ -1,4 +1,4 @@
-"""The first pass over a corpus: which documents are kept, and on which side of the split each one falls."""
+"""The survey: cleaning of the whole corpus and its split into training and validation documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning.cleaning_pass import Cleaned, clean
+from meshwright.data.cleaning.cleaning_pass import Cleaned, run_cleaning_pass
 from meshwright.data.cleaning.rules import Cleaner, Rewriter
 from meshwright.data.cleaning.segments import KEPT
 from meshwright.data.records.conversations import Records
@@ -24,16 +24,16 @@ SPLITS = ("train", "validation")
 FEW_DOCUMENTS = 100
 SHORT_DOCUMENT = 8_000  # characters
 _DROPPED = len(SPLITS)  # codes from here on: dropped by RULES[code - _DROPPED]
-_BLOCK = 1 << 24  # codes looked at at a time
+_BLOCK = 1 << 24  # codes read at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What became of every document of the corpus, in reading order.
+    """The fate of every document of the corpus, in reading order.
 
-    `codes` [documents]: the index in `SPLITS`, or len(SPLITS) + the index in `RULES` of what dropped it. `pieces`:
-    documents of each file. `longest`: characters at which texts were cut. `bytes`: UTF-8 bytes per split.
-    `report`: what the cleaning did, as JSON (`cleaning_pass.clean`). `rewriter`: by which texts were masked.
+    codes [documents]: index in `SPLITS`, or len(SPLITS) + index in `RULES` of the rule that dropped it. pieces:
+    documents of each file. longest: characters at which texts were cut. bytes: UTF-8 bytes by split. report: the
+    cleaning report as JSON (`run_cleaning_pass`). rewriter: masks texts again when they are read.
     """
 
     codes: NDArray[np.uint8]
@@ -45,34 +45,40 @@ class Survey:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Documents that each rule dropped; every rule that was asked is there."""
+        """Number of documents dropped by each rule that ran."""
         return dict(self.report["dropped"])
 
     @property
     def documents(self) -> dict[str, int]:
-        """Documents in each split."""
+        """Number of documents in each split."""
         return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
-    def description(self) -> dict[str, Any]:
-        """All but `codes` and `rewriter`, as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields except `codes` and `rewriter`, as JSON."""
         return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
 
     @classmethod
-    def from_description(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
+    def from_json(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
+        """Rebuild a survey from its codes and `description`."""
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
         return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 
-    def texts(
+    def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """(number, text as it is kept) of the split's documents from number `first` on."""
-        return ((number, document.text or "") for number, document in self.kept(files, reader, split, first))
+        """Yield (number, masked text) of the split's documents from number `first` on."""
+        return (
+            (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
+        )
 
-    def kept(
+    def iterate_documents(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, Document]]:
-        """(number, document as it is kept) of the split's documents from number `first` on; files without any are not
-        opened."""
+        """Yield (number, masked document) of the split's documents from number `first` on; files without any are not
+        opened.
+
+        Raises `SourceChanged` if a file no longer yields the documents surveyed.
+        """
         wanted = SPLITS.index(split)
         end = 0
         for file, pieces in zip(files, self.pieces, strict=True):
@@ -80,33 +86,35 @@ class Survey:
             if end <= first or not count_codes(self.codes[max(begin, first) : end], wanted):
                 continue
             number = begin - 1
-            for number, document in enumerate(reader.documents(file), begin):
+            for number, document in enumerate(reader.read_documents(file), begin):
                 if number >= end:
                     break
                 if number >= first and self.codes[number] == wanted:
                     if document.text is None:
                         raise SourceChanged(file)
-                    yield number, self._rewritten(document) if self.rewriter.rewrites else document
+                    yield number, self._rewrite(document) if self.rewriter.rewrites else document
             if number + 1 != end:
                 raise SourceChanged(file)
 
-    def _rewritten(self, document: Document) -> Document:
+    def _rewrite(self, document: Document) -> Document:
+        """Return the document with masks applied to all of its texts."""
+
         def rewrite(text: str) -> str:
-            return self.rewriter.rewritten(text, document.name)[0]
+            return self.rewriter.rewrite_text(text, document.name)[0]
 
         if document.example is None:
             return document._replace(text=rewrite(document.text or ""))
-        example = document.example.rewritten(rewrite)
+        example = document.example.rewrite_texts(rewrite)
         return document._replace(text=example.text(), example=example)
 
 
 def count_codes(codes: NDArray[np.uint8], code: int) -> int:
-    """How many of `codes`, which may be larger than memory, are `code`."""
+    """Count the entries equal to `code` in an array that may be larger than memory."""
     return sum(int((codes[at : at + _BLOCK] == code).sum()) for at in range(0, len(codes), _BLOCK))
 
 
-def last_of(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
-    """The last place in [begin, end) of `codes`, which may be larger than memory, that is `code`; -1 for none."""
+def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
+    """Return the last index in [begin, end) whose entry equals `code`, or -1; the array may be larger than memory."""
     for at in range(end, begin, -_BLOCK):
         found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
         if len(found):
@@ -114,23 +122,23 @@ def last_of(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
     return -1
 
 
-def survey(
+def survey_corpus(
     files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
 ) -> Survey:
-    """Read and clean everything once and split it.
+    """Read, clean and split the whole corpus.
 
-    A document goes to validation when the hash of its content, as a fraction of 2^64, is below `validation_fraction`:
-    whatever else the corpus holds, and without a seed. Should none go there, the one with the smallest hash does. A
-    corpus of fewer than 100 documents has its long ones cut at blank lines, so that there is something to split.
-    What a killed call finished lies in `directory` (else in a temporary one). `UserError` when nothing is left, or a
-    split would be empty.
+    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`:
+    without a seed, and independent of other documents. If none would, the one with the smallest hash does. In a corpus
+    of fewer than 100 documents long ones are cut at blank lines, so that there is something to split. Finished segments
+    are kept in `directory` (else in a temporary one) to resume from. Raises `UserError` if nothing is left or a split
+    is empty.
     """
     with TemporaryDirectory() as temporary:
         cleaner = Cleaner(recipe.clean)
 
         def cleaned(longest: int) -> Cleaned:
-            reader = document_reader(recipe, longest)
-            return clean(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
+            reader = make_reader(recipe, longest)
+            return run_cleaning_pass(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 
         longest = LONGEST_DOCUMENT
         result = cleaned(longest)
@@ -143,22 +151,24 @@ def survey(
             )
             result = cleaned(longest)
         if not result.kept:
-            raise UserError(_nothing_left(result, recipe.source_key))
-        codes, sides = _split(result, recipe.validation_fraction, recipe.source_key)
+            raise UserError(_explain_nothing_left(result, recipe.source_key))
+        codes, sides = _assign_splits(result, recipe.validation_fraction, recipe.source_key)
         return Survey(codes, result.pieces, longest, sides, result.report, cleaner)
 
 
-def document_reader(recipe: DataRecipe, longest: int) -> Reader:
-    """How the survey reads documents, and everything after it."""
+def make_reader(recipe: DataRecipe, longest: int) -> Reader:
+    """Create the reader for the survey and every later pass. longest: characters at which texts are cut."""
     records = None if recipe.records == "text" else Records(recipe.records, recipe.record_keys)
     return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 
-def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """The codes of the survey, and the bytes of each split."""
+def _assign_splits(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
+    """Assign kept documents to splits; returns the survey's codes, and UTF-8 bytes by split. key: recipe key for
+    errors.
+    """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0
-    for place, hashes, _ in cleaned.parts() if fraction else ():
+    for place, hashes, _ in cleaned.iterate_segments() if fraction else ():
         kept = hashes[cleaned.codes[place] == KEPT]
         if len(kept):
             least, most = min(least, int(kept.min())), max(most, int(kept.max()))
@@ -169,7 +179,7 @@ def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint
             "validation; add text, or set data.validation_fraction = 0"
         )
     codes, sizes = cleaned.codes, np.zeros(len(SPLITS), np.int64)
-    for place, hashes, documents in cleaned.parts():
+    for place, hashes, documents in cleaned.iterate_segments():
         kept = codes[place] == KEPT
         validation = hashes < threshold
         if not fraction:
@@ -183,7 +193,8 @@ def _split(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint
     return codes, dict(zip(SPLITS, sizes.tolist(), strict=True))
 
 
-def _nothing_left(cleaned: Cleaned, key: str) -> str:
+def _explain_nothing_left(cleaned: Cleaned, key: str) -> str:
+    """Return the error for a corpus without documents after cleaning."""
     if not len(cleaned.codes):
         return f"{key}: there is no text in its files"
     reasons = ", ".join(

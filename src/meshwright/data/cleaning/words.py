@@ -1,4 +1,4 @@
-"""The words of a text as numbers: a 64-bit hash of each, and of every run of n of them."""
+"""64-bit hashes of the words of a text and of its word n-grams."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ _OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\
 
 
 class Words:
-    """The folded words of a text: lower case, without punctuation, as texts are compared.
+    """Hashes of the folded words of a text: lower case without punctuation (GPT-3, arXiv:2005.14165, appendix C).
 
-    As in GPT-3 (arXiv:2005.14165, appendix C). In scripts without spaces (Han, kana) every character is a word.
-    `hashes` [words]: of each word.
+    In scripts without spaces (Han, kana) every character is a word. hashes: uint64 [words].
     """
 
     def __init__(self, text: str) -> None:
@@ -44,24 +43,24 @@ class Words:
         np.not_equal(array, 32, out=inside[1:-1])
         edges = np.flatnonzero(inside[1:] != inside[:-1])
         starts, ends = edges[0::2], edges[1::2]
-        powers, inverses = _powers(len(array))
-        prefix = _prefix(array.astype(np.uint64) * powers[: len(array)])
-        self.hashes = mixed((prefix[ends] - prefix[starts]) * inverses[starts])
+        powers, inverses = _compute_powers(len(array))
+        prefix = _prefix_sums(array.astype(np.uint64) * powers[: len(array)])
+        self.hashes = mix_bits((prefix[ends] - prefix[starts]) * inverses[starts])
 
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def runs(self, n: int) -> Hashes:
-        """The hash of each run of `n` words, [words - n + 1]; empty when there are fewer."""
+    def hash_ngrams(self, n: int) -> Hashes:
+        """Hash each n-gram of words, [words - n + 1]; empty if there are fewer words."""
         if len(self) < n:
             return np.empty(0, np.uint64)
-        powers, inverses = _powers(len(self))
-        prefix = _prefix(self.hashes * powers[: len(self)])
-        return mixed((prefix[n:] - prefix[:-n]) * inverses[: len(self) - n + 1])
+        powers, inverses = _compute_powers(len(self))
+        prefix = _prefix_sums(self.hashes * powers[: len(self)])
+        return mix_bits((prefix[n:] - prefix[:-n]) * inverses[: len(self) - n + 1])
 
 
-def mixed(values: Hashes) -> Hashes:
-    """Every bit of a value spread over all (the finisher of SplitMix64); changes `values` in place."""
+def mix_bits(values: Hashes) -> Hashes:
+    """Mix the bits of each value (finaliser of SplitMix64), in place; returns `values`."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -70,19 +69,22 @@ def mixed(values: Hashes) -> Hashes:
     return values
 
 
-def _prefix(values: Hashes) -> Hashes:
+def _prefix_sums(values: Hashes) -> Hashes:
+    """Return the prefix sums modulo 2^64, [n + 1], beginning with 0."""
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values, out=sums[1:])
     return sums
 
 
-def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """At least `count` powers of the base, and of its inverse."""
-    return _powers_of_two(max(16, (count - 1).bit_length()))
+def _compute_powers(count: int) -> tuple[Hashes, Hashes]:
+    """Return at least `count` powers of the hash base and of its inverse modulo 2^64."""
+    return _compute_powers_of_two(max(16, (count - 1).bit_length()))
 
 
 @cache
-def _powers_of_two(bits: int) -> tuple[Hashes, Hashes]:
+def _compute_powers_of_two(bits: int) -> tuple[Hashes, Hashes]:
+    """Return 2^bits powers of the hash base and of its inverse modulo 2^64."""
+
     def powers(base: int) -> Hashes:
         values = np.full(1 << bits, base, np.uint64)
         values[0] = 1

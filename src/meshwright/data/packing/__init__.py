@@ -1,1 +1,1 @@
-"""Packed tokens in memory-mapped shards, and packed examples."""
+"""Packing: tokenized documents in shards, read back as packed rows of fixed length."""

@@ -1,6 +1,6 @@
-"""Reading examples: whole ones packed into rows, with the tokens that are trained on, and what did not fit counted.
+"""Examples of records packed whole into rows, with response masks and counts of what did not fit.
 
-Shapes: B rows, S tokens in a row. A row has room for S + 1 tokens: the last one is only a target.
+Shapes: B rows, S tokens in a row. A packed row has a capacity of S + 1 tokens: the last one is only a target.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.data.packing.packed import NO_TARGET, TokenBatch, TokenRows
+from meshwright.data.packing.packed import NO_TARGET, PackedDataset, TokenBatch
 from meshwright.data.packing.shards import TRAINED, Shard
 from meshwright.errors import UserError
 
-OPEN_ROWS = 256  # among which the best one is chosen for an example
+OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which examples lie in which row.
+class PackingPlan:
+    """Assignment of examples to packed rows.
 
-    kept [examples kept, pieces]: tokens of each piece, cut where the example was too long. numbers [examples kept]:
-    which examples these are. order [examples kept]: their places in `kept`, row after row; row r has those from
-    bounds[r] to bounds[r + 1]. rows_by_source: rows of each source; one number where sources are not kept apart.
-    report: see `PackedExamples.report`.
+    kept [examples kept, documents]: tokens kept of each document, fewer than it has if the example was truncated.
+    numbers [examples kept]: index of each kept example among all. order [examples kept]: indices into `kept`, row after
+    row; row r has order[bounds[r]:bounds[r + 1]]. rows_by_source: rows of each source; a single number unless sources
+    are kept apart. report: see `PackedExamples.report`.
     """
 
     kept: NDArray[np.int64]
@@ -42,19 +42,18 @@ class Plan:
     report: dict[str, int]
 
 
-class PackedExamples(TokenRows):
-    """One split as examples, each whole in one row; no example sees another under `document_mask`, and its positions
-    begin at 0.
+class PackedExamples(PackedDataset):
+    """One split as examples packed whole into rows; under `document_mask` they do not attend to each other, and
+    positions restart at each document.
 
-    An example has `pieces` documents, one after the other in its row: one, or of a preference record two: of pair k of
-    a row, document 2k is the prompt and the chosen response, 2k + 1 the prompt and the rejected one. Targets are tokens
-    of responses, or with `train_on` "all" every token but a document's first. What is left of a row is padding, without
-    targets, and has the row's last document id for itself.
+    An example has `documents_per_example` documents, consecutive in its row: 1, or 2 for a preference pair, where
+    document 2k of a row is the prompt with the chosen response of pair k and 2k + 1 the prompt with the rejected one.
+    Targets are the tokens of responses, or with `train_on` "all" every token but a document's first. The rest of a row
+    is padding without targets, with a document id of its own.
 
-    Rows follow from the lengths alone: examples are taken in order, and each goes where the least room is left by it,
-    among the `OPEN_ROWS` rows that were begun last and are not full; with `pack` false each has a row for itself. One
-    that is longer than a row loses its end (`too_long` "truncate"), or all of itself ("drop"), or is an error
-    ("refuse"); one that has no target is left out.
+    Packing depends on the lengths alone: best fit, in order, among the last `OPEN_ROWS` rows that are not full; with
+    `pack` false every example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is
+    dropped ("drop") or raises `UserError` ("refuse"). Examples without a target are dropped.
     """
 
     def __init__(
@@ -67,45 +66,56 @@ class PackedExamples(TokenRows):
         padding: int,
         sources: Sequence[int] | None = None,
         *,
-        pieces: int = 1,
+        documents_per_example: int = 1,
         train_on: str = "responses",
         pack: bool = True,
         too_long: str = "truncate",
         decode: Callable[[NDArray[Any]], str] = str,
     ) -> None:
-        """`sources`: the number of shards of each source, where no row may have examples of two. `decode`: of tokens,
-        for the error about a too long example."""
+        """See `PackedDataset`. decode: tokens to text, for the error about too long
+        examples.
+        """
         super().__init__(directory, shards, dtype, sequence, document_mask, padding, sources)
-        self.pieces, self.train_on, self.pack, self.too_long, self.decode = pieces, train_on, pack, too_long, decode
+        self.documents_per_example, self.train_on, self.pack, self.too_long, self.decode = (
+            documents_per_example,
+            train_on,
+            pack,
+            too_long,
+            decode,
+        )
 
     @property
     def sequences_by_source(self) -> list[int]:
+        """Number of packed rows of each source; a single number unless sources are kept apart."""
         return self.plan.rows_by_source
 
     @property
     def rows(self) -> int:
+        """Number of packed rows."""
         return len(self.plan.bounds) - 1
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """How many examples each row has; of preferences, pairs."""
+        """Number of examples (preference pairs) in each packed row, [rows]."""
         return np.diff(self.plan.bounds)
 
     @property
     def report(self) -> dict[str, int]:
-        """Counts: `examples` there are, `trained` ones, `truncated` of these; `too_long` and `without_response`, left
-        out; `targets`, and `lost_targets` of truncated and dropped examples; `padding`, tokens of all rows."""
+        """Counts of packing: `examples` in all, `trained`, of these `truncated`; dropped as `too_long` or
+        `without_response`; `targets`, and `lost_targets` of truncated and dropped examples; `padding` tokens in all
+        rows.
+        """
         return self.plan.report
 
-    def texts(self) -> Iterator[str]:
-        """The text of each record, in order; see `Example.text`."""
+    def iterate_texts(self) -> Iterator[str]:
+        """Yield the text of each record in order (see `Example.text`)."""
         return itertools.islice(
-            super().texts(), 0, None, self.pieces
-        )  # that of all its documents stands with the first
+            super().iterate_texts(), 0, None, self.documents_per_example
+        )  # the text of a record is stored with its first document
 
     @property
     def rows_sha256(self) -> str:
-        """Equal where the rows have the same tokens of the same examples in the same places."""
+        """Hex SHA-256 of the packing plan, which fixes the tokens at every position of every row."""
         digest = hashlib.sha256()
         for part in (self.plan.numbers, self.plan.kept, self.plan.order, self.plan.bounds):
             digest.update(f"{part.shape} ".encode() + np.ascontiguousarray(part, "<i8").tobytes())
@@ -113,27 +123,29 @@ class PackedExamples(TokenRows):
 
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
-        """[documents, 2]: where each begins and ends in the tokens of all shards."""
-        starts = [self._index(shard)[:, 0].astype(np.int64) for shard in self.shards]
+        """Token range [begin, end) of each document over all shards, [documents, 2]."""
+        starts = [self._map_index(shard)[:, 0].astype(np.int64) for shard in self.shards]
         begins = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, self._bounds[:-1])])
         return np.stack([begins, np.append(begins[1:], self.tokens)[: len(begins)]], axis=1)
 
     @cached_property
-    def plan(self) -> Plan:
-        """The rows. `UserError`: an example is too long, and such are refused."""
-        assert self.pieces >= 1
-        room = self.sequence + 1
-        begins = self._documents[:, 0].reshape(-1, self.pieces)
-        lengths = np.diff(self._documents).reshape(-1, self.pieces)
-        long = lengths.sum(axis=1) > room
+    def plan(self) -> PackingPlan:
+        """The packing plan, computed once. Raises `UserError` for a too long example if data.too_long is "refuse"."""
+        assert self.documents_per_example >= 1
+        capacity = self.sequence + 1
+        begins = self._documents[:, 0].reshape(-1, self.documents_per_example)
+        lengths = np.diff(self._documents).reshape(-1, self.documents_per_example)
+        long = lengths.sum(axis=1) > capacity
         if self.too_long == "refuse" and long.any():
-            raise self._refused(int(np.flatnonzero(long)[0]), int(long.sum()), int(lengths.sum(axis=1).max()), room)
-        targets = self._targets()
+            raise self._too_long_error(
+                int(np.flatnonzero(long)[0]), int(long.sum()), int(lengths.sum(axis=1).max()), capacity
+            )
+        targets = self._count_document_targets()
         before, kept = targets.copy(), lengths.copy()
         for number in np.flatnonzero(long).tolist():
-            kept[number] = _shortened(lengths[number], room)
+            kept[number] = _truncate_lengths(lengths[number], capacity)
             spans = zip(begins[number].tolist(), kept[number].tolist(), strict=True)
-            targets[number] = [self._targets_between(begin, begin + length) for begin, length in spans]
+            targets[number] = [self._count_targets(begin, begin + length) for begin, length in spans]
         answered = (before > 0).all(axis=1)
         dropped = long & answered if self.too_long == "drop" else np.zeros(len(long), bool)
         used = (targets > 0).all(axis=1) & ~dropped
@@ -144,10 +156,12 @@ class PackedExamples(TokenRows):
         for first, end in self._examples_by_source():
             own = slice(*np.searchsorted(numbers, [first, end]))
             places = range(len(numbers))[own]
-            packed = best_fit(sizes[own].tolist(), room) if self.pack else [[place] for place in range(len(places))]
+            packed = (
+                pack_best_fit(sizes[own].tolist(), capacity) if self.pack else [[place] for place in range(len(places))]
+            )
             rows += [[places[place] for place in row] for row in packed]
             by_source.append(len(packed))
-        return Plan(
+        return PackingPlan(
             kept[numbers],
             numbers,
             np.array([place for row in rows for place in row], np.int64),
@@ -161,27 +175,28 @@ class PackedExamples(TokenRows):
                 "without_response": int((~used & ~dropped).sum()),
                 "targets": int(targets[numbers].sum()),
                 "lost_targets": int(before.sum() - targets[numbers].sum()),
-                "padding": len(rows) * room - int(sizes.sum()),
+                "padding": len(rows) * capacity - int(sizes.sum()),
             },
         )
 
-    def batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
+    def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
+        """Read the packed rows `numbers` [B]; see `PackedDataset.read_batch`."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
-        plan, room = self.plan, self.sequence + 1
-        values = np.full((len(rows), room), self.padding, dtype=np.int64)
-        trained = np.zeros((len(rows), room), dtype=bool)
-        ids = np.zeros((len(rows), room), dtype=np.int32)
+        plan, capacity = self.plan, self.sequence + 1
+        values = np.full((len(rows), capacity), self.padding, dtype=np.int64)
+        trained = np.zeros((len(rows), capacity), dtype=bool)
+        ids = np.zeros((len(rows), capacity), dtype=np.int32)
         for place, row in enumerate(rows.tolist()):
             if row >= self.rows:
                 continue
             at = document = 0
             for example in plan.order[plan.bounds[row] : plan.bounds[row + 1]].tolist():
                 for piece, length in enumerate(plan.kept[example].tolist()):
-                    begin = int(self._documents[plan.numbers[example] * self.pieces + piece, 0])
+                    begin = int(self._documents[plan.numbers[example] * self.documents_per_example + piece, 0])
                     here = slice(at, at + length)
-                    values[place, here], trained[place, here] = self._read(begin, begin + length)
+                    values[place, here], trained[place, here] = self._read_document(begin, begin + length)
                     ids[place, here] = document
                     at, document = at + length, document + 1
             ids[place, at:] = document
@@ -189,61 +204,68 @@ class PackedExamples(TokenRows):
         ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
         return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids))
 
-    def _read(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """The tokens of a document's beginning, and which of them are targets."""
+    def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Read the tokens [begin, end) of one document, and the mask of those that are targets."""
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
-        tokens = self._shard(number)[span]
+        tokens = self._map_shard(number)[span]
         if self.train_on == "all":
             trained = np.ones(len(tokens), bool)
             trained[:1] = False  # nothing comes before it
             return tokens, trained
-        return tokens, self._shard(number, TRAINED)[span] != 0
+        return tokens, self._map_shard(number, TRAINED)[span] != 0
 
-    def _targets_between(self, begin: int, end: int) -> int:
-        return int(self._read(begin, end)[1].sum())
+    def _count_targets(self, begin: int, end: int) -> int:
+        """Count the targets among the tokens [begin, end) of one document."""
+        return int(self._read_document(begin, end)[1].sum())
 
-    def _targets(self) -> NDArray[np.int64]:
-        """[examples, pieces]: targets of each whole document."""
+    def _count_document_targets(self) -> NDArray[np.int64]:
+        """Count the targets of each untruncated document, [examples, documents]."""
         if self.train_on == "all":
-            return np.diff(self._documents).reshape(-1, self.pieces) - 1
-        counts = [self._index(shard)[:, 2].astype(np.int64) for shard in self.shards]
-        return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.pieces)
+            return np.diff(self._documents).reshape(-1, self.documents_per_example) - 1
+        counts = [self._map_index(shard)[:, 2].astype(np.int64) for shard in self.shards]
+        return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.documents_per_example)
 
     def _examples_by_source(self) -> list[tuple[int, int]]:
-        """Of each source that is kept apart, its first example and one past its last."""
+        """Return the range [first, end) of the examples of each source that is kept apart."""
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(itertools.pairwise(ends))
 
-    def _refused(self, number: int, count: int, longest: int, room: int) -> UserError:
-        begins, ends = self._documents[number * self.pieces], self._documents[(number + 1) * self.pieces - 1]
+    def _too_long_error(self, number: int, count: int, longest: int, capacity: int) -> UserError:
+        """Build the error for examples longer than a row: the first one's number, their count, the longest one's
+        tokens.
+        """
+        begins, ends = (
+            self._documents[number * self.documents_per_example],
+            self._documents[(number + 1) * self.documents_per_example - 1],
+        )
         size = int(ends[1] - begins[0])
-        beginning = self.decode(self._read(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
+        beginning = self.decode(self._read_document(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
         more = f", and so are {count - 1:,} more" if count > 1 else ""
         return UserError(
             f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {size:,} tokens, more than "
-            f"the {room:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to {longest - 1}, or "
-            'set data.too_long to "truncate" or "drop"'
+            f"the {capacity:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to "
+            f'{longest - 1}, or set data.too_long to "truncate" or "drop"'
         )
 
 
-def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of at most `room` tokens for things of these sizes, each row the places of its things, in order.
+def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items of the given sizes into bins of the given capacity: best fit, at most `OPEN_ROWS` bins open at a time.
 
-    Each thing goes into the open row with the least room that takes it, else begins a row; at most `OPEN_ROWS` are open
-    (the fullest is closed), so that it takes n log n time and neighbours stay near. (Best fit needs at most 1.7 times
-    the fewest rows, were all to stay open: Johnson et al. 1974, doi:10.1137/0203025.)
+    Returns the item indices of each bin. An item goes into the open bin with the least remaining capacity that takes
+    it, else it opens a bin and the fullest open one is closed, which keeps the time at n log n and neighbours close.
+    (With all bins open, best fit needs at most 1.7 times the fewest bins: Johnson et al. 1974, doi:10.1137/0203025.)
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room that is left, row), ascending
     for place, size in enumerate(sizes):
-        assert 0 < size <= room, (size, room)
+        assert 0 < size <= capacity, (size, capacity)
         at = bisect_left(open_rows, (size, -1))
         if at < len(open_rows):
             left, row = open_rows.pop(at)
             rows[row].append(place)
         else:
-            left, row = room, len(rows)
+            left, row = capacity, len(rows)
             rows.append([place])
         if left - size:
             insort(open_rows, (left - size, row))
@@ -252,11 +274,11 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
-def _shortened(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Lengths that add up to `room`: only those are cut that are longer than the others leave room for."""
+def _truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Truncate lengths to sum to `capacity`: the longest are cut to a common length, the others stay whole."""
     kept = lengths.copy()
-    left, pieces = room, len(lengths)
+    left, remaining = capacity, len(lengths)
     for piece in np.argsort(lengths, kind="stable").tolist():
-        kept[piece] = min(int(lengths[piece]), left // pieces)
-        left, pieces = left - int(kept[piece]), pieces - 1
+        kept[piece] = min(int(lengths[piece]), left // remaining)
+        left, remaining = left - int(kept[piece]), remaining - 1
     return kept

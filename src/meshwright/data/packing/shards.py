@@ -1,4 +1,4 @@
-"""Packing documents into shards: tokens, an index, a record with checksums. A shard without its record is not there."""
+"""Shards of tokenized documents: a token file, a document index and a JSON record with checksums, written last."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.files import WholeFile, canonical_json, damage, read_json, sync_directory, write_whole
+from meshwright.data.files import AtomicFile, canonical_json, find_damage, read_json, sync_directory, write_atomic
 from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.tokenizer import TextTokenizer
 
 TOKENS, DOCUMENTS, TEXT, TRAINED = "tokens.bin", "documents.npy", "text.txt", "trained.bin"
-_BATCH = 4_000_000  # characters given to the tokenizer at a time
+_BATCH = 4_000_000  # characters passed to the tokenizer at a time
 _LOG_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One shard's record, NNNNN.json; written last, it makes the shard count.
+    """Record of one shard, NNNNN.json; written last: a shard without it does not count.
 
-    `first`, `next`: numbers, in the order of the survey, from which its documents and those of the shard after it
-    begin. `tokenizer`: SHA-256 of the tokenizer.json that made it. `files`: by file name, `{"bytes", "sha256"}`:
+    `first`, `next`: document numbers of the survey at which this shard and the next one begin. `tokenizer`: SHA-256 of
+    the tokenizer.json that encoded it. `files`: `{"bytes", "sha256"}` by file name:
 
     - NNNNN.tokens.bin: documents one after another, each as start token, text, end token; little-endian uint16 or
       uint32
-    - NNNNN.documents.npy: uint64 [documents, 2], where each begins (in tokens) and the UTF-8 bytes of its text
-    - NNNNN.text.txt: the texts one after another (where kept: what a model is compared on byte by byte)
+    - NNNNN.documents.npy: uint64 [documents, 2], each document's first token and UTF-8 bytes of text
+    - NNNNN.text.txt: the texts one after another (if kept: for evaluation in bits per byte)
 
-    Of records, which may have several documents each (`documents` counts records), the index is uint64 [documents, 3],
-    the last being how many tokens are responses, and there is
-    - NNNNN.trained.bin: of each token uint8, 1 for those of responses
+    Records may have several documents each, and `documents` then counts records; their index is uint64 [documents, 3],
+    the last column being the number of response tokens, and there is one more file:
+    - NNNNN.trained.bin: response mask, uint8 [tokens]
     """
 
     number: int
@@ -51,20 +51,21 @@ class Shard:
     tokenizer: str
     files: dict[str, dict[str, Any]]
 
-    def problem(self, directory: Path, contents: bool) -> str | None:
-        """What is wrong with its files, or None; reads them all if `contents`."""
+    def find_problem(self, directory: Path, contents: bool) -> str | None:
+        """Return what is wrong with the shard's files, or None. contents: verify SHA-256, not only sizes."""
         for name, said in self.files.items():
-            if found := damage(directory / name, said, contents):
+            if found := find_damage(directory / name, said, contents):
                 return f"{directory / name} {found}"
         return None
 
 
-def shard_file(number: int, kind: str) -> str:
+def shard_file_name(number: int, kind: str) -> str:
+    """Return the name of a shard's file, such as "00003.tokens.bin"."""
     return f"{number:05d}.{kind}"
 
 
-class Piece(NamedTuple):
-    """A document as it is written: framed tokens, UTF-8 of its text; of a record's, 1 for each token of a response."""
+class EncodedDocument(NamedTuple):
+    """One encoded document: its framed tokens, UTF-8 text, and for records the response mask, uint8 [tokens]."""
 
     tokens: NDArray[Any]
     text: bytes
@@ -72,31 +73,34 @@ class Piece(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Makes pieces of documents: one of a text, of a record perhaps several."""
+    """Protocol that encodes documents: a text into one token sequence, a record into one or several."""
 
-    def pieces(self, documents: Sequence[Document]) -> Iterator[list[Piece]]:
-        """Of each document in turn. `UserError` names one that cannot be encoded."""
+    def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
+        """Yield the encoded documents of each input in turn. Raises `UserError` that names an input that cannot be
+        encoded.
+        """
 
 
 class TextEncoder:
-    """A text is its start token, itself, its end token."""
+    """Encoder of plain text: start token, text, end token."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self._start, self._end = (np.array([token], tokenizer.dtype) for token in (tokenizer.start, tokenizer.end))
 
-    def pieces(self, documents: Sequence[Document]) -> Iterator[list[Piece]]:
+    def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
+        """Yield one encoded document for each text."""
         texts = [document.text or "" for document in documents]
         for text, inner in zip(texts, self.tokenizer.encode(texts), strict=True):
-            yield [Piece(np.concatenate([self._start, inner, self._end]), text.encode())]
+            yield [EncodedDocument(np.concatenate([self._start, inner, self._end]), text.encode())]
 
 
 class Packer:
-    """Packs the documents of one split into shards of at least `shard_tokens` tokens, cut between documents and at the
-    end of each source.
+    """Writer of one split's shards of at least `shard_tokens` tokens, cut between documents and at the end of each
+    source.
 
-    `documents(first)` gives (number, document) of the split's documents from number `first` on; `ends` is, for each
-    source, one past its last number.
+    documents(first): yields (number, document) of the split from number `first` on. ends: for each source the exclusive
+    end of its document numbers.
     """
 
     def __init__(
@@ -114,18 +118,23 @@ class Packer:
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
     def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
-        """The shards of each source; whole ones of an interrupted call stay. `progress` hears the bytes done."""
+        """Write the missing shards and return those of each source; intact shards of an interrupted run are kept.
+
+        progress: called with the UTF-8 bytes done so far.
+        """
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []
         done = following = number = 0
         for end in self.ends:
-            encoded: Iterator[tuple[int, list[Piece]]] | None = None
+            encoded: Iterator[tuple[int, list[EncodedDocument]]] | None = None
             shards.append([])
             while following < end:
-                shard = self._whole(number, following)
+                shard = self._find_shard(number, following)
                 if shard is None:
-                    encoded = encoded or self._encoded(following, end)
-                    shard = self._write(number, following, end, encoded, partial(_further, progress, done))
+                    encoded = encoded or self._encode_documents(following, end)
+                    shard = self._write_shard(
+                        number, following, end, encoded, partial(_report_progress, progress, done)
+                    )
                 else:
                     encoded = None
                 shards[-1].append(shard)
@@ -134,40 +143,44 @@ class Packer:
                 done += shard.bytes
         return shards
 
-    def _whole(self, number: int, first: int) -> Shard | None:
-        record = read_json(self.directory / shard_file(number, "json"))
+    def _find_shard(self, number: int, first: int) -> Shard | None:
+        """Return the shard if it is on disk, undamaged, begins at document `first` and has the same tokenizer; else
+        None.
+        """
+        record = read_json(self.directory / shard_file_name(number, "json"))
         if record is None:
             return None
         shard = Shard(**record)
         fits = shard.first == first and shard.tokenizer == self.tokenizer_sha256
-        return shard if fits and shard.problem(self.directory, contents=True) is None else None
+        return shard if fits and shard.find_problem(self.directory, contents=True) is None else None
 
-    def _encoded(self, first: int, end: int) -> Iterator[tuple[int, list[Piece]]]:
-        """(number, its pieces) of each document from number `first` to before `end`."""
-        for batch in _batches(itertools.takewhile(lambda item: item[0] < end, self.documents(first))):
-            pieces = self.encoder.pieces([document for _, document in batch])
+    def _encode_documents(self, first: int, end: int) -> Iterator[tuple[int, list[EncodedDocument]]]:
+        """Yield (number, its encoded documents) for each document in [first, end), encoded in batches."""
+        for batch in _group_documents(itertools.takewhile(lambda item: item[0] < end, self.documents(first))):
+            pieces = self.encoder.encode_documents([document for _, document in batch])
             for (number, _), of_it in zip(batch, pieces, strict=True):
                 yield number, of_it
 
-    def _write(
+    def _write_shard(
         self,
         number: int,
         first: int,
         end: int,
-        encoded: Iterator[tuple[int, list[Piece]]],
+        encoded: Iterator[tuple[int, list[EncodedDocument]]],
         progress: Callable[[int], None],
     ) -> Shard:
-        names = {kind: shard_file(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
+        """Write one shard from the encoded documents, its record last, and return it."""
+        names = {kind: shard_file_name(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
         index_rows: list[tuple[int, ...]] = []
         count = size = documents = 0
         following = end
-        record = self.directory / shard_file(number, "json")
+        record = self.directory / shard_file_name(number, "json")
         record.unlink(missing_ok=True)
         files: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:
-            tokens = stack.enter_context(WholeFile(self.directory / names[TOKENS]))
-            texts = stack.enter_context(WholeFile(self.directory / names[TEXT])) if self.keep_text else None
-            trained: WholeFile | None = None
+            tokens = stack.enter_context(AtomicFile(self.directory / names[TOKENS]))
+            texts = stack.enter_context(AtomicFile(self.directory / names[TEXT])) if self.keep_text else None
+            trained: AtomicFile | None = None
             for document, pieces in encoded:
                 documents += 1
                 for piece in pieces:
@@ -176,7 +189,7 @@ class Packer:
                     if texts:
                         texts.write(piece.text)
                     if piece.trained is not None:
-                        trained = trained or stack.enter_context(WholeFile(self.directory / names[TRAINED]))
+                        trained = trained or stack.enter_context(AtomicFile(self.directory / names[TRAINED]))
                         trained.write(piece.trained.tobytes())
                         row = (*row, int(piece.trained.sum()))
                     index_rows.append(row)
@@ -190,16 +203,16 @@ class Packer:
                     files[names[kind]] = file.finish()
         index = io.BytesIO()
         np.save(index, np.array(index_rows, dtype="<u8"))
-        files[names[DOCUMENTS]] = write_whole(self.directory / names[DOCUMENTS], index.getvalue())
+        files[names[DOCUMENTS]] = write_atomic(self.directory / names[DOCUMENTS], index.getvalue())
         shard = Shard(number, first, following, count, documents, size, self.tokenizer_sha256, files)
         sync_directory(self.directory)
-        write_whole(record, canonical_json(dataclasses.asdict(shard)))
+        write_atomic(record, canonical_json(dataclasses.asdict(shard)))
         sync_directory(self.directory)
         return shard
 
 
-def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
-    """Documents in batches: enough for the tokenizer's threads to share, little enough for memory."""
+def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
+    """Group documents into batches large enough for the tokenizer's threads and small enough for memory."""
     batch: list[tuple[int, Document]] = []
     size = 0
     for number, document in documents:
@@ -212,12 +225,13 @@ def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[i
         yield batch
 
 
-def _further(progress: Callable[[int], None], done: int, more: int) -> None:
+def _report_progress(progress: Callable[[int], None], done: int, more: int) -> None:
+    """Call `progress` with the bytes of earlier shards plus `more`."""
     progress(done + more)
 
 
-def every_few_seconds(say: Callable[[int], None]) -> Callable[[int], None]:
-    """`say`, but at most once in two seconds, and not in the first two."""
+def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
+    """Wrap `say` so that it runs at most once in `_LOG_SECONDS`, and not in the first ones."""
     last = time.monotonic()
 
     def perhaps(done: int) -> None:

@@ -1,1 +1,1 @@
-"""Instruction, chat and preference records: reading, chat templates, tokens with response masks."""
+"""Instruction, chat and preference records: parsing, chat templates, tokens with response masks."""

@@ -1,5 +1,6 @@
-"""Conversations to text: Jinja templates as `transformers` renders them, which parts of the text are responses, and
-which special tokens in it are the template's own."""
+"""Chat templates: conversations rendered to text as `transformers` does, with the character ranges of the responses and
+of the special tokens that the template itself writes.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a te
 _FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand here while a template is looked through
 
 
-class Rendered(NamedTuple):
-    """A conversation as text. `responses`: where the assistant's turns lie, their end included. `own`: where special
-    tokens lie that the template wrote; others are spelled by a message."""
+class RenderedConversation(NamedTuple):
+    """A rendered conversation. responses: character ranges of the assistant's turns, end token included. own: ranges of
+    special tokens that the template wrote; those spelled by a message are ordinary text.
+    """
 
     text: str
     responses: list[tuple[int, int]]
@@ -33,10 +35,10 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template and the special tokens of the tokenizer that it is for.
+    """A Jinja chat template with the special tokens of its tokenizer.
 
-    source: its text. named: the tokens that it knows by name (`bos_token` ...). special: those that text must not
-    become. where: what an error calls it.
+    source: Jinja text. named: special tokens by variable name (`bos_token` ...). special: tokens that message text must
+    never become. where: name in errors.
     """
 
     source: str
@@ -46,14 +48,14 @@ class ChatTemplate:
 
     @cached_property
     def marks_responses(self) -> bool:
-        """Whether it says itself, by {% generation %}, what the assistant generates."""
+        """Whether the template marks the assistant's turns by {% generation %}."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property
     def _renderer(self) -> Renderer | RenderProcess:
-        """Those that come with Meshwright render here; any other in a process of its own, where it can do no harm."""
+        """Renderer of the template: in this process for Meshwright's own, in a sandboxed subprocess for all others."""
         try:
-            return (Renderer if self.source in _own_sources() else RenderProcess)(self.source, self.named)
+            return (Renderer if self.source in _load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:
             line = f", line {error.line}" if error.line else ""
             raise UserError(f"{self.where}{line}: not a Jinja template ({error})") from None
@@ -61,21 +63,27 @@ class ChatTemplate:
             raise UserError(f"{self.where} {error}: no template needs that") from None
 
     def check(self) -> None:
-        """`UserError`: it is no Jinja template."""
+        """Raise `UserError` if the source is not a valid Jinja template."""
         _ = self._renderer
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The plain text, as `transformers.apply_chat_template(tokenize=False)` gives it. `prompt`: with what comes
-        before the assistant's next turn. `TemplateError`: what the template says against it."""
-        return self._marked([message.as_template_sees_it() for message in messages], prompt)[0]
+        """Return the plain text, equal to `transformers.apply_chat_template(tokenize=False)`.
 
-    def rendered(self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False) -> Rendered:
-        """The text, and where in it are the assistant's turns from message number `trained_from` on that are not blank.
-
-        `TemplateError`: the template does not take this conversation, or where its responses lie cannot be told.
+        prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
+        messages.
         """
-        seen = [message.as_template_sees_it() for message in messages]
-        text, marked = self._marked(seen, prompt)
+        return self._render_marked([message.template_variables() for message in messages], prompt)[0]
+
+    def render_with_spans(
+        self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False
+    ) -> RenderedConversation:
+        """Render with the ranges of the non-blank assistant turns from message number `trained_from` on.
+
+        prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
+        conversation, or the ranges of its responses cannot be determined.
+        """
+        seen = [message.template_variables() for message in messages]
+        text, marked = self._render_marked(seen, prompt)
         turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
         if prompt:
             spans: list[tuple[int, int]] = []
@@ -86,16 +94,16 @@ class ChatTemplate:
                 )
             spans = marked
         else:
-            spans = [self._turn(messages, number, text) for number in turns]
+            spans = [self._find_turn(messages, number, text) for number in turns]
         wanted = [
             span
             for number, span in zip(turns, spans, strict=False)
             if number >= trained_from and messages[number].content.strip()
         ]
-        return Rendered(text, wanted, self._own_tokens(seen, text, prompt))
+        return RenderedConversation(text, wanted, self._find_own_tokens(seen, text, prompt))
 
-    def _marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the places that {% generation %} marks in it."""
+    def _render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+        """Render and return the text and the character ranges that {% generation %} marks."""
         try:
             marked = self._renderer.render_marked(messages, prompt)
         except LimitReached as error:
@@ -111,8 +119,10 @@ class ChatTemplate:
                 text += part
         return text, spans
 
-    def _turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
-        """Where the assistant's turn `number` lies: after the prompt for it, up to the special token that ends it."""
+    def _find_turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+        """Return the character range of assistant turn `number`: after its prompt, up to the special token that ends
+        it.
+        """
         before = self.render(messages[:number], prompt=True) if number else ""
         plain = self.render(messages[:number]) if number else ""
         after = text if number == len(messages) - 1 else self.render(messages[: number + 1])
@@ -126,27 +136,27 @@ class ChatTemplate:
             )
         content = messages[number].content.strip()
         found = text.find(content, begin, len(after))
-        ends = self._spelled.search(text, found + len(content) if found >= 0 else begin, len(after))
+        ends = self._special_pattern.search(text, found + len(content) if found >= 0 else begin, len(after))
         return begin, ends.end() if ends else len(after)
 
     @cached_property
-    def _spelled(self) -> re.Pattern[str]:
-        """Finds special tokens as tokenizers do: the leftmost, of those the longest."""
+    def _special_pattern(self) -> re.Pattern[str]:
+        """Pattern that finds special tokens as tokenizers do: the leftmost, and of those the longest."""
         tokens = sorted(self.special, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     @cached_property
-    def _parts(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """Beginnings and ends of special tokens, and the length of the longest."""
+    def _special_affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """Proper prefixes and suffixes of the special tokens, and the length of the longest token."""
         beginnings = {token[:size] for token in self.special for size in range(1, len(token))}
         ends = {token[-size:] for token in self.special for size in range(1, len(token))}
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_spell(self, content: str) -> bool:
-        """Whether a message holds a special token, or what could become one together with what stands beside it."""
-        if self._spelled.search(content):
+        """Return whether a message contains a special token, or could form one with its surroundings."""
+        if self._special_pattern.search(content):
             return True
-        beginnings, ends, longest = self._parts
+        beginnings, ends, longest = self._special_affixes
         for text in (content, content.strip()):
             sizes = range(1, min(len(text), longest) + 1)
             if any(text[-size:] in beginnings or text[:size] in ends for size in sizes):
@@ -155,14 +165,14 @@ class ChatTemplate:
                 return True
         return False
 
-    def _own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
-        """Where in the text special tokens lie that the template wrote.
+    def _find_own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
+        """Return the character ranges of the special tokens that the template itself wrote.
 
-        Where a message holds something like one, the template is rendered once more, with every character of messages
-        replaced by one of private use that stands for it: what is left are the template's own characters.
+        If a message contains anything like one, the template is rendered again with the characters of all messages
+        replaced by private-use characters; the special tokens that remain are the template's own.
         """
         if not any(self._may_spell(message["content"]) for message in messages):
-            return [match.span() for match in self._spelled.finditer(text)]
+            return [match.span() for match in self._special_pattern.finditer(text)]
         letters = sorted({letter for one in messages for letter in one["content"] if not letter.isspace()})
         if len(letters) <= _LAST - _FIRST:
             hide = {ord(letter): _FIRST + number for number, letter in enumerate(letters)}
@@ -171,10 +181,10 @@ class ChatTemplate:
                 {key: value if key == "role" else value.translate(hide) for key, value in one.items()}
                 for one in messages
             ]
-            hidden, _ = self._marked(hidden_messages, prompt)
+            hidden, _ = self._render_marked(hidden_messages, prompt)
             if hidden.translate(show) == text:
-                return [match.span() for match in self._spelled.finditer(hidden)]
-        match = next(filter(None, (self._spelled.search(one["content"]) for one in messages)), None)
+                return [match.span() for match in self._special_pattern.finditer(hidden)]
+        match = next(filter(None, (self._special_pattern.search(one["content"]) for one in messages)), None)
         what = f"the special token {match[0]}" if match else "a part of a special token"
         raise TemplateError(
             f"looks into the text of messages, and one holds {what}: it cannot be told apart from the template's own; "
@@ -183,18 +193,22 @@ class ChatTemplate:
 
 
 @cache
-def _own_sources() -> frozenset[str]:
-    """The templates that come with Meshwright."""
-    return frozenset(_own_source(name) for name in TEMPLATES if name != "model")
+def _load_own_sources() -> frozenset[str]:
+    """Return the Jinja sources of the templates that come with Meshwright."""
+    return frozenset(_load_own_source(name) for name in TEMPLATES if name != "model")
 
 
-def _own_source(name: str) -> str:
+def _load_own_source(name: str) -> str:
+    """Load the Jinja source of a template that comes with Meshwright."""
     return (files("meshwright.data.records") / f"{name}.jinja").read_text("utf-8")
 
 
 def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
-    """The source of data.template = `name`, and what errors call it. own: the template that comes with the tokenizer,
-    `tokenizer` its name. `UserError`: there is no such template."""
+    """Return the Jinja source of data.template = `name`, and its name in errors.
+
+    own: chat template of the tokenizer, if it has one. tokenizer: its name. Raises `UserError` if there is no such
+    template.
+    """
     if name == "model":
         if own is None:
             others = " or ".join(f'"{one}"' for one in TEMPLATES if one != "model")
@@ -204,7 +218,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
             )
         return own, "the chat template of the tokenizer"
     if name in TEMPLATES:
-        return _own_source(name), f'the template "{name}"'
+        return _load_own_source(name), f'the template "{name}"'
     path = Path(name).expanduser()
     if not path.is_file():
         close = nearest(name, TEMPLATES)
@@ -221,7 +235,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
 
 
 def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
-    """`UserError` unless the tokenizer called `tokenizer` has the special tokens that the template itself writes."""
+    """Raise `UserError` unless the tokenizer has the special tokens that the template writes. tokenizer: its name."""
     missing = [token for token in _NEEDED.get(name, ()) if token not in special]
     if missing:
         raise UserError(

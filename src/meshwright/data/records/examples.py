@@ -1,4 +1,4 @@
-"""Records to tokens: each conversation through the template, each token with the word whether it is of a response."""
+"""Encoding of records: each conversation through the chat template to tokens with a response mask."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.packing.shards import Piece
-from meshwright.data.records.chat_template import ChatTemplate, Rendered
+from meshwright.data.packing.shards import EncodedDocument
+from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document
-from meshwright.data.tokenizers.special_tokens import template_encoder
+from meshwright.data.tokenizers.special_tokens import make_template_encoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
 
 
 class ExampleEncoder:
-    """Makes of a record the tokens of prompt and response; of a preference record those of both its responses."""
+    """Encoder of records: prompt and response to one token sequence, a preference record to two."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
-        """`UserError`: it is no Jinja template."""
+        """Raises `UserError` if the template is not a valid Jinja template."""
         self.tokenizer, self.template = tokenizer, template
-        self._encoder, self._names = template_encoder(tokenizer.tokenizer, tokenizer.special)
+        self._encoder, self._names = make_template_encoder(tokenizer.tokenizer, tokenizer.special)
         template.check()
 
     @classmethod
     def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
-        """Of a tokenizer's files with a chat template. `where`: what errors call that. `UserError`: there is none."""
+        """Load tokenizer and chat template from a directory. where: the template's name in errors.
+
+        Raises `UserError` if the tokenizer has no chat template.
+        """
         found = find_tokenizer(str(directory))
         assert found is not None, directory
         if (source := found.chat_template) is None:
@@ -42,9 +45,11 @@ class ExampleEncoder:
         where = where or f"the chat template of {directory}"
         return cls(tokenizer, ChatTemplate(source, found.named_tokens(), tokenizer.special, where))
 
-    def pieces(self, documents: Sequence[Document]) -> Iterator[list[Piece]]:
-        """`UserError`: the template does not take a record, or it is too long to be tokenized in one piece."""
-        rendered: list[Rendered] = []
+    def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
+        """Yield the encoded sequences of each record. Raises `UserError` if the template refuses one, or it is too
+        long.
+        """
+        rendered: list[RenderedConversation] = []
         branches = []
         for document in documents:
             assert document.example is not None, document.name
@@ -57,28 +62,33 @@ class ExampleEncoder:
             prompt, of_it = document.example.prompt, document.example.branches
             branches.append((len(of_it), (document.text or "").encode()))
             try:
-                rendered += [self.template.rendered((*prompt, *branch), len(prompt)) for branch in of_it]
+                rendered += [self.template.render_with_spans((*prompt, *branch), len(prompt)) for branch in of_it]
             except TemplateError as error:
                 raise UserError(f"{document.name}: {self.template.where} {error}") from None
         encoded = iter(self._encode(rendered))
         for count, text in branches:
             pieces = [next(encoded) for _ in range(count)]
             # The text is the record's: counted once.
-            yield [Piece(tokens, b"" if number else text, trained) for number, (tokens, trained) in enumerate(pieces)]
+            yield [
+                EncodedDocument(tokens, b"" if number else text, trained)
+                for number, (tokens, trained) in enumerate(pieces)
+            ]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens that the assistant's next turn follows. `UserError`: the template does not take the messages."""
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids that precede the assistant's next turn. Raises `UserError` if the template refuses the
+        messages.
+        """
         try:
-            rendered = self.template.rendered(messages, prompt=True)
+            rendered = self.template.render_with_spans(messages, prompt=True)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
         ((tokens, _),) = self._encode([rendered])
         return [int(token) for token in tokens]
 
-    def turn_end(self) -> int | None:
-        """The token that ends the assistant's turn, if it is a special one; white space may be marked behind it."""
+    def find_turn_end(self) -> int | None:
+        """Return the special token that ends the assistant's turn, or None if the template has none."""
         try:
-            rendered = self.template.rendered([Message("user", "A?"), Message("assistant", "B.")])
+            rendered = self.template.render_with_spans([Message("user", "A?"), Message("assistant", "B.")])
         except TemplateError:
             return None
         ((tokens, trained),) = self._encode([rendered])
@@ -89,8 +99,9 @@ class ExampleEncoder:
                 break
         return None
 
-    def _encode(self, rendered: Sequence[Rendered]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        named = [_renamed(one, self._names) for one in rendered]
+    def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        """Tokenize rendered conversations; returns token ids and response mask (uint8), both [tokens], of each."""
+        named = [_hide_own_tokens(one, self._names) for one in rendered]
         encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
         for (_, spans), encoding in zip(named, encodings, strict=True):
@@ -99,7 +110,7 @@ class ExampleEncoder:
             if spans and len(tokens):
                 places = np.array(encoding.offsets, np.int64)
                 for begin, end in spans:
-                    # A token is trained if it has some character of the response; one without any, if it lies among
+                    # A token is trained if it has a character of the response; one without characters, if it lies among
                     # such.
                     inside = np.flatnonzero((places[:, 0] < end) & (places[:, 1] > begin))
                     if len(inside):
@@ -109,8 +120,10 @@ class ExampleEncoder:
         return result
 
 
-def _renamed(rendered: Rendered, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
-    """The text with the template's own special tokens under their other names, and where the responses are in it."""
+def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
+    """Replace the template's own special tokens by their secret names; returns the text and the shifted response
+    ranges.
+    """
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
     at = shift = 0

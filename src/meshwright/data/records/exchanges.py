@@ -1,5 +1,4 @@
-"""Records of instruction, chat and preference data as they lie in files: what was asked and what was answered, with all
-else that a record holds kept as it is."""
+"""Prompt and response of records as they lie in files, with all other keys of a record kept."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.files import canonical_json, write_whole
+from meshwright.data.files import canonical_json, write_atomic
 from meshwright.data.records.conversations import Example, Malformed, Message, Records
-from meshwright.data.sources.json_lines import json_lines
+from meshwright.data.sources.json_lines import iterate_json_lines
 from meshwright.data.sources.resolution import find_files
-from meshwright.data.sources.streams import compression, decoding_errors, open_stream
+from meshwright.data.sources.streams import decoding_errors, detect_compression, open_stream
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
@@ -25,30 +24,32 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """What a record asks, all turns before the last answer, and that answer; "" where there is none."""
+    """Both sides of a record: prompt, all turns before the last answer, and response, that answer ("" if there is
+    none).
+    """
 
     prompt: str
     response: str
 
 
-def exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """The two sides of an instruction, a chat or a preference, of which the chosen answer counts.
+def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
+    """Return the prompt and response of an instruction, chat or preference record (its chosen answer).
 
-    An instruction may lack its output. `UserError`, which begins with `where`, for anything else.
+    An instruction may lack its output. Raises `UserError` that begins with `where` for anything else.
     """
-    turns = _turns(record, where)
+    turns = _parse_turns(record, where)
     answered = bool(turns) and turns[-1].role == "assistant"
-    return Exchange(_joined(turns[:-1] if answered else turns), turns[-1].content if answered else "")
+    return Exchange(_join_turns(turns[:-1] if answered else turns), turns[-1].content if answered else "")
 
 
-def with_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """The record with another last answer, written where the old one was."""
+def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
+    """Return a copy of the record with its last answer replaced (or added)."""
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key
     changed, held = dict(record), record.get(key)
     if not isinstance(held, list):
         changed[key] = response
-    elif _turns(record, where)[-1].role == "assistant":
+    elif _parse_turns(record, where)[-1].role == "assistant":
         last = held[-1]
         changed[key] = [*held[:-1], {**last, "content" if "content" in last else "value": response}]
     else:
@@ -59,14 +60,16 @@ def with_response(record: Mapping[str, Any], response: str, where: str) -> Recor
     return changed
 
 
-def first_request(record: Mapping[str, Any], where: str) -> str:
-    """What a record asks for at its beginning: its instruction without the input, or the first turn of the user."""
-    return next((turn.content for turn in _turns(record, where) if turn.role == "user"), "")
+def find_first_request(record: Mapping[str, Any], where: str) -> str:
+    """Return the instruction of a record without its input, or the user's first turn."""
+    return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
 
-def record_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each record: 16 hexadecimal digits of the SHA-256 of what it is, annotation aside, and "-2", "-3" for
-    its repetitions. It stays the same wherever the record stands and however it is labelled."""
+def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name each record by 16 hex digits of the SHA-256 of its content without annotation; repetitions get "-2", "-3".
+
+    The name does not depend on a record's position or labels.
+    """
     seen: dict[str, int] = {}
     names = []
     for record in records:
@@ -77,8 +80,10 @@ def record_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def each_row(path: Path) -> Iterator[tuple[str, Record]]:
-    """(where, record) of each record of a file, JSON Lines or one JSON list, compressed or not. `UserError`."""
+def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield (where, record) for each record of a JSON Lines file or JSON list, compressed or not. Raises
+    `UserError`.
+    """
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file of records")
     files = find_files([str(path)], "jsonl", key="records")  # which says what there is where it is not there
@@ -91,49 +96,50 @@ def each_row(path: Path) -> Iterator[tuple[str, Record]]:
             if not head:
                 raise UserError(f"{path} is empty: it holds no records")
             if head.startswith(b"["):
-                yield from _list(path, stream.read())
+                yield from _iterate_list(path, stream.read())
                 return
-            for number, line in json_lines(file, stream):
+            for number, line in iterate_json_lines(file, stream):
                 where = f"{path}:{number}"
-                yield where, _object(_parsed(line.rstrip(b"\r\n"), where), where)
+                yield where, _check_object(_parse_json(line.rstrip(b"\r\n"), where), where)
     except EOFError:
-        raise UserError(f"{path}: the {compression(file)} file is cut short, its end is missing") from None
+        raise UserError(f"{path}: the {detect_compression(file)} file is cut short, its end is missing") from None
     except decoding_errors() as error:
-        raise UserError(f"{path}: not a readable {compression(file)} file ({error})") from None
+        raise UserError(f"{path}: not a readable {detect_compression(file)} file ({error})") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def read_rows(path: Path) -> list[tuple[str, Record]]:
-    """All that `each_row` yields."""
-    return list(each_row(path))
+def read_records(path: Path) -> list[tuple[str, Record]]:
+    """Read all records of a file as (where, record) pairs. Raises `UserError`."""
+    return list(iterate_records(path))
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a JSON Lines file, whole or not at all. Raises UserError where it cannot be written."""
+def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write records to a JSON Lines file atomically. Raises `UserError` if it cannot be written."""
     try:
-        write_whole(path, b"".join(map(json_line, rows)))
+        write_atomic(path, b"".join(map(to_json_line, rows)))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def json_line(row: Mapping[str, Any]) -> bytes:
-    """One line of JSON, in readable characters where UTF-8 has them."""
+def to_json_line(row: Mapping[str, Any]) -> bytes:
+    """Serialize a record to one line of UTF-8 JSON, without escapes where possible."""
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can say
         return json.dumps(row).encode() + b"\n"
 
 
-def _list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
-    """The records of a file that is one JSON value: a list of objects, or one object."""
-    value = _parsed(data.removeprefix(codecs.BOM_UTF8), str(path))
+def _iterate_list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
+    """Yield (where, record) for the objects of one JSON list, or for a single object."""
+    value = _parse_json(data.removeprefix(codecs.BOM_UTF8), str(path))
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         where = f"{path}: record {number}"
-        yield where, _object(row, where)
+        yield where, _check_object(row, where)
 
 
-def _parsed(data: bytes, where: str) -> Any:
+def _parse_json(data: bytes, where: str) -> Any:
+    """Parse JSON. Raises `UserError` that begins with `where`."""
     try:
         return json.loads(data.decode())
     except json.JSONDecodeError as error:
@@ -145,14 +151,15 @@ def _parsed(data: bytes, where: str) -> Any:
         raise UserError(f"{where}: not JSON ({error})") from None
 
 
-def _object(value: Any, where: str) -> Record:
+def _check_object(value: Any, where: str) -> Record:
+    """Return the value if it is an object, else raise `UserError`."""
     if not isinstance(value, dict):
         raise UserError(f'{where}: not an object, as in {{"instruction": "...", "output": "..."}}')
     return value
 
 
-def _turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """All messages of a record; of a preference those up to the chosen answer."""
+def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    """Return all messages of a record; for a preference those up to the chosen answer."""
     kind = next((kind for key, kind in _KINDS.items() if key in record), None)
     if kind is None:
         held = ", ".join(f'"{key}"' for key in list(record)[:8]) or "no keys"
@@ -167,16 +174,16 @@ def _turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
     elif kind == "preference":
         said.setdefault("rejected", said["chosen"])
     try:
-        example: Example = Records(kind).example(said)
+        example: Example = Records(kind).parse_example(said)
     except Malformed as error:
         raise UserError(f"{where}: the record {error}") from None
     turns = (*example.prompt, *example.branches[0])
     return turns[:-1] if kind == "instruction" and not record.get("output") else turns
 
 
-def _joined(turns: Sequence[Message]) -> str:
-    """The text of turns: alone, the first of the user's is bare; several are told apart by their roles."""
-    texts = [turn.as_template_sees_it()["content"] for turn in turns]
+def _join_turns(turns: Sequence[Message]) -> str:
+    """Join turns to one text: a single user turn as it is, several with their roles."""
+    texts = [turn.template_variables()["content"] for turn in turns]
     if len(turns) == 1 and turns[0].role == "user":
         return texts[0]
     return "\n\n".join(f"{turn.role}: {text}" for turn, text in zip(turns, texts, strict=True))

@@ -1,4 +1,4 @@
-"""Records of a file one by one: JSON Lines, one JSON list, rows of Parquet. Memory holds a record at a time."""
+"""Records of a file, one at a time in memory: JSON Lines, one JSON list, or rows of Parquet."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.data.sources.json_lines import LONGEST_LINE, json_lines, quick_json
+from meshwright.data.sources.json_lines import LONGEST_LINE, find_fast_json_parser, iterate_json_lines
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.stores import missing
+from meshwright.data.sources.stores import missing_package
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
@@ -21,7 +21,9 @@ _ROWS = 256  # of a Parquet file at a time
 
 
 class FileRecord(NamedTuple):
-    """A record: `place` in its file (":17"), `where` for an error, and what was read. `problem`: it is not JSON."""
+    """One parsed record: `place` in its file (":17"), `where` for errors, value. problem: why it is not
+    JSON, or None.
+    """
 
     place: str
     where: str
@@ -29,30 +31,31 @@ class FileRecord(NamedTuple):
     problem: str | None = None
 
 
-def file_records(
+def iterate_file_records(
     file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
 ) -> Iterator[FileRecord]:
-    """The records of a file in order; of Parquet the `columns` of each row that there are (None: all).
+    """Yield the records of a file in order. columns: read only these of a Parquet file (None: all).
 
-    Bytes that do not decode become lone surrogates. `UserError`: a file that is cut short, damaged or not what its
-    format says; Parquet without any of the columns. A line that is not JSON comes as a record with a problem.
+    Bytes that do not decode become lone surrogates. A line that is not JSON yields a record with a problem. Raises
+    `UserError` for a truncated or damaged file, or Parquet without any of the columns.
     """
     match file.format:
         case "jsonl":
-            return _lines(file, stream, encoding)
+            return _iterate_lines(file, stream, encoding)
         case "json":
-            return _list(file, stream, encoding)
+            return _iterate_list(file, stream, encoding)
         case "parquet":
-            return _rows(file, stream, columns)
+            return _iterate_rows(file, stream, columns)
     raise UserError(
         f"{file.path}: records come as JSON Lines (.jsonl, .ndjson), a JSON list (.json) or Parquet (.parquet), by "
         "suffix or data.format"
     )
 
 
-def _lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
-    quick = quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
-    for number, line in json_lines(file, stream):
+def _iterate_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
+    """Yield the records of a JSON Lines file."""
+    quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
+    for number, line in iterate_json_lines(file, stream):
         place, where = f":{number}", f"{file.path}:{number}"
         if quick is not None:
             try:
@@ -68,8 +71,8 @@ def _lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileReco
             yield FileRecord(place, where, None, f"is not JSON ({error})")
 
 
-def _list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
-    """The elements of one JSON list, which may be larger than memory."""
+def _iterate_list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
+    """Yield the elements of one JSON list, which may be larger than memory."""
     buffer = _ListBuffer(file, stream, encoding)
     if buffer.next_character() != "[":
         raise UserError(
@@ -81,18 +84,18 @@ def _list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecor
     while buffer.next_character() != "]":
         if number:
             if buffer.next_character() != ",":
-                raise buffer.broken(number, "a comma or ] should follow it")
+                raise buffer.broken_record_error(number, "a comma or ] should follow it")
             buffer.at += 1
             buffer.next_character()
         number += 1
-        yield FileRecord(f":record {number}", f"{file.path}: record {number}", buffer.value(number))
+        yield FileRecord(f":record {number}", f"{file.path}: record {number}", buffer.parse_value(number))
     buffer.at += 1
     if buffer.next_character(at_end=True):
-        raise buffer.broken(number, "more follows the end of the list")
+        raise buffer.broken_record_error(number, "more follows the end of the list")
 
 
 class _ListBuffer:
-    """The text of a file around the place that is read."""
+    """Sliding window over the text of a JSON list, around the position `at` that is being parsed."""
 
     def __init__(self, file: SourceFile, stream: Stream, encoding: str) -> None:
         self.file, self._stream = file, stream
@@ -100,11 +103,11 @@ class _ListBuffer:
         self._parser = json.JSONDecoder()
         self.text, self.at, self._ended = "", 0, False
         while not self.text and not self._ended:
-            self._more()
+            self._read_more()
         self.text = self.text.removeprefix("\ufeff")
 
-    def _more(self) -> None:
-        """Read on: as much again as there is, so that a long record is not parsed too often."""
+    def _read_more(self) -> None:
+        """Read on, as much as is buffered, so that a long record is not parsed too often."""
         rest = self.text[self.at :]
         data = self._stream.read(max(_CHUNK, len(rest)))
         self._ended = not data
@@ -124,42 +127,44 @@ class _ListBuffer:
                 if at_end:
                     return ""
                 raise UserError(f"{self.file.path}: the JSON list is cut short, its end is missing; fetch it again")
-            self._more()
+            self._read_more()
 
-    def value(self, number: int) -> Any:
-        """The value here, which is gone after this."""
+    def parse_value(self, number: int) -> Any:
+        """Parse the value at `at` and move past it. Raises `UserError` if it is broken."""
         while True:
             try:
                 value, self.at = self._parser.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 unfinished = error.pos >= len(self.text) - 16 or error.msg.startswith("Unterminated string")
                 if not unfinished:
-                    raise self.broken(number, error.msg) from None
+                    raise self.broken_record_error(number, error.msg) from None
                 if self._ended:
                     raise UserError(
                         f"{self.file.path}: record {number} is cut short, and the list has no end; fetch the file again"
                     ) from None
             except RecursionError:
-                raise self.broken(number, "it is nested too deeply") from None
+                raise self.broken_record_error(number, "it is nested too deeply") from None
             except ValueError as error:  # a number of thousands of digits
-                raise self.broken(number, str(error)) from None
+                raise self.broken_record_error(number, str(error)) from None
             else:
                 return value
             if len(self.text) - self.at >= LONGEST_LINE:
-                raise self.broken(number, f"it is longer than {LONGEST_LINE:,} characters")
-            self._more()
+                raise self.broken_record_error(number, f"it is longer than {LONGEST_LINE:,} characters")
+            self._read_more()
 
-    def broken(self, number: int, reason: str) -> UserError:
+    def broken_record_error(self, number: int, reason: str) -> UserError:
+        """Build the error for record `number`."""
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
-def _rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
+def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
+    """Yield the rows of a Parquet file as records."""
     if not isinstance(stream, io.BufferedReader):
         raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        raise missing("pyarrow", file.path) from None
+        raise missing_package("pyarrow", file.path) from None
     number = 0
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")

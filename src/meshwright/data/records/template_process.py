@@ -1,6 +1,6 @@
 """Subprocess that renders untrusted chat templates under CPU-time and memory limits.
 
-Bounds inside Jinja would have to know every operator, method and filter that can make much of little; these need not.
+Limits inside Jinja would have to cover every operator, method and filter that can produce large values.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")  # no keys or token
 
 
 class RenderProcess:
-    """A template in a process of its own, started when it is first needed; has the methods of `Renderer`."""
+    """Chat template rendered in a sandboxed subprocess that is started on first use; same methods as `Renderer`."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
-        """`NotATemplate`: what is wrong with the source; `LimitReached`: to compile it takes too much."""
+        """Raises `NotATemplate` if the source is invalid, `LimitReached` if compiling it exceeds the limits."""
         self._first = {"source": source, "named": dict(named)}
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process that started it: after a fork, the pipes are not ours
+        self._owner = 0  # process id of the starter: a forked copy does not own the pipes
         self._lock = threading.Lock()
         with self._lock:
             self._start()
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """As `Renderer.render_marked`."""
+        """Render in the subprocess; see `Renderer.render_marked`."""
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._start()
-            return self._ask({"messages": [dict(message) for message in messages], "prompt": prompt})
+            return self._send_request({"messages": [dict(message) for message in messages], "prompt": prompt})
 
     def _start(self) -> None:
+        """Start the subprocess and send it the template."""
         program = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
         self._process = subprocess.Popen(
             # -I: neither the current directory nor the environment says what is imported.
@@ -55,10 +56,11 @@ class RenderProcess:
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
         )
         self._owner = os.getpid()
-        weakref.finalize(self, _end, self._process, self._owner)
-        self._ask(self._first)
+        weakref.finalize(self, _end_process, self._process, self._owner)
+        self._send_request(self._first)
 
-    def _ask(self, request: Mapping[str, Any]) -> str:
+    def _send_request(self, request: Mapping[str, Any]) -> str:
+        """Send a request and return the rendered text. Raises `TemplateError`, `NotATemplate` or `LimitReached`."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -70,7 +72,7 @@ class RenderProcess:
             self._stop()
             raise
         if not line.endswith(b"\n"):
-            raise LimitReached(self._exit_reason())
+            raise LimitReached(self._find_exit_reason())
         answer = json.loads(line)
         if "limit" in answer:
             self._stop()
@@ -83,7 +85,7 @@ class RenderProcess:
         return str(answer["text"])
 
     def _read_line(self) -> bytes:
-        """The answer; what came of it where the process ended or does not answer."""
+        """Read one line of the answer; without a newline at its end if the process ended or timed out."""
         assert self._process is not None and self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + _WAIT_SECONDS
         parts: list[bytes] = []
@@ -97,8 +99,8 @@ class RenderProcess:
             parts.append(part)
         return b"".join(parts)
 
-    def _exit_reason(self) -> str:
-        """Why there was no answer; the process is gone afterwards."""
+    def _find_exit_reason(self) -> str:
+        """Stop the process and return why it gave no answer."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
@@ -111,13 +113,14 @@ class RenderProcess:
         return f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
     def _stop(self) -> None:
+        """End the subprocess; the next request starts a new one."""
         assert self._process is not None
-        _end(self._process, self._owner)
+        _end_process(self._process, self._owner)
         self._process = None
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End the process, unless it is another's: a fork has copied this."""
+def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Kill the process, unless this is a forked copy of its owner."""
     if os.getpid() != owner:
         return
     for pipe in (process.stdin, process.stdout):

@@ -22,11 +22,11 @@ OUTPUT_FACTOR = 16
 
 
 class TemplateError(Exception):
-    """The template refuses a conversation (`raise_exception`), or fails while it renders it."""
+    """Error: the template refuses a conversation (`raise_exception`), or fails while rendering it."""
 
 
 class NotATemplate(Exception):
-    """The text is no Jinja template. `line`: where, if that is known."""
+    """Error: the text is not a valid Jinja template. line: where, if known."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -34,26 +34,28 @@ class NotATemplate(Exception):
 
 
 class LimitReached(Exception):
-    """A template took more time or memory, or wrote more, than any template for a conversation needs."""
+    """Error: a template took more time or memory, or wrote more text, than any chat template needs."""
 
 
 class Renderer:
-    """A template, compiled. `named`: the special tokens that it knows by name (`bos_token` ...)."""
+    """A compiled chat template. named: special tokens by variable name (`bos_token` ...)."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
-        """`NotATemplate`: what is wrong with the source."""
+        """Raises `NotATemplate` if the source does not compile."""
         from jinja2 import TemplateError as JinjaError
 
         self._named = dict(named)
         try:
-            self._template = environment().from_string(source)
+            self._template = create_environment().from_string(source)
         except JinjaError as error:
             raise NotATemplate(str(error), getattr(error, "lineno", None)) from None
         except (RecursionError, SyntaxError, ValueError, ArithmeticError) as error:  # of the code that Jinja makes
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """The text, with `BEGIN` and `END` around what {% generation %} marks. `TemplateError`, `LimitReached`."""
+        """Return the text with `BEGIN` and `END` around what {% generation %} marks. Raises `TemplateError`,
+        `LimitReached`.
+        """
         from jinja2 import TemplateError as JinjaError
 
         try:
@@ -74,15 +76,15 @@ class Renderer:
         return text
 
 
-def environment() -> Any:
-    """Where chat templates run: sandboxed, with what `transformers` offers them (its `_compile_jinja_template`)."""
+def create_environment() -> Any:
+    """Create the sandboxed Jinja environment of `transformers` (its `_compile_jinja_template`)."""
     from jinja2 import TemplateError as JinjaError
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: what the assistant generates."""
+        """Jinja extension {% generation %} ... {% endgeneration %}: marks what the assistant generates."""
 
         tags = {"generation"}
 
@@ -110,13 +112,14 @@ def environment() -> Any:
     return made
 
 
-def serve() -> None:
-    """Answer requests, a line of JSON each, until standard input ends.
+def serve_requests() -> None:
+    """Answer requests on standard input, one line of JSON each, until it ends; main loop of the subprocess.
 
-    The first is {"source", "named"}, others are {"messages", "prompt"}; an answer has one of "text", "error", "limit",
-    "not_a_template". The kernel ends the process when one request takes too much processor time.
+    The first request is {"source", "named"}, all others are {"messages", "prompt"}; an answer has one of "text",
+    "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds `RENDER_SECONDS` of
+    processor time.
     """
-    environment()  # what is imported for it, before memory is bounded
+    create_environment()  # what is imported for it, before memory is bounded
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(
         resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard)
@@ -151,4 +154,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve_requests()

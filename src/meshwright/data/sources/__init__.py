@@ -1,1 +1,1 @@
-"""Where documents come from: files, globs, URLs; text, JSON Lines, Parquet and WET formats."""
+"""Sources of documents: files, globs, directories and URLs in text, JSON Lines, Parquet and WET formats."""

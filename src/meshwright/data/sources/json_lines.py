@@ -1,4 +1,4 @@
-"""The lines of JSON Lines, whatever they hold."""
+"""Lines of JSON Lines files, unparsed, and the fast JSON parser for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from meshwright.errors import UserError
 LONGEST_LINE = 1 << 30  # bytes of a line, which is read whole; longer ones are refused
 
 
-def json_lines(file: SourceFile, stream: Stream) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of each line that is not blank."""
+def iterate_json_lines(file: SourceFile, stream: Stream) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line) for each line that is not blank. Raises `UserError` for lines of 1
+    GiB or more.
+    """
     for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -29,8 +31,8 @@ def json_lines(file: SourceFile, stream: Stream) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def quick_json() -> Callable[[bytes], Any] | None:
-    """orjson's parser, where it is installed: it refuses all that is not strictly JSON in UTF-8, and is right else."""
+def find_fast_json_parser() -> Callable[[bytes], Any] | None:
+    """Return orjson's strict parser of UTF-8 JSON, or None where orjson is not installed."""
     try:
         loads: Callable[[bytes], Any] = import_module("orjson").loads
     except ImportError:

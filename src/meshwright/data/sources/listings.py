@@ -1,4 +1,4 @@
-"""What stores hold, remembered in the cache: data that are prepared are used where their store is not reached."""
+"""Listings of stores, remembered in the cache: prepared data stay usable while their store is unreachable."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.data.files import canonical_json, read_json, write_whole
+from meshwright.data.files import canonical_json, read_json, write_atomic
 from meshwright.data.sources.stores import StoredFile, StoreUnreached, find_stored
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class _Unreached:
-    """Stands for the file system of a store that does not answer: whoever wants to read from it hears why."""
+class _UnreachableFilesystem:
+    """Stand-in for the file system of an unreachable store: any use of it raises the original error."""
 
     problem: StoreUnreached
 
@@ -27,12 +27,14 @@ class _Unreached:
         raise self.problem
 
 
-def listed(
+def list_stored(
     url: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, StoredFile, bool]]:
-    """(name, file, named) of each file that `url` means (`find_stored`). Where its store does not answer, those that it
-    held when it last did, if `cache` remembers: their versions say whether what is prepared is of them, and nothing can
-    be read. `UserError`: no such file, or a store that is not reached and was not before."""
+    """Yield (name, file, named) for each file that `url` stands for (see `find_stored`), and remember them in `cache`.
+
+    If the store is unreachable, the remembered listing is used: enough to find prepared data, but nothing can be read.
+    Raises `UserError` if there is no such file, or the store is unreachable and no listing is remembered.
+    """
     memory = None if cache is None else cache / "listings" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     try:
         found = list(find_stored(url, key))
@@ -41,9 +43,9 @@ def listed(
         if not isinstance(known, dict) or known.get("format") != _FORMAT or known.get("url") != url:
             raise
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(known["time"]))
-        log(f"{problem}; taken as it was on {day}, when it last answered")
+        log(f"{problem}; using its listing of {day}, when it last answered")
         for name, said, named in known["files"]:
-            yield name, StoredFile(**said, filesystem=_Unreached(problem)), named
+            yield name, StoredFile(**said, filesystem=_UnreachableFilesystem(problem)), named
         return
     if memory is not None:
         _remember(memory, url, found)
@@ -51,12 +53,13 @@ def listed(
 
 
 def _remember(memory: Path, url: str, found: list[tuple[str, StoredFile, bool]]) -> None:
+    """Write a listing to the cache; a cache that cannot be written is ignored."""
     files: list[Any] = [
         [name, {"url": file.url, "place": file.place, "size": file.size, "version": file.version}, named]
         for name, file, named in found
     ]
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(memory, canonical_json({"format": _FORMAT, "url": url, "time": time.time(), "files": files}))
-    except OSError:  # a cache that cannot be written is complained about when it must be
+        write_atomic(memory, canonical_json({"format": _FORMAT, "url": url, "time": time.time(), "files": files}))
+    except OSError:  # reported when the data themselves are written
         pass

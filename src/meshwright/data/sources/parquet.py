@@ -1,4 +1,4 @@
-"""Texts of a Parquet file: one column, row group after row group in batches, so that memory stays bounded."""
+"""Texts of one column of a Parquet file, read in batches of each row group, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.cleaning.schema import Unfit, record_problem
+from meshwright.data.cleaning.schema import Unfit, find_record_problem
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.stores import missing
+from meshwright.data.sources.stores import missing_package
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
@@ -20,39 +20,38 @@ _MOST_ROWS = 8192
 _READ = 1 << 20  # bytes read of a column at a time
 
 
-def parquet_texts(
+def iterate_parquet_texts(
     file: SourceFile,
     stream: io.BufferedReader,
     key: str,
     encoding: str,
     required: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str | Unfit]]:
-    """(":row 17", text) of each row, its text in the column `key`; "a.b" also means the field b of the struct column a.
+    """Yield (":row 17", text) for each row of the column `key`; "a.b" is field b of the struct column a.
 
-    required: columns (or such fields) that a row must have, and the types of their values; a row that has not comes as
-    what is wrong with it. A null is an empty text, and nothing where there are requirements. Bytes that do not decode
-    become lone surrogates. `UserError`: not Parquet, cut short or damaged; no such column, or one of another type than
-    text.
+    required: further columns and the types of their values; a row that lacks one yields `Unfit` instead of its text. A
+    null is an empty text, or `Unfit` if there are requirements. Bytes that do not decode become lone surrogates. Raises
+    `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text column.
     """
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         compute = import_module("pyarrow.compute")
     except ImportError:
-        raise missing("pyarrow", file.path) from None
+        raise missing_package("pyarrow", file.path) from None
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
         table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
-        path = _column(file, table.schema_arrow, key, arrow)
-        columns = [".".join(path), *_columns(required or {}, table.schema_arrow)]
+        path = _resolve_column(file, table.schema_arrow, key, arrow)
+        columns = [".".join(path), *_required_columns(required or {}, table.schema_arrow)]
         row = 0
         for group in range(table.num_row_groups):
-            rows = _rows_at_once(table.metadata.row_group(group), ".".join(path))
+            rows = _choose_batch_rows(table.metadata.row_group(group), ".".join(path))
             for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
                 column = batch.column(path[0])
                 for name in path[1:]:
                     column = compute.struct_field(column, name)
-                problems = _problems(batch, column, key, required) if required else itertools.repeat(None)
-                for text, problem in zip(_texts(column, encoding, arrow), problems, strict=False):
+                problems = _find_problems(batch, column, key, required) if required else itertools.repeat(None)
+                for text, problem in zip(_decode_column(column, encoding, arrow), problems, strict=False):
                     row += 1
                     yield f":row {row}", text if problem is None else Unfit(problem)
     except (arrow.ArrowException, OSError) as error:
@@ -62,22 +61,23 @@ def parquet_texts(
         ) from None
 
 
-def _columns(required: Mapping[str, str], schema: Any) -> list[str]:
-    """The columns that the required keys lie in, of those that there are."""
+def _required_columns(required: Mapping[str, str], schema: Any) -> list[str]:
+    """Return the top-level columns that hold the required keys, of those in `schema`."""
     outermost = {key if key in schema.names else key.partition(".")[0] for key in required}
     return sorted(outermost.intersection(schema.names))
 
 
-def _problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
-    """What is wrong with each row, or None."""
-    names = _columns(required, batch.schema)
+def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
+    """Yield what is wrong with each row of a batch, or None."""
+    names = _required_columns(required, batch.schema)
     values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())
     for there, record in zip(text.is_valid().to_pylist(), values, strict=False):
         held = dict(zip(names, record, strict=True))
-        yield record_problem(held | {key: "" if there else None}, required, key)
+        yield find_record_problem(held | {key: "" if there else None}, required, key)
 
 
-def _texts(column: Any, encoding: str, arrow: Any) -> list[str]:
+def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
+    """Return the texts of a column of strings or bytes; null becomes ""."""
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not _is_bytes(column.type, arrow):
@@ -90,11 +90,13 @@ def _texts(column: Any, encoding: str, arrow: Any) -> list[str]:
 
 
 def _is_bytes(kind: Any, arrow: Any) -> bool:
+    """Return whether an Arrow type holds bytes."""
     types = arrow.types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _is_text(kind: Any, arrow: Any) -> bool:
+    """Return whether an Arrow type holds strings or bytes, dictionary-encoded or not."""
     types = arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -102,16 +104,18 @@ def _is_text(kind: Any, arrow: Any) -> bool:
     return bool(strings or _is_bytes(kind, arrow))
 
 
-def _rows_at_once(group: Any, path: str) -> int:
-    """Rows of a row group that have about `_BATCH` bytes of text."""
+def _choose_batch_rows(group: Any, path: str) -> int:
+    """Return how many rows of a row group hold about `_BATCH` bytes of text."""
     columns = (group.column(number) for number in range(group.num_columns))
     size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
     rows: int = group.num_rows
     return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
 
 
-def _column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
-    """The names that lead to the column `key`, the outermost first."""
+def _resolve_column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
+    """Resolve the column `key` to its names from the outermost to the innermost. Raises `UserError` if missing or not
+    text.
+    """
     path, fields = ([key], schema) if key in schema.names else (key.split("."), schema)
     for depth, name in enumerate(path):
         there = {one.name: one for one in fields}

@@ -1,6 +1,6 @@
-"""From files to documents: text, JSON Lines, Parquet and WET, with one line for everything that cannot be read.
+"""Reading of source files as documents: text, JSON Lines, JSON lists, Parquet and WET, with one-line errors.
 
-Each format is one function; what they share (compression, stores, cutting, errors) is around them.
+Each format has one function; compression, stores, cutting and errors are shared.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.data.cleaning.schema import Unfit, record_problem
+from meshwright.data.cleaning.schema import Unfit, find_record_problem
 from meshwright.data.records.conversations import Example, Malformed, Records
-from meshwright.data.records.record_files import file_records
-from meshwright.data.sources.json_lines import json_lines, quick_json
-from meshwright.data.sources.parquet import parquet_texts
+from meshwright.data.records.record_files import iterate_file_records
+from meshwright.data.sources.json_lines import find_fast_json_parser, iterate_json_lines
+from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.streams import Stream, compression, decoding_errors, open_stream
-from meshwright.data.sources.wet import wet_texts
+from meshwright.data.sources.streams import Stream, decoding_errors, detect_compression, open_stream
+from meshwright.data.sources.wet import iterate_wet_texts
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
@@ -33,10 +33,11 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of 
 
 
 class Document(NamedTuple):
-    """One document as read: newlines are "\\n", no byte order mark. A byte that did not decode is a lone surrogate.
+    """One document as read: newlines are LF, no byte order mark; a byte that did not decode is a lone surrogate.
 
-    `text` None: the file is not text at all, or its record has a `problem`: it does not fit the schema. `example`: of
-    an instruction, chat or preference record what it says; `text` then is all its texts together.
+    name: file and position in it. text: None if the file is not text, or if the record has a `problem`. problem: why
+    the record does not fit the schema. example: the parsed instruction, chat or preference record; `text` then joins
+    its texts.
     """
 
     name: str
@@ -47,13 +48,12 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How files become documents. A text file is one document; so is a JSON line, a row of a Parquet file (each has its
-    text under `text_key`, unless the file has a key of its own), and a page of a WET file.
+    """Reader that splits files into documents: a text file, a JSON line, a Parquet row (text under `text_key`, unless
+    the file has its own key) or a WET page is one document.
 
-    A text of more than `longest` characters is cut into several documents after a blank line, else after a line, else
-    anywhere; the pieces joined are the text again. With `required_keys` (and the types of their values) a JSON line
-    or a row that lacks them or its text is a document with a problem; without, it is an error. With `records` every
-    file holds such records, and a document is one of them, never cut.
+    longest: texts of more characters are cut into several documents, after a blank line, else after a line, else
+    anywhere. required_keys: types by key; a record that lacks one, or its text, becomes a document with a problem
+    instead of an error. records: parse every file as such records, one document each, never cut.
     """
 
     encoding: str = "utf-8"
@@ -62,70 +62,75 @@ class Reader:
     required_keys: Mapping[str, str] = field(default_factory=dict)
     records: Records | None = None
 
-    def documents(self, file: SourceFile) -> Iterator[Document]:
-        """The documents of `file`, in order. `UserError` names the file (and the line) that cannot be read."""
-        with opened(file) as stream:
+    def read_documents(self, file: SourceFile) -> Iterator[Document]:
+        """Yield the documents of `file` in order. Raises `UserError` that names the file (and line) that cannot be
+        read.
+        """
+        with open_source(file) as stream:
             if self.records is not None:
-                yield from self._examples(file, stream, self.records)
+                yield from self._read_examples(file, stream, self.records)
             elif file.format == "text":
-                yield from self._text(file, stream)
+                yield from self._read_text(file, stream)
             else:
-                yield from self._records(file, stream)
+                yield from self._read_records(file, stream)
 
-    def _text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
+    def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
+        """Yield the documents of a text file; one without text if it is binary and was not named by the recipe."""
         head = stream.peek(_HEAD)[:_HEAD]
         if not head and file.named:
             raise UserError(f"{file.path} is empty")
-        if problem := self._not_text(head):
+        if problem := self._explain_not_text(head):
             if file.named:
                 raise UserError(f"{file.path} {problem}")
             yield Document(file.name, None)
             return
         try:
             with io.TextIOWrapper(stream, self.encoding, errors="surrogateescape", newline=None) as text:
-                for number, piece in enumerate(_pieces(iter(lambda: text.read(_CHUNK), ""), self.longest), 1):
+                for number, piece in enumerate(_cut_text(iter(lambda: text.read(_CHUNK), ""), self.longest), 1):
                     yield Document(file.name if number == 1 else f"{file.name}#{number}", piece)
-        except UnicodeError:  # an encoding whose broken bytes have no place as surrogates, as UTF-16
+        except UnicodeError:  # encodings such as UTF-16 have no surrogates for broken bytes
             yield Document(file.name, None)
 
-    def _examples(self, file: SourceFile, stream: Stream, records: Records) -> Iterator[Document]:
-        """A document for each record. A malformed one is an error, with `required_keys` a document with a problem."""
+    def _read_examples(self, file: SourceFile, stream: Stream, records: Records) -> Iterator[Document]:
+        """Yield a document for each record. A malformed one raises `UserError`, or with `required_keys` becomes a
+        problem.
+        """
         if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
         required = self.required_keys
-        for record in file_records(file, stream, [*records.columns, *required], self.encoding):
+        for record in iterate_file_records(file, stream, [*records.columns, *required], self.encoding):
             problem = record.problem
             if problem is None and required:
-                problem = record_problem(record.value, required, next(iter(required)))
+                problem = find_record_problem(record.value, required, next(iter(required)))
             if problem is None:
                 try:
-                    example = records.example(record.value)
+                    example = records.parse_example(record.value)
                 except Malformed as error:
                     problem = str(error)
                 else:
                     yield Document(file.name + record.place, example.text(), None, example)
                     continue
             if not required:
-                raise UserError(f"{record.where}: the record {problem}; right is {records.shown()}")
+                raise UserError(f"{record.where}: the record {problem}; right is {records.show_format()}")
             yield Document(file.name + record.place, None, problem)
 
-    def _records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Documents of a format whose files hold many: named by file and place."""
+    def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
+        """Yield the documents of a format with many per file, named by file and position."""
         if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
         key = file.text_key or self.text_key
         texts: Iterator[tuple[str, str | Unfit]]
         match file.format:
             case "jsonl":
-                texts = json_texts(file, stream, key, self.encoding, self.required_keys)
+                texts = iterate_json_texts(file, stream, key, self.encoding, self.required_keys)
             case "json":
-                texts = json_list_texts(file, stream, key, self.encoding, self.required_keys)
+                texts = iterate_json_list_texts(file, stream, key, self.encoding, self.required_keys)
             case "parquet":
                 if not isinstance(stream, io.BufferedReader):
                     raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
-                texts = parquet_texts(file, stream, key, self.encoding, self.required_keys)
+                texts = iterate_parquet_texts(file, stream, key, self.encoding, self.required_keys)
             case _:
-                texts = wet_texts(file, stream, self.encoding)
+                texts = iterate_wet_texts(file, stream, self.encoding)
         for place, text in texts:
             if isinstance(text, Unfit):
                 yield Document(file.name + place, None, text.problem)
@@ -135,11 +140,11 @@ class Reader:
             if len(text) <= self.longest:
                 yield Document(file.name + place, text.removeprefix("\ufeff"))
                 continue
-            for count, piece in enumerate(_pieces(iter([text]), self.longest), 1):
+            for count, piece in enumerate(_cut_text(iter([text]), self.longest), 1):
                 yield Document(file.name + place + (f"#{count}" if count > 1 else ""), piece)
 
-    def _not_text(self, head: bytes) -> str | None:
-        """Why a file that begins with `head` is not text in this encoding, or None."""
+    def _explain_not_text(self, head: bytes) -> str | None:
+        """Return why a file that begins with `head` is not text in this encoding, or None."""
         wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
@@ -159,17 +164,18 @@ class Reader:
 
 
 @contextmanager
-def opened(file: SourceFile) -> Iterator[Stream]:
-    """The decompressed bytes of `file`, to be read inside; what goes wrong there is a `UserError` that names it."""
+def open_source(file: SourceFile) -> Iterator[Stream]:
+    """Open the decompressed stream of `file`; read errors inside the context become `UserError` that names the file."""
     try:
         with open_stream(file) as stream:
             yield stream
     except EOFError:
         raise UserError(
-            f"{file.path}: the {compression(file)} file is cut short, its end is missing; fetch or write it again"
+            f"{file.path}: the {detect_compression(file)} file is cut short, its end is missing; "
+            "fetch or write it again"
         ) from None
     except decoding_errors() as error:
-        raise UserError(f"{file.path}: not a readable {compression(file)} file ({error})") from None
+        raise UserError(f"{file.path}: not a readable {detect_compression(file)} file ({error})") from None
     except FileNotFoundError:
         raise UserError(f"{file.path} vanished while it was being read") from None
     except OSError as error:
@@ -177,7 +183,7 @@ def opened(file: SourceFile) -> Iterator[Stream]:
 
 
 def check_encoding(encoding: str) -> None:
-    """`UserError` unless Python knows `encoding` as an encoding of text."""
+    """Raise `UserError` unless Python knows `encoding` as a text encoding."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding).close()
         codecs.getincrementaldecoder(encoding)("surrogateescape").decode(b"a")
@@ -187,61 +193,62 @@ def check_encoding(encoding: str) -> None:
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None
 
 
-def json_texts(
+def iterate_json_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str | Unfit]]:
-    """(":17", text) of each line that is not blank: an object with its text under `key`; "a.b": the key b inside a.
+    """Yield (":17", text) for each non-blank line, an object with its text under `key`; "a.b" is key b inside a.
 
-    A null is an empty text. required: keys that a line must have, and the types of their values; a line that has not
-    comes as what is wrong with it.
+    A null is an empty text. required: types by key; a line that lacks one yields `Unfit` instead of its text.
     """
-    quick = quick_json() if encoding.lower().replace("_", "-") == "utf-8" else None
-    for number, line in json_lines(file, stream):
-        if required and (problem := _schema_problem(line, key, encoding, required)):
+    quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
+    for number, line in iterate_json_lines(file, stream):
+        if required and (problem := _find_schema_problem(line, key, encoding, required)):
             yield f":{number}", Unfit(problem)
             continue
         text: Any = None
         if quick is not None:
             try:
                 text = quick(line)[key]
-            except (ValueError, KeyError, TypeError):  # as what is wrong with it, if anything is, the slower way says
+            except (ValueError, KeyError, TypeError):  # the slower parser reports the error, if there is one
                 pass
         if type(text) is not str:
-            text = _json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}", file.key_setting)
+            text = _parse_json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}", file.key_setting)
         yield f":{number}", text
 
 
-def json_list_texts(
+def iterate_json_list_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str | Unfit]]:
-    """(":record 17", text) of each element of one JSON list; see `json_texts`."""
-    for record in file_records(file, stream, [key], encoding):
-        if required and (problem := record_problem(record.value, required, key)):
+    """Yield (":record 17", text) for each element of one JSON list; see `iterate_json_texts`."""
+    for record in iterate_file_records(file, stream, [key], encoding):
+        if required and (problem := find_record_problem(record.value, required, key)):
             yield record.place, Unfit(problem)
         else:
-            yield record.place, _text_under(record.value, key, record.where, file.key_setting)
+            yield record.place, _get_text(record.value, key, record.where, file.key_setting)
 
 
-def _schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
+def _find_schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
+    """Return why a JSON line does not fit the required keys, or None."""
     try:
         record = json.loads(line.decode(encoding, "surrogateescape"))
     except (ValueError, RecursionError):
         return "is not JSON"
-    return record_problem(record, required, key)
+    return find_record_problem(record, required, key)
 
 
-def _json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
+def _parse_json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
+    """Parse a JSON line and return the text under `key`. Raises `UserError` that begins with `where`."""
     try:
         value: Any = json.loads(line.decode(encoding, "surrogateescape"))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # not its encoding, a number of thousands of digits, or too deep
         raise UserError(f"{where}: not JSON ({error})") from None
-    return _text_under(value, key, where, setting)
+    return _get_text(value, key, where, setting)
 
 
-def _text_under(value: Any, key: str, where: str, setting: str) -> str:
-    """The text that a record has under `key`; "a.b": the key b inside a."""
+def _get_text(value: Any, key: str, where: str, setting: str) -> str:
+    """Return the text of a record under `key` ("a.b": key b inside a). Raises `UserError` if there is none."""
     if not isinstance(value, dict):
         raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
     for name in [key] if key in value else key.split("."):
@@ -259,17 +266,17 @@ def _text_under(value: Any, key: str, where: str, setting: str) -> str:
     return value
 
 
-def _pieces(chunks: Iterator[str], longest: int) -> Iterator[str]:
-    """The text that comes in `chunks`, without a leading byte order mark, in pieces of at most `longest` characters.
+def _cut_text(chunks: Iterator[str], longest: int) -> Iterator[str]:
+    """Cut the text that arrives in `chunks` into consecutive texts of at most `longest` characters.
 
-    At least one piece, and none empty unless all is.
+    A leading byte order mark is removed. Yields at least one text, and none that is empty unless all is.
     """
     rest = next(chunks, "").removeprefix("\ufeff")
     produced = False
     for more in itertools.chain(chunks, [""]):
         text, begin = rest + more, 0
         while len(text) - begin > longest:
-            cut = _last_break(text, begin, longest)
+            cut = _find_cut(text, begin, longest)
             yield text[begin:cut]
             begin, produced = cut, True
         rest = text[begin:]
@@ -277,8 +284,10 @@ def _pieces(chunks: Iterator[str], longest: int) -> Iterator[str]:
         yield rest
 
 
-def _last_break(text: str, begin: int, longest: int) -> int:
-    """Where to cut: in the second half of `longest` characters after the last blank line, else after the last line."""
+def _find_cut(text: str, begin: int, longest: int) -> int:
+    """Return the index to cut at, in the second half of `longest` characters: after the last blank line, else after a
+    line.
+    """
     middle, end = begin + longest // 2, begin + longest
     blank = text.rfind("\n\n", middle, end)
     if blank >= 0:

@@ -1,4 +1,4 @@
-"""Which files a recipe's sources mean: the standard library, files, globs, directories, URLs, in a fixed order."""
+"""Resolution of a recipe's sources to files in a fixed order: the standard library, files, globs, directories, URLs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.sources.listings import listed
+from meshwright.data.sources.listings import list_stored
 from meshwright.data.sources.stores import StoredFile, is_url, local_path
 from meshwright.errors import UserError
 from meshwright.names import CORPORA, nearest
@@ -27,10 +27,10 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", 
 class SourceFile:
     """One file to read.
 
-    `name`: its path under what the recipe names, the same wherever the corpus lies. `format`: "text", "jsonl", "json",
-    "parquet" or "wet". `named`: by the recipe itself; a file that a glob or a directory brought along may be unusable
-    without that being an error. `source`: the number of the source that it is of. `text_key`: that source's own.
-    `counted_as`: what reports count it under.
+    `name`: path relative to the source, the same wherever the corpus lies. `format`: "text", "jsonl", "json", "parquet"
+    or "wet". `named`: the recipe names this very file, so that unusable content is an error; found by a glob or
+    directory it is not. `source`: index of its source. `text_key`: that source's own key. `counted_as`: its group in
+    reports.
     """
 
     name: str
@@ -43,12 +43,12 @@ class SourceFile:
 
     @property
     def key_setting(self) -> str:
-        """The recipe's key that says where the text of a record is."""
+        """Name of the recipe key that sets where a record's text is, for error messages."""
         return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
 
 
 class SourceChanged(UserError):
-    """A file is no longer what it was when its preparation began."""
+    """Error: a source file changed while it was being prepared."""
 
     def __init__(self, file: SourceFile) -> None:
         super().__init__(f"{file.path} changed while it was being prepared; run the command again when it is finished")
@@ -63,15 +63,15 @@ def find_files(
     *,
     records: bool = False,
 ) -> list[SourceFile]:
-    """All files of `sources`, source after source, inside one sorted by name.
+    """Return all files of `sources`, source after source, sorted by name within each.
 
-    A source is "stdlib" (this Python's standard library: its sources without tests and installed packages), a path or
-    URL of a file, a directory (every file below it, hidden ones left out) or a glob (`**` for any depth). `format`
-    "auto" takes `.jsonl` and `.ndjson` as JSON Lines, `.parquet` and `.wet` as what they are, all else as text; a
-    suffix of `COMPRESSIONS` may follow. With `records` `.json` is a JSON list. What was prepared into `cache` is no
-    source; what a store that does not answer held when it last did is remembered there, and `log` hears of it. Files
-    are counted under their source where there are several or it has a table of its own, else under the first directory
-    of their names. `UserError`, which begins with `key`, when a source names nothing.
+    A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
+    file, a directory (all files below it that are not hidden) or a glob (`**` for any depth). format "auto" goes by
+    suffix: `.jsonl` and `.ndjson` JSON Lines, `.parquet`, `.wet`, else text; a suffix of `COMPRESSIONS` may follow.
+    records: `.json` is a JSON list. cache: its own prepared data are no source, and listings of stores are remembered
+    there; `log` reports their use. Files are counted in reports under their source if there are several or it has a
+    table of its own, else under their first directory. Raises `UserError` that begins with `key` for a source without
+    files.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -82,13 +82,13 @@ def find_files(
             SourceFile(
                 name,
                 path,
-                _format_of(path.name, wanted, records),
+                _detect_format(path.name, wanted, records),
                 named,
                 number,
                 source.text_key,
-                source.name or source.path if len(sources) > 1 or key == "data.sources" else _first_directory(name),
+                source.name or source.path if len(sources) > 1 or key == "data.sources" else _get_first_directory(name),
             )
-            for name, path, named in sorted(_expand(source.path, key, cache, log), key=lambda one: one[0])
+            for name, path, named in sorted(_expand_source(source.path, key, cache, log), key=lambda one: one[0])
             if cache is None or not isinstance(path, Path) or not _is_cached(path, cache)
         ]
         if not found:
@@ -97,12 +97,14 @@ def find_files(
     return files
 
 
-def _first_directory(name: str) -> str:
+def _get_first_directory(name: str) -> str:
+    """Return the first directory of a relative path with its slash, or the whole name if there is none."""
     first, separator, _ = name.partition("/")
     return first + separator
 
 
-def _format_of(name: str, format: str, records: bool) -> str:
+def _detect_format(name: str, format: str, records: bool) -> str:
+    """Return the format of a file: `format` unless "auto", else by suffix."""
     if format != "auto":
         return format
     name = name.lower()
@@ -113,7 +115,7 @@ def _format_of(name: str, format: str, records: bool) -> str:
 
 
 def _is_cached(path: Path, cache: Path) -> bool:
-    """Whether `path` is something that `prepare` wrote into `cache`, and not a corpus that lies there too."""
+    """Return whether `path` is in data that `prepare` wrote into `cache`, rather than in a corpus stored there too."""
     try:
         parts = path.absolute().relative_to(cache.absolute()).parts
     except ValueError:
@@ -121,19 +123,19 @@ def _is_cached(path: Path, cache: Path) -> bool:
     return len(parts) > 1 and re.fullmatch(r"[0-9a-f]{32}|contents|listings", parts[0]) is not None
 
 
-def _expand(
+def _expand_source(
     source: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Path | StoredFile, bool]]:
-    """(name, path, named) of each file that `source` means."""
+    """Yield (name, path, named) for each file that `source` stands for."""
     if source == "stdlib":
-        yield from ((name, path, False) for name, path in _standard_library(key))
+        yield from ((name, path, False) for name, path in _iterate_standard_library(key))
         return
     if is_url(source) and local_path(source) is None:
-        yield from listed(source, key, cache, log)
+        yield from list_stored(source, key, cache, log)
         return
     path = local_path(source) or Path(source).expanduser()
     if path.is_dir():
-        yield from ((file.relative_to(path).as_posix(), file, False) for file in _files_below(path))
+        yield from ((file.relative_to(path).as_posix(), file, False) for file in _iterate_files(path))
     elif path.is_file():
         yield path.name, path, True
     elif path.exists():
@@ -141,14 +143,15 @@ def _expand(
     elif glob.has_magic(str(path)):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
         if not matches:
-            raise UserError(f'{key}: "{source}" matches no file{_what_is_there(path)}')
-        root = _fixed_part(path)
+            raise UserError(f'{key}: "{source}" matches no file{_suggest_name(path)}')
+        root = _find_glob_root(path)
         yield from ((match.relative_to(root).as_posix(), match, False) for match in matches)
     else:
-        raise UserError(f'{key}: "{source}" does not exist{_what_is_there(path)}')
+        raise UserError(f'{key}: "{source}" does not exist{_suggest_name(path)}')
 
 
-def _standard_library(key: str) -> Iterator[tuple[str, Path]]:
+def _iterate_standard_library(key: str) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) for each Python file of the standard library. Raises `UserError` if this Python has none."""
     root = Path(sysconfig.get_path("stdlib"))
     found = False
     for directory, below, files in os.walk(root):
@@ -166,7 +169,8 @@ def _standard_library(key: str) -> Iterator[tuple[str, Path]]:
         )
 
 
-def _files_below(root: Path) -> Iterator[Path]:
+def _iterate_files(root: Path) -> Iterator[Path]:
+    """Yield all files below `root` that are not hidden."""
     for directory, below, files in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
         for name in files:
@@ -175,8 +179,8 @@ def _files_below(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _fixed_part(pattern: Path) -> Path:
-    """The directory that a glob starts from."""
+def _find_glob_root(pattern: Path) -> Path:
+    """Return the directory before the first wildcard of a glob."""
     fixed = Path()
     for part in pattern.parts[:-1]:
         if glob.has_magic(part):
@@ -185,19 +189,21 @@ def _fixed_part(pattern: Path) -> Path:
     return fixed
 
 
-def _what_is_there(path: Path) -> str:
-    """The nearest name to one that does not exist, or what the deepest existing directory on its way holds."""
-    there, missing = Path(), path.parts[0]
+def _suggest_name(path: Path) -> str:
+    """Return a hint for a path that does not exist: the nearest existing name, or what the deepest existing directory
+    holds.
+    """
+    existing, missing = Path(), path.parts[0]
     for part in path.parts:
         missing = part
-        if glob.has_magic(part) or not (there / part).is_dir():
+        if glob.has_magic(part) or not (existing / part).is_dir():
             break
-        there /= part
-    names = sorted(name for name in os.listdir(there) if not name.startswith("."))
+        existing /= part
+    names = sorted(name for name in os.listdir(existing) if not name.startswith("."))
     known = [*names, *CORPORA] if len(path.parts) == 1 else names
     close = nearest(missing, known)
     if close:
-        return f'; did you mean "{there / close}"?'
+        return f'; did you mean "{existing / close}"?'
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     held = f"holds {', '.join(names[:4])}{more}" if names else "is empty"
-    return f"; {'this directory' if there == Path() else there} {held}"
+    return f"; {'this directory' if existing == Path() else existing} {held}"

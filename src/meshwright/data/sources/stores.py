@@ -1,7 +1,6 @@
-"""Files behind URLs: object stores through obstore, other stores through fsspec; each request is tried several times.
+"""Files behind URLs: object stores through obstore, other stores through fsspec, with retries.
 
-Credentials come from the environment alone, where the stores' own tools look for them; a URL that holds some is
-refused.
+Credentials come from the environment alone, as the stores' own tools read them; URLs with credentials are refused.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a store. `place`: what its file system calls it. `version`: what changes with its content, as the store
-    says it; None if it says nothing."""
+    """A file in a store. place: its path inside `filesystem`. size: bytes, if known. version: entity tag, checksum or
+    time that changes with the content; None if the store gives none.
+    """
 
     url: str
     place: str
@@ -57,44 +57,48 @@ class StoredFile:
 
     @property
     def name(self) -> str:
-        return _bare(self.url).rpartition("/")[2]
+        """File name without directories."""
+        return _strip_url(self.url).rpartition("/")[2]
 
     def open(self) -> io.BufferedReader:
-        """Its bytes, seekable. A store that gives no parts of a file gives all of it, into an unnamed temporary one."""
+        """Open the file for seekable reading in blocks; downloaded to an unnamed temporary file if the store has no
+        range reads.
+        """
         if self.size is None or type(self.filesystem).__name__ == "HTTPFileSystem":  # which may ignore ranges
-            return self._fetched()
+            return self._download()
         try:
-            return io.BufferedReader(_Blocks(self), 1 << 16)
+            return io.BufferedReader(_BlockReader(self), 1 << 16)
         except _NotSupported:
-            return self._fetched()
+            return self._download()
 
-    def now(self) -> StoredFile:
-        """The same file as the store has it now; `UserError` if it is gone."""
+    def query_state(self) -> StoredFile:
+        """Query the store and return the file's present state. Raises `UserError` if it is gone."""
         self.filesystem.invalidate_cache()
-        said = trying(self.url, lambda: self.filesystem.info(self.place))
-        return _stored(self.url, self.place, said, self.filesystem)
+        entry = retry(self.url, lambda: self.filesystem.info(self.place))
+        return _make_stored_file(self.url, self.place, entry, self.filesystem)
 
-    def _fetched(self) -> io.BufferedReader:
+    def _download(self) -> io.BufferedReader:
+        """Download the file to an unnamed temporary file and open it."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
             target = os.path.join(directory, "file")
-            trying(self.url, lambda: self.filesystem.get_file(self.place, target))
+            retry(self.url, lambda: self.filesystem.get_file(self.place, target))
             return io.BufferedReader(io.FileIO(target), 1 << 16)  # lives on, without its name, until it is closed
 
 
 _LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
-"""Of the disk here, not of the store."""
+"""Error numbers of the local disk, not of the store."""
 
 
 class StoreUnreached(UserError):
-    """A store that does not answer, or not to this process: that says nothing of what it holds."""
+    """Error: the store cannot be reached or refuses access, which says nothing about its content."""
 
 
 class _NotSupported(UserError):
-    """The store does not do what was asked, such as giving a part of a file."""
+    """Error: the store does not support the request, such as a range read."""
 
 
-class _Blocks(io.RawIOBase):
-    """A stored file read block after block; the block that was read last is kept."""
+class _BlockReader(io.RawIOBase):
+    """Raw stream over a stored file that fetches and keeps one block of `BLOCK` bytes at a time."""
 
     def __init__(self, file: StoredFile) -> None:
         assert file.size is not None
@@ -104,20 +108,25 @@ class _Blocks(io.RawIOBase):
             self._load(0)
 
     def readable(self) -> bool:
+        """Return True: the stream supports reading."""
         return True
 
     def seekable(self) -> bool:
+        """Return True: the stream supports seeking."""
         return True
 
     def tell(self) -> int:
+        """Return the position in bytes."""
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position in bytes, relative to the start, the position or the end; returns the new one."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
         self._place = max(0, base + offset)
         return self._place
 
     def readinto(self, buffer: Any) -> int:
+        """Read into `buffer`, at most to the end of the present block; returns the number of bytes, 0 at the end."""
         if self._place >= self._size:
             return 0
         number, begin = divmod(self._place, BLOCK)
@@ -129,6 +138,7 @@ class _Blocks(io.RawIOBase):
         return len(part)
 
     def _load(self, number: int) -> None:
+        """Fetch block `number` from the store."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
         def load() -> memoryview:
@@ -137,14 +147,14 @@ class _Blocks(io.RawIOBase):
                 raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
             return data
 
-        self._block = trying(self._file.url, load, f" at byte {begin:,} of {self._size:,}")
+        self._block = retry(self._file.url, load, f" at byte {begin:,} of {self._size:,}")
         self._number = number
 
 
-def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
-    """What `ask` returns, tried `TRIES` times with longer and longer waits; then `UserError` in one line.
+def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
+    """Call `ask` up to `TRIES` times with exponential backoff and return its result, or raise a one-line `UserError`.
 
-    What will not change by waiting is not tried again: a file that is not there, a door that is closed.
+    Errors that waiting does not change are raised at once: a missing file, refused access. where: added to the message.
     """
     for number in range(TRIES):
         try:
@@ -159,7 +169,7 @@ def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
                     "directory in TMPDIR"
                 ) from None
             if kind == "NotSupportedError":
-                raise _NotSupported(f"{url} cannot be read{where}: {_reason(error)}") from None
+                raise _NotSupported(f"{url} cannot be read{where}: {_format_reason(error)}") from None
             final = (
                 isinstance(error, _FINAL)
                 or kind in _FINAL_OF_OBSTORE
@@ -168,25 +178,25 @@ def trying(url: str, ask: Callable[[], Result], where: str = "") -> Result:
             )
             status = getattr(error, "status", None)  # of an HTTP client
             if final or (isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)):
-                raise (StoreUnreached if _is_closed(error) else UserError)(
-                    f"{url} cannot be read{where}: {_reason(error)}{_hint(url, error)}"
+                raise (StoreUnreached if _is_refused(error) else UserError)(
+                    f"{url} cannot be read{where}: {_format_reason(error)}{_suggest_fix(url, error)}"
                 ) from None
             if number == TRIES - 1:
                 raise StoreUnreached(
-                    f"{url} cannot be read{where}: {TRIES} tries failed, the last one so: {_reason(error)}; run the "
-                    "command again when the store answers"
+                    f"{url} cannot be read{where}: {TRIES} tries failed, the last one so: {_format_reason(error)}; "
+                    "run the command again when the store answers"
                 ) from None
         time.sleep(FIRST_WAIT * 2**number * random.uniform(0.75, 1.25))
     raise AssertionError("the last try returns or raises")
 
 
 def is_url(source: str) -> bool:
-    """Whether `source` is a URL (or a chain of them, as fsspec writes it), not a path."""
+    """Return whether `source` is a URL (or a chain of them, as fsspec writes it), not a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", source) is not None
 
 
 def local_path(url: str) -> Path | None:
-    """The path that a `file://` URL means; None of any other."""
+    """Convert a `file://` URL to its path; None for any other URL."""
     if not url.lower().startswith("file://"):
         return None
     parts = urlsplit(url)
@@ -194,80 +204,84 @@ def local_path(url: str) -> Path | None:
 
 
 def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
-    """(name, file, named) of each file that `url` means: a file, a glob, or a directory. `key` said it."""
+    """Yield (name, file, named) for each file that `url` stands for: a file, a glob or a directory. key: for errors."""
     _refuse_secrets(url, key)
-    filesystem, place = _filesystem(url, key)
+    filesystem, place = _open_filesystem(url, key)
     filesystem.invalidate_cache()
     over_http = url.startswith(("http://", "https://"))  # where ? begins a query, and directories are not listed
     if "*" in place or (not over_http and re.search(r"[?\[]", place)):
         if over_http:
             raise UserError(f'{key}: "{url}": HTTP servers list no files; name each one')
-        found = trying(url, lambda: filesystem.glob(place, detail=True))
+        found = retry(url, lambda: filesystem.glob(place, detail=True))
         root = re.split(r"[^/]*[*?\[]", place)[0]
-        if not any(_is_file(said) for said in found.values()):
+        if not any(_is_file(entry) for entry in found.values()):
             raise UserError(f'{key}: "{url}" matches no file')
     else:
         try:
-            said = trying(url, lambda: filesystem.info(place))
+            entry = retry(url, lambda: filesystem.info(place))
         except _NotSupported:
             raise UserError(f'{key}: "{url}": this server does not say what it has there') from None
-        if said["type"] != "directory":
-            yield _bare(url).rpartition("/")[2], _stored(url, place, said, filesystem), True
+        if entry["type"] != "directory":
+            yield _strip_url(url).rpartition("/")[2], _make_stored_file(url, place, entry, filesystem), True
             return
-        found = trying(url, lambda: filesystem.find(place, detail=True))
+        found = retry(url, lambda: filesystem.find(place, detail=True))
         root = place
     first, _, others = url.partition("::")
     protocol, others = first.partition("://")[0], f"::{others}" if others else ""
-    for path, said in found.items():
-        name = _bare(path).removeprefix(_bare(root)).strip("/")
-        if _is_file(said) and name and not any(part.startswith(".") for part in name.split("/")):
+    for path, entry in found.items():
+        name = _strip_url(path).removeprefix(_strip_url(root)).strip("/")
+        if _is_file(entry) and name and not any(part.startswith(".") for part in name.split("/")):
             yield (
                 name,
-                _stored(f"{protocol}://{path.partition('://')[2] or path}{others}", path, said, filesystem),
+                _make_stored_file(f"{protocol}://{path.partition('://')[2] or path}{others}", path, entry, filesystem),
                 False,
             )
 
 
-def _bare(url: str) -> str:
-    """The path of a URL, of the first one of a chain, or what already is a path; without slashes at its ends."""
+def _strip_url(url: str) -> str:
+    """Strip protocol, query and outer slashes from a URL, or from the first of a chain."""
     return re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", url.partition("::")[0].partition("?")[0]).strip("/")
 
 
-def first_changed(files: Sequence[StoredFile]) -> int | None:
-    """The number of the first file that its store has otherwise by now."""
+def find_first_changed(files: Sequence[StoredFile]) -> int | None:
+    """Return the index of the first file whose state in its store changed, or None."""
     with ThreadPoolExecutor(16) as pool:
-        for number, (file, now) in enumerate(zip(files, pool.map(StoredFile.now, files), strict=True)):
+        for number, (file, now) in enumerate(zip(files, pool.map(StoredFile.query_state, files), strict=True)):
             if now != file:
                 return number
     return None
 
 
-def _stored(url: str, place: str, said: dict[str, Any], filesystem: Any) -> StoredFile:
-    return StoredFile(url, place, said.get("size"), _version(said), filesystem)
+def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
+    """Build a `StoredFile` from what the file system reports about it."""
+    return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
-def _is_file(said: dict[str, Any]) -> bool:
-    return said["type"] == "file" and not said["name"].endswith("/")
+def _is_file(entry: dict[str, Any]) -> bool:
+    """Return whether a file system's entry is a file, not a directory or its marker."""
+    return entry["type"] == "file" and not entry["name"].endswith("/")
 
 
-def _version(said: dict[str, Any]) -> str | None:
-    """The entity tag, else a checksum, else when it was written."""
+def _find_version(entry: dict[str, Any]) -> str | None:
+    """Return the entity tag, else a checksum, else the modification time of an entry; None if it has none of them."""
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
-        if said.get(key):
-            return f"{key.lower().replace('_', '')} {said[key]}"
+        if entry.get(key):
+            return f"{key.lower().replace('_', '')} {entry[key]}"
     for key in ("LastModified", "modified", "created"):
-        if said.get(key):
-            return f"{key} {said[key]}"
+        if entry.get(key):
+            return f"{key} {entry[key]}"
     return None
 
 
-def _filesystem(url: str, key: str) -> tuple[Any, str]:
-    """What reads `url`, and what that calls it."""
+def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
+    """Return the file system that reads `url`, and the path of `url` in it. Raises `UserError` if a package
+    is missing.
+    """
     try:
         import fsspec
     except ImportError:
-        raise missing("fsspec", url) from None
-    _refuse_readers(url, key, set(fsspec.available_protocols()))
+        raise missing_package("fsspec", url) from None
+    _refuse_protocols(url, key, set(fsspec.available_protocols()))
     protocol = url.partition("://")[0].lower()
     try:
         if protocol in _OBJECT_STORES and "::" not in url and not (protocol.startswith("http") and "?" in url):
@@ -276,25 +290,26 @@ def _filesystem(url: str, key: str) -> tuple[Any, str]:
             store = import_module("obstore.fsspec").FsspecStore(
                 protocol,
                 client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": 0},  # `trying` is what tries again
+                retry_config={"max_retries": 0},  # `retry` is what tries again
             )
             return store, url if protocol.startswith("http") else url.partition("://")[2]
         filesystem, place = fsspec.core.url_to_fs(url)
         return filesystem, place
     except ImportError as error:
         if str(error.name).startswith("obstore"):
-            raise missing("obstore", url) from None
-        raise UserError(f'{key}: "{url}" needs one more package: {_reason(error)}') from None
+            raise missing_package("obstore", url) from None
+        raise UserError(f'{key}: "{url}" needs one more package: {_format_reason(error)}') from None
     except ValueError as error:
-        raise UserError(f'{key}: "{url}": {_reason(error)}') from None
+        raise UserError(f'{key}: "{url}": {_format_reason(error)}') from None
 
 
-def missing(package: str, what: object) -> UserError:
-    """The error where a package of the extra `data` is not installed."""
+def missing_package(package: str, what: object) -> UserError:
+    """Build the error for a package of the extra `data` that is not installed."""
     return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'")
 
 
 def _refuse_secrets(url: str, key: str) -> None:
+    """Raise `UserError` if the URL contains credentials or a signature."""
     if re.search(r"://[^/?#]*@", url) or _SECRET_QUERY.search(url):
         shown = re.sub(r"://[^/?#]*@", "://", url).partition("?")[0]
         raise UserError(
@@ -304,8 +319,8 @@ def _refuse_secrets(url: str, key: str) -> None:
         )
 
 
-def _refuse_readers(url: str, key: str, protocols: set[str]) -> None:
-    """`UserError` for a protocol that only the user may ask for, since it may log in with keys of the user's."""
+def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
+    """Raise `UserError` for a protocol that needs the user's consent, since it may log in with the user's keys."""
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
         protocol = part.partition("://")[0].lower()
@@ -317,8 +332,8 @@ def _refuse_readers(url: str, key: str, protocols: set[str]) -> None:
             )
 
 
-def _reason(error: Exception) -> str:
-    """An error in one line, without any secret of the environment that a store's answer may repeat."""
+def _format_reason(error: Exception) -> str:
+    """Format an error in one line, with secrets of the environment replaced by "***"."""
     text = str(error)
     code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     if code:
@@ -330,26 +345,27 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _is_closed(error: Exception) -> bool:
-    """Whether the store does not let this process in, whatever it holds."""
+def _is_refused(error: Exception) -> bool:
+    """Return whether an error says that the store refuses access to this process."""
     named = isinstance(error, PermissionError) or type(error).__name__ in (
         "PermissionDeniedError",
         "UnauthenticatedError",
     )
-    return named or _NO_CREDENTIALS in str(error) or _status(error) in ("401", "403")
+    return named or _NO_CREDENTIALS in str(error) or _find_status(error) in ("401", "403")
 
 
-def _status(error: Exception) -> str | None:
-    """The HTTP status that an error tells of."""
-    said = re.search(r"status code: (\d+)", str(error))
-    return said[1] if said else None
+def _find_status(error: Exception) -> str | None:
+    """Return the HTTP status in an error's message, or None."""
+    entry = re.search(r"status code: (\d+)", str(error))
+    return entry[1] if entry else None
 
 
-def _hint(url: str, error: Exception) -> str:
-    kind, status = type(error).__name__, _status(error)
+def _suggest_fix(url: str, error: Exception) -> str:
+    """Return advice to append to the error: missing file, or where credentials come from."""
+    kind, status = type(error).__name__, _find_status(error)
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == "404":
         return "; there is no such file or directory"
-    if url.startswith("s3") and (_is_closed(error) or status == "400"):
+    if url.startswith("s3") and (_is_refused(error) or status == "400"):
         return (
             "; credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
             "(AWS_SKIP_SIGNATURE=true for a public bucket)"

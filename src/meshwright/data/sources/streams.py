@@ -1,4 +1,4 @@
-"""The bytes of a source file, wherever it lies, decompressed: gzip and Zstandard, any number of members or frames."""
+"""Decompressed byte streams of source files: gzip and Zstandard, any number of members or frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from meshwright.data.sources.resolution import COMPRESSIONS, SourceFile
-from meshwright.data.sources.stores import missing
+from meshwright.data.sources.stores import missing_package
 
 _HEAD = 1 << 16  # bytes of a buffer: as many can be looked at before they are read
 _LONGEST_WINDOW = 31  # bits; what `zstd --long=31` writes, the longest there is
@@ -21,43 +21,44 @@ _zstd_errors: list[type[Exception]] = []
 
 
 def open_stream(file: SourceFile) -> Stream:
-    """The decompressed bytes of `file`. Reading raises `EOFError` where a compressed file ends before its end."""
+    """Open the decompressed bytes of `file`. Reading raises `EOFError` if a compressed file is truncated."""
     raw: io.BufferedReader[Any]
     raw = io.BufferedReader(io.FileIO(file.path), _HEAD) if isinstance(file.path, Path) else file.path.open()
-    match compression(file):
+    match detect_compression(file):
         case "gzip":
             return _Gzip(fileobj=raw)
         case "Zstandard":
-            unpacked: Stream = _zstd_stream(raw, file)
+            unpacked: Stream = _open_zstd(raw, file)
             return unpacked
     return raw
 
 
-def compression(file: SourceFile) -> str | None:
-    """The name of the compression that a file's suffix says."""
+def detect_compression(file: SourceFile) -> str | None:
+    """Return the compression of a file by its suffix ("gzip", "Zstandard"), or None."""
     return next((name for suffix, name in COMPRESSIONS.items() if file.path.name.lower().endswith(suffix)), None)
 
 
 def decoding_errors() -> tuple[type[Exception], ...]:
-    """What a damaged compressed file raises."""
+    """Return the exception types that a damaged compressed file raises."""
     return gzip.BadGzipFile, zlib.error, *_zstd_errors
 
 
 class _Gzip(gzip.GzipFile):
-    """Closes the file below it too."""
+    """Gzip stream that also closes the file it reads from."""
 
     def __init__(self, fileobj: io.BufferedReader[Any]) -> None:
         super().__init__(fileobj=fileobj, mode="rb")
         self.myfileobj: Any = fileobj  # what GzipFile closes: the file that it opened itself
 
 
-def _zstd_stream(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
+def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
+    """Open a Zstandard stream over `raw`. Raises `UserError` if the package for it is not installed."""
     module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"  # the same code
     try:
         zstd = import_module(module)
     except ImportError:
         raw.close()
-        raise missing("backports.zstd", file.path) from None
+        raise missing_package("backports.zstd", file.path) from None
     if zstd.ZstdError not in _zstd_errors:
         _zstd_errors.append(zstd.ZstdError)
 

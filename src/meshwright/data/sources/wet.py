@@ -17,13 +17,13 @@ LONGEST_RECORD = 1 << 30  # bytes; longer ones are refused, since a record is re
 _LONGEST_LINE = 1 << 16
 
 
-def wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str]]:
-    """(":17 URI", text) of each conversion record, counted from 1 over all records; other types are passed over.
+def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str]]:
+    """Yield (":17 URI", text) for each conversion record, numbered from 1 over all records; other types are skipped.
 
-    `UserError`: not WARC, a record that ends before its length, a file without conversion records.
+    Raises `UserError` for a file that is not WARC, a truncated record, or no conversion record.
     """
     number, found, types = 0, False, set()
-    while headers := _headers(file, stream, number + 1):
+    while headers := _read_headers(file, stream, number + 1):
         number += 1
         where = f"{file.path}: record {number}"
         try:
@@ -51,8 +51,8 @@ def wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple
         )
 
 
-def _headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
-    """The headers of the next record, by their names in lower case; none at the end of the file."""
+def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
+    """Read the headers of the next record by lower-case name; empty at the end of the file."""
     line = stream.readline(_LONGEST_LINE)
     while line in (b"\r\n", b"\n"):
         line = stream.readline(_LONGEST_LINE)

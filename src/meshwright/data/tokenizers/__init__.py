@@ -1,1 +1,1 @@
-"""Tokenizers: trained here or existing; always a directory that `transformers` loads."""
+"""Tokenizers, trained here or existing, always stored as a directory that `transformers` loads."""

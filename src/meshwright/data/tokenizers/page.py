@@ -11,7 +11,7 @@ from meshwright.draw.page import paragraph, table
 
 
 def page(report: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> str:
-    """The whole page of what `tokenizer_report` found; `shown`: what `tokens_of` made of a text."""
+    """The whole page of what `measure_tokenizer` found; `shown`: what `describe_tokens` made of a text."""
     return draw.page(f"tokenizer {report['tokenizer']}", *_parts(report, shown))
 
 

@@ -1,4 +1,4 @@
-"""What a tokenizer does to a corpus: bytes per token by source, which tokens are used and how often, what is lost."""
+"""Report on a tokenizer over a corpus: bytes per token by source, token frequencies, round trip."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tokenizers import decoders
 from meshwright.data.cleaning.survey import SPLITS
 from meshwright.data.packing.packed import PackedTokens
 from meshwright.data.prepared import PreparedData
-from meshwright.data.tokenizers.kinds import BYTES, byte_characters
-from meshwright.data.tokenizers.special_tokens import unknown_token
+from meshwright.data.tokenizers.kinds import BYTES, list_byte_characters
+from meshwright.data.tokenizers.special_tokens import find_unknown_token
 from meshwright.data.tokenizers.tokenizer import TextTokenizer
 from meshwright.recipe import DataRecipe
 
 _CHECKED = 200  # validation documents that are decoded and compared
 _SHOWN = 20
-_BYTE_OF = {character: byte for byte, character in enumerate(byte_characters())}
+_BYTE_OF = {character: byte for byte, character in enumerate(list_byte_characters())}
 _AT_LEAST = (1, 10, 100, 1000, 10_000)
 
 
-def tokenizer_report(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
-    """What the tokenizer of `data`, prepared from `recipe`, made of its text, as JSON. Framing tokens are not counted,
-    those of the template of records are.
+def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
+    """Measure the tokenizer of `data`, prepared from `recipe`, on its text; returns JSON. Begin and end tokens of texts
+    are not counted, tokens of the chat template are.
 
-    `sources`: for each of the sources its documents, bytes, tokens and bytes_per_token, both splits together. `used`,
-    `unused`: how many tokens of the vocabulary occur, and how many do not; `unused_tokens` names the first of these.
-    `occur_at_least`: how many tokens occur so often. `most_frequent`, `longest` (of those that occur, by bytes): id,
-    text, count. `unknown`: what stands for text that the tokenizer has no token for, and its count; None without such a
-    token. `round_trip`: of the first documents of the validation split, those that decode to the very text.
+    `sources`: documents, bytes, tokens and bytes_per_token of each source, both splits together. `used`, `unused`:
+    number of vocabulary entries that occur or not; `unused_tokens` lists the first of these. `occur_at_least`: number
+    of tokens by minimum count. `most_frequent`, `longest` (by bytes, of those that occur): id, text, count. `unknown`:
+    the token for unknown text and its count, or None. `round_trip`: how many of the first validation documents decode
+    exactly.
     """
     tokenizer = data.tokenizer
-    sources = _sources(data)
-    counts = _counts(data)
-    names = token_texts(tokenizer)
+    sources = _count_sources(data)
+    counts = _count_tokens(data)
+    names = spell_tokens(tokenizer)
     tokens, size = int(counts.sum()), sum(source["bytes"] for source in sources)
     order = np.argsort(-counts, kind="stable")
     occur = order[counts[order] > 0]
@@ -45,7 +45,7 @@ def tokenizer_report(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     unused = [number for number in np.flatnonzero(counts == 0).tolist() if number not in special and number in names]
     lengths = {number: 1 if names[number] in BYTES else len(names[number].encode()) for number in occur.tolist()}
     longest = sorted(lengths, key=lambda number: (-lengths[number], number))
-    name = unknown_token(tokenizer.tokenizer)
+    name = find_unknown_token(tokenizer.tokenizer)
     unknown = tokenizer.tokenizer.token_to_id(name) if name else None
 
     def row(number: int) -> dict[str, Any]:
@@ -66,14 +66,16 @@ def tokenizer_report(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
         "most_frequent": [row(number) for number in occur[:_SHOWN].tolist()],
         "longest": [row(number) for number in longest[:_SHOWN]],
         "unknown": None if unknown is None or unknown == tokenizer.end else row(unknown),
-        "round_trip": _round_trip(data),
+        "round_trip": _check_round_trip(data),
         "directory": str(data.tokenizer_directory),
     }
 
 
-def tokens_of(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
-    """What `tokenizer` makes of `text`: `tokens` [{id, text}], the `decoded` text, and whether that is `exact`."""
-    names = token_texts(tokenizer)
+def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
+    """Tokenize one text; returns JSON: `tokens` [{id, text}], the `decoded` text, and `exact`: whether it equals the
+    text.
+    """
+    names = spell_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])
     decoded = tokenizer.decode(numbers)
     return {
@@ -84,29 +86,29 @@ def tokens_of(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
     }
 
 
-def token_texts(tokenizer: TextTokenizer) -> dict[int, str]:
-    """How each token reads; bytes that are no character of their own as `<0xE4>`."""
+def spell_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+    """Return the readable text of each token id; bytes that are no character of their own as `<0xE4>`."""
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if not isinstance(tokenizer.tokenizer.decoder, decoders.ByteLevel):
         return {number: token for token, number in vocabulary.items()}
     added = tokenizer.tokenizer.get_added_tokens_decoder()
-    return {number: token if number in added else _of_bytes(token) for token, number in vocabulary.items()}
+    return {number: token if number in added else _spell_byte_token(token) for token, number in vocabulary.items()}
 
 
-def _of_bytes(token: str) -> str:
-    """The text of a byte-level token."""
+def _spell_byte_token(token: str) -> str:
+    """Decode a token of a byte-level tokenizer to readable text."""
     if any(character not in _BYTE_OF for character in token):
         return token
     text = bytes(_BYTE_OF[character] for character in token).decode("utf-8", "surrogateescape")
     return "".join(BYTES[ord(one) - 0xDC00] if "\udc80" <= one <= "\udcff" else one for one in text)
 
 
-def _counts(data: PreparedData) -> NDArray[np.int64]:
-    """How often each token stands in a text of either split, [vocabulary]."""
+def _count_tokens(data: PreparedData) -> NDArray[np.int64]:
+    """Count the occurrences of each token in both splits, [vocabulary]."""
     counts = np.zeros(data.vocabulary, dtype=np.int64)
     for name in SPLITS:
         split = data.split(name)
-        for part in split.token_batches():
+        for part in split.iterate_tokens():
             counts += np.bincount(part, minlength=data.vocabulary)
         if isinstance(split, PackedTokens):
             counts[data.tokenizer.start] -= split.documents
@@ -114,8 +116,8 @@ def _counts(data: PreparedData) -> NDArray[np.int64]:
     return counts
 
 
-def _sources(data: PreparedData) -> list[dict[str, Any]]:
-    """What became of each source: documents, bytes, tokens and bytes per token, of both splits."""
+def _count_sources(data: PreparedData) -> list[dict[str, Any]]:
+    """Count documents, bytes, tokens and bytes per token of each source over both splits."""
     found = []
     shards = {name: iter(data.split(name).shards) for name in SPLITS}  # which are cut where a source ends
     framing = 2 if isinstance(data.split("train"), PackedTokens) else 0
@@ -135,11 +137,11 @@ def _sources(data: PreparedData) -> list[dict[str, Any]]:
     return found
 
 
-def _round_trip(data: PreparedData) -> dict[str, Any]:
-    """Of the first documents of the validation split, how many decode to the very text, and the first that does not."""
+def _check_round_trip(data: PreparedData) -> dict[str, Any]:
+    """Count how many of the first validation documents decode exactly, and show the first difference."""
     exact = documents = 0
     first: dict[str, str] | None = None
-    for text, back in islice(_decoded(data), _CHECKED):
+    for text, back in islice(_iterate_decoded(data), _CHECKED):
         documents += 1
         exact += text == back
         if text != back and first is None:
@@ -148,6 +150,7 @@ def _round_trip(data: PreparedData) -> dict[str, Any]:
     return {"documents": documents, "exact": exact, "first_difference": first}
 
 
-def _decoded(data: PreparedData) -> Iterator[tuple[str, str]]:
-    for text in data.documents("validation"):
+def _iterate_decoded(data: PreparedData) -> Iterator[tuple[str, str]]:
+    """Yield (text, decoded text) of each validation document."""
+    for text in data.iterate_documents("validation"):
         yield text, data.tokenizer.decode(data.tokenizer.encode([text])[0])

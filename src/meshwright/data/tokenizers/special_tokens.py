@@ -1,8 +1,8 @@
-"""Text stays text: a tokenizer that never makes a special token of it, however the text is spelled.
+"""Special tokens that text cannot spell: encoders that never turn text into one of them.
 
-`tokenizers` can be told not to look for special tokens in text (`encode_special_tokens`). That is not enough where the
-model's own vocabulary holds them: Unigram takes `</s>` as a piece like any other, WordLevel as a word. And a token that
-ends a text may have been added as an ordinary one.
+`encode_special_tokens` of the `tokenizers` library does not suffice if the model's own vocabulary contains them:
+Unigram accepts `</s>` as any subword, WordLevel as a word; and an end-of-text token may have been added as an ordinary
+one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models
 from meshwright.data.files import read_json
 
 
-def named_special(config: Mapping[str, Any]) -> set[str]:
-    """The tokens that a tokenizer_config.json or special_tokens_map.json names as special."""
+def find_named_special(config: Mapping[str, Any]) -> set[str]:
+    """Return the tokens that a tokenizer_config.json or special_tokens_map.json lists as special."""
     named = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(key) or []
@@ -34,16 +34,16 @@ def named_special(config: Mapping[str, Any]) -> set[str]:
     return {content for content in contents if isinstance(content, str)}
 
 
-def named_in(directory: Path) -> set[str]:
-    """The tokens that the files beside a tokenizer.json name as special; files that cannot be read name none."""
+def find_named_in(directory: Path) -> set[str]:
+    """Return the tokens that the files beside a tokenizer.json list as special; unreadable files list none."""
     found = (read_json(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    return {token for config in found if isinstance(config, dict) for token in named_special(config)}
+    return {token for config in found if isinstance(config, dict) for token in find_named_special(config)}
 
 
-def special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset[str]:
-    """The special tokens of `tokenizer`: those that it marks, and those of `named` that it has.
+def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset[str]:
+    """Return the special tokens of a tokenizer: those it marks, and those of `named` in its vocabulary.
 
-    A token of one character is text: publishers pad with "!", and the exclamation mark stays one.
+    Single characters are text: publishers pad with "!", and the exclamation mark stays text.
     """
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     return frozenset(
@@ -51,39 +51,43 @@ def special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset
     )
 
 
-def text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
-    """A tokenizer that encodes text as `tokenizer` does, with the same ids, and never as a token of `special`.
+def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
+    """Return a tokenizer with the same ids that never encodes text as a token of `special`.
 
-    It is `tokenizer` itself where telling it so is enough, else a copy in which these tokens have names that nobody can
-    write: random ones. Ids and everything else stay, so text that spells a special token is cut as any other text is.
+    It is `tokenizer` itself if its option suffices, else a copy in which these tokens have random names that no text
+    spells.
     """
     tokenizer.encode_special_tokens = True
-    hidden = _hidden(tokenizer, special)
-    state = _state_if_spelled(tokenizer, hidden)
+    hidden = _find_hidden(tokenizer, special)
+    state = _find_spellable_state(tokenizer, hidden)
     if state is None:
         return tokenizer
-    encoder, _ = _renamed(state, hidden)
+    encoder, _ = _rename_tokens(state, hidden)
     encoder.encode_special_tokens = True
     return encoder
 
 
-def template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """A tokenizer that makes tokens of `special` only of the names given here for them, which nobody can write; all
-    else, what spells one of them too, it encodes as text. Ids are those of `tokenizer`."""
-    encoder, names = _renamed(json.loads(tokenizer.to_str()), _hidden(tokenizer, special))
+def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
+    """Return a tokenizer with the same ids that produces tokens of `special` only from secret names, and these names by
+    token.
+
+    All other text, also if it spells a special token, is encoded as text.
+    """
+    encoder, names = _rename_tokens(json.loads(tokenizer.to_str()), _find_hidden(tokenizer, special))
     encoder.no_padding()
     encoder.no_truncation()
     encoder.encode_special_tokens = False
     return encoder, {token: names[token] for token in special}
 
 
-def _hidden(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
-    unknown = unknown_token(tokenizer)
+def _find_hidden(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
+    """Return the tokens to rename: the special ones and the unknown token."""
+    unknown = find_unknown_token(tokenizer)
     return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
 
 
-def _renamed(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of this JSON in which these tokens have other names, and which."""
+def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, dict[str, str]]:
+    """Build the tokenizer from its JSON with these tokens renamed at random; returns it and the new names by token."""
     nonce = secrets.token_hex(16)
     names = {token: f"{nonce}-{number}-" for number, token in enumerate(sorted(hidden))}
     for token in state["added_tokens"]:
@@ -96,26 +100,28 @@ def _renamed(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, dict[s
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if hidden.isdisjoint(_parts(merge))]
+        model["merges"] = [merge for merge in model["merges"] if hidden.isdisjoint(_split_merge(merge))]
     state["post_processor"] = None  # adds special tokens, which text does not get, and knows them by their names
     return Tokenizer.from_str(json.dumps(state)), names
 
 
-def _state_if_spelled(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """The tokenizer's JSON, if text could become one of these tokens although it does not look for special ones."""
+def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
+    """Return the tokenizer's JSON if text could still become one of these tokens, else None."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):
         return None
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     if not spelled and isinstance(tokenizer.model, models.BPE) and not tokenizer.model.ignore_merges:
-        spelled = any(not hidden.isdisjoint(_parts(merge)) for merge in state["model"]["merges"])  # as nothing else can
+        spelled = any(
+            not hidden.isdisjoint(_split_merge(merge)) for merge in state["model"]["merges"]
+        )  # as nothing else can
         return state if spelled else None
     return state
 
 
-def unknown_token(tokenizer: Tokenizer) -> str | None:
-    """What the model writes for text that it does not know."""
+def find_unknown_token(tokenizer: Tokenizer) -> str | None:
+    """Return the token that the model writes for unknown text, or None."""
     model = tokenizer.model
     if isinstance(model, models.Unigram):
         number = json.loads(tokenizer.to_str())["model"]["unk_id"]
@@ -123,7 +129,7 @@ def unknown_token(tokenizer: Tokenizer) -> str | None:
     return getattr(model, "unk_token", None)
 
 
-def _parts(merge: Any) -> tuple[str, str, str]:
-    """Both sides of a BPE merge, and what they make."""
+def _split_merge(merge: Any) -> tuple[str, str, str]:
+    """Return both sides of a BPE merge, and the merged token."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right

@@ -1,4 +1,4 @@
-"""Tokenizers: a kind made here, or one that exists; always a directory that `transformers` loads."""
+"""Tokenizers of a kind made here or existing, always stored as a directory that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from meshwright.data.files import write_whole
-from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, byte_tokenizer
-from meshwright.data.tokenizers.special_tokens import named_special, special_tokens, text_encoder, unknown_token
+from meshwright.data.files import write_atomic
+from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, create_byte_tokenizer
+from meshwright.data.tokenizers.special_tokens import (
+    find_named_special,
+    find_special_tokens,
+    find_unknown_token,
+    make_text_encoder,
+)
 from meshwright.errors import UserError
 from meshwright.names import TOKENIZERS, nearest
 from meshwright.untrusted import read_file, read_json
@@ -27,37 +32,39 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 
 
 class TextTokenizer:
-    """A tokenizer with the tokens that frame a document: `start` (its begin token, else its end token) and `end`.
+    """A tokenizer with the tokens that frame a document: `start` (its BOS token, else its EOS token) and `end` (EOS).
 
-    A document is written as start, text, end. So every token of the text is predicted, the first from `start`, and so
-    is its end; where the next document begins is not. Text never becomes a special token, whatever it spells.
+    A document is encoded as start, text, end: every token of the text is predicted, the first one from `start`, and so
+    is the end; the beginning of the next document is not. Text never becomes a special token.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
-        """`named`: tokens that the files beside tokenizer.json say are special (see `named_special`)."""
+        """named: tokens that the files beside tokenizer.json list as special (see `find_named_special`)."""
         self.tokenizer, self.start, self.end = tokenizer, start, end
-        self.vocabulary = _vocabulary(tokenizer)
+        self.vocabulary = _vocabulary_size(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         frame = {str(tokenizer.id_to_token(token)) for token in (start, end)}
-        self.special = special_tokens(tokenizer, {*named, *frame})
+        self.special = find_special_tokens(tokenizer, {*named, *frame})
         self._plain_bytes = _is_plain_bytes(tokenizer)
-        self._encoder = tokenizer if self._plain_bytes else text_encoder(tokenizer, self.special)
-        unknown = unknown_token(tokenizer)
+        self._encoder = tokenizer if self._plain_bytes else make_text_encoder(tokenizer, self.special)
+        unknown = find_unknown_token(tokenizer)
         self._never = np.zeros(self.vocabulary, dtype=bool)  # tokens that text must not become
         for token in self.special:
             self._never[tokenizer.token_to_id(token)] = token != unknown or token in frame
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type of a token on disk, little-endian."""
+        """Smallest little-endian dtype of a token id on disk: uint16 or uint32."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of each text, unframed, as `dtype`."""
+        """Return the token ids of each text as `dtype`, without start and end. Raises `UserError` if text becomes a
+        special token.
+        """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        with _panics_refused("text becomes no tokens"):
+        with _convert_panics("text becomes no tokens"):
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         tokens = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
         for text, ids in zip(texts, tokens, strict=True):
@@ -70,14 +77,14 @@ class TextTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """The text of `tokens`, special ones shown by name."""
-        with _panics_refused("tokens become no text"):
+        """Return the text of token ids, special tokens by name."""
+        with _convert_panics("tokens become no text"):
             return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
 @contextmanager
-def _panics_refused(what: str) -> Iterator[None]:
-    """Make a `UserError` of a panic of the tokenizers library, which is no `Exception`: files can bring it about."""
+def _convert_panics(what: str) -> Iterator[None]:
+    """Convert a panic of the tokenizers library, which is not an `Exception`, to `UserError`."""
     try:
         yield
     except BaseException as error:
@@ -88,17 +95,20 @@ def _panics_refused(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer that exists: the bytes of its tokenizer.json, and of its tokenizer_config.json with its end named."""
+    """Bytes of an existing tokenizer's tokenizer.json and tokenizer_config.json, EOS token always named in
+    the latter.
+    """
 
     tokenizer: bytes
     config: bytes
 
     def sha256(self) -> list[str]:
+        """Hash both files; returns hex SHA-256 of each."""
         return [hashlib.sha256(data).hexdigest() for data in (self.tokenizer, self.config)]
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template that comes with it; of several the one called default."""
+        """Jinja source of its chat template (the default one of several), or None."""
         template = json.loads(self.config).get("chat_template")
         if isinstance(template, list):
             named = {one.get("name"): one.get("template") for one in template if _is_named(one)}
@@ -106,20 +116,23 @@ class TokenizerFiles:
         return template if isinstance(template, str) else None
 
     def with_chat_template(self, template: str) -> TokenizerFiles:
-        return TokenizerFiles(self.tokenizer, _pretty({**json.loads(self.config), "chat_template": template}))
+        """Return a copy whose configuration holds this chat template."""
+        return TokenizerFiles(self.tokenizer, _serialize_json({**json.loads(self.config), "chat_template": template}))
 
     def named_tokens(self) -> dict[str, str]:
-        """The special tokens that its files name by their use (`bos_token` ...), as templates know them."""
+        """Return the special tokens by variable name (`bos_token` ...), as chat templates use them."""
         config = json.loads(self.config)
-        return {key: _content(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
+        return {key: _token_text(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
 
     def load(self) -> TextTokenizer:
-        """`UserError`: the file is no tokenizer."""
-        return _text_tokenizer(_parse(self.tokenizer, Path(FILES[0])), json.loads(self.config))
+        """Build the tokenizer. Raises `UserError` if the file is not a tokenizer."""
+        return _make_text_tokenizer(_parse_tokenizer(self.tokenizer, Path(FILES[0])), json.loads(self.config))
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """The files of data.tokenizer = `name`; None for a kind made here. `UserError`: no such files, or no end named."""
+    """Read the files of data.tokenizer = `name`; None for a kind made here. Raises `UserError` if missing or without
+    EOS.
+    """
     if name in TOKENIZERS:
         return None
     path = Path(name).expanduser()
@@ -138,9 +151,9 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
         data = read_file(file)
     except OSError as error:
         raise UserError(f"data.tokenizer: {file} cannot be read ({error.strerror or error})") from None
-    tokenizer = _parse(data, file)
-    config = _json_object(directory / "tokenizer_config.json")
-    eos = _special_token(tokenizer, directory, config, "eos")
+    tokenizer = _parse_tokenizer(data, file)
+    config = _load_json_object(directory / "tokenizer_config.json")
+    eos = _find_special_token(tokenizer, directory, config, "eos")
     if eos is None:
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         eos = next((token for token in _USUAL_ENDS if token in added), None)
@@ -149,15 +162,17 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             f'data.tokenizer: {file} does not say how a text ends; write {{"eos_token": "..."}} into '
             f"{directory / 'tokenizer_config.json'}"
         )
-    bos = _special_token(tokenizer, directory, config, "bos")
+    bos = _find_special_token(tokenizer, directory, config, "bos")
     for key, token in (("eos_token", eos), ("bos_token", bos)):
         if token is not None and tokenizer.token_to_id(token) is None:
             raise UserError(f'data.tokenizer: the {key} "{token}" of {directory} is not a token of {file.name}')
     if config.get("eos_token") is None or (bos is not None and config.get("bos_token") is None):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos, "bos_token": bos}
     # What only the map says, and only one file is copied.
-    mapped = special_tokens(tokenizer, named_special(_json_object(directory / "special_tokens_map.json")))
-    if unsaid := mapped - special_tokens(tokenizer, named_special(config)):
+    mapped = find_special_tokens(
+        tokenizer, find_named_special(_load_json_object(directory / "special_tokens_map.json"))
+    )
+    if unsaid := mapped - find_special_tokens(tokenizer, find_named_special(config)):
         config = {
             **config,
             "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unsaid)],
@@ -169,14 +184,17 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             raise UserError(f"data.tokenizer: {template}: byte {error.start} is not UTF-8 text") from None
         except OSError as error:
             raise UserError(f"data.tokenizer: {template} cannot be read ({error.strerror or error})") from None
-    return TokenizerFiles(data, _pretty(config))
+    return TokenizerFiles(data, _serialize_json(config))
 
 
-def least_vocabulary(name: str) -> int:
-    """How many tokens data.tokenizer = `name` has at least, before any text is read: for "bpe" the bytes and the end.
-    `UserError` as `find_tokenizer`."""
+def find_least_vocabulary(name: str) -> int:
+    """Return the smallest vocabulary size of data.tokenizer = `name` before training: for "bpe" the bytes and the end
+    token.
+
+    Raises `UserError` as `find_tokenizer` does.
+    """
     found = find_tokenizer(name)
-    return KINDS[name].least if found is None else _vocabulary(Tokenizer.from_buffer(found.tokenizer))
+    return KINDS[name].least if found is None else _vocabulary_size(Tokenizer.from_buffer(found.tokenizer))
 
 
 def write_tokenizer(
@@ -187,46 +205,54 @@ def write_tokenizer(
     texts: Iterator[str],
     chat_template: str | None = None,
 ) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: those `found`, else a tokenizer of the kind
-    `name`, trained on `texts` where it is a kind that is trained (see `tokenizer_kinds`). It has `vocabulary` tokens,
-    fewer where the text does not offer so many. `chat_template`: what its configuration is to hold as such."""
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: `found`, else a new tokenizer of kind
+    `name`.
+
+    vocabulary: its size, fewer if the text offers fewer. texts: to train it on. chat_template: stored in the
+    configuration.
+    """
     if found is None:
         kind = KINDS[name]
-        found = TokenizerFiles(kind.make(vocabulary, texts).to_str(pretty=True).encode(), _pretty(kind.config()))
+        found = TokenizerFiles(
+            kind.make(vocabulary, texts).to_str(pretty=True).encode(), _serialize_json(kind.make_config())
+        )
     if chat_template is not None:
         found = found.with_chat_template(chat_template)
     for file, data in zip(FILES, (found.tokenizer, found.config), strict=True):
-        write_whole(directory / file, data)
+        write_atomic(directory / file, data)
 
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
-    """The tokenizer that `write_tokenizer` left in `directory`."""
-    tokenizer = _parse((directory / FILES[0]).read_bytes(), directory / FILES[0])
-    return _text_tokenizer(tokenizer, _json_object(directory / FILES[1]))
+    """Load the tokenizer that `write_tokenizer` wrote to `directory`."""
+    tokenizer = _parse_tokenizer((directory / FILES[0]).read_bytes(), directory / FILES[0])
+    return _make_text_tokenizer(tokenizer, _load_json_object(directory / FILES[1]))
 
 
-def _text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTokenizer:
+def _make_text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTokenizer:
+    """Build a `TextTokenizer` from a tokenizer and its configuration."""
     eos, bos = config["eos_token"], config.get("bos_token")
-    start, end = (tokenizer.token_to_id(_content(token)) for token in (bos or eos, eos))
+    start, end = (tokenizer.token_to_id(_token_text(token)) for token in (bos or eos, eos))
     assert start is not None and end is not None, (eos, bos)
-    return TextTokenizer(tokenizer, start, end, named_special(config))
+    return TextTokenizer(tokenizer, start, end, find_named_special(config))
 
 
-def _vocabulary(tokenizer: Tokenizer) -> int:
+def _vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the vocabulary size: the largest token id + 1."""
     return int(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether encoding is just the UTF-8 bytes, which needs no tokenizer."""
-    reference = byte_tokenizer()
+    """Return whether the tokenizer is the byte tokenizer, whose encoding is the UTF-8 bytes."""
+    reference = create_byte_tokenizer()
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())
     )
 
 
-def _parse(data: bytes, file: Path) -> Tokenizer:
+def _parse_tokenizer(data: bytes, file: Path) -> Tokenizer:
+    """Parse a tokenizer.json. Raises `UserError` that names `file`."""
     try:
-        with _panics_refused(f"{file} is not a tokenizer that can be read"):
+        with _convert_panics(f"{file} is not a tokenizer that can be read"):
             return Tokenizer.from_buffer(data)
     except UserError:
         raise
@@ -236,7 +262,8 @@ def _parse(data: bytes, file: Path) -> Tokenizer:
         ) from None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _load_json_object(path: Path) -> dict[str, Any]:
+    """Load a JSON object; empty if the file does not exist. Raises `UserError` if it is something else."""
     if not path.is_file():
         return {}
     try:
@@ -250,18 +277,18 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """The "eos" or "bos" token as the directory's files name it, the tokenizer's own first."""
-    for values in (config, _json_object(directory / "special_tokens_map.json")):
+def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
+    """Return the "eos" or "bos" token that the directory's files name, the tokenizer's own files first, or None."""
+    for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
             if not _is_token(token):
                 raise UserError(
                     f"data.tokenizer: the {kind}_token in {directory} must be text, or an object with its content, not "
                     f"{str(token)[:80]}"
                 )
-            return _content(token)
+            return _token_text(token)
     for name in ("generation_config.json", "config.json"):
-        number = _json_object(directory / name).get(f"{kind}_token_id")
+        number = _load_json_object(directory / name).get(f"{kind}_token_id")
         if isinstance(number, list):
             number = number[0] if number else None
         if isinstance(number, int) and 0 <= number < 2**32 and (found := tokenizer.id_to_token(number)) is not None:
@@ -269,20 +296,23 @@ def _special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any]
     return None
 
 
-def _content(token: Any) -> str:
-    """The text of a token as Hugging Face writes it: a string, or an object with its `content`."""
+def _token_text(token: Any) -> str:
+    """Return the text of a token in Hugging Face's JSON: a string, or an object with its `content`."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 
 def _is_token(value: Any) -> bool:
+    """Return whether a JSON value is a token: a string, or an object with its `content`."""
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
 def _is_named(template: Any) -> bool:
+    """Return whether a JSON value is a chat template with a name."""
     return isinstance(template, dict) and isinstance(template.get("name"), str)
 
 
-def _pretty(value: dict[str, Any]) -> bytes:
+def _serialize_json(value: dict[str, Any]) -> bytes:
+    """Serialize JSON indented, as `transformers` writes it. Raises `UserError` for lone surrogates."""
     try:
         return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:

@@ -57,7 +57,7 @@ def _check_alike(derived: ModuleDescription, mesh: Mesh) -> None:
     rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
     mine, agreement = seed_for(0, rows, derived.kept), Agreement(mesh)
     problem = None
-    if agreement.numbers([mine], count=1) != [mine]:
+    if agreement.broadcast_numbers([mine], count=1) != [mine]:
         problem = f"rank {mesh.rank} has built another module than rank 0: build must not depend on the rank"
     if (said := agreement.first_text(problem)) is not None:
         raise UserError(said[1])

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.checkpoint import Checkpointer, newest
 from meshwright.checkpoint.checkpointer import Contents
-from meshwright.checkpoint.files import json_bytes
+from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles
@@ -117,8 +117,8 @@ def _config(module: nn.Module) -> bytes:
     if write is not None:
         config = json.loads(write())
         if isinstance(config, dict):
-            return json_bytes(config | {"architectures": [type(module).__name__]})
-    return json_bytes({"architectures": [type(module).__name__]})
+            return to_json_bytes(config | {"architectures": [type(module).__name__]})
+    return to_json_bytes({"architectures": [type(module).__name__]})
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import Asker
+from meshwright.synthesis.asking import ChatClient
 from meshwright.synthesis.endpoint import Endpoint
 from meshwright.synthesis.evol_instruct import METHODS, evol_instruct
-from meshwright.synthesis.rouge import rouge_l, words
-from meshwright.synthesis.self_instruct import self_instruct, unsuitable
+from meshwright.synthesis.rouge import compute_rouge_l, split_words
+from meshwright.synthesis.self_instruct import find_unsuitable_reason, self_instruct
 from tests.data.served import completion, served
 
 NOUNS = [
@@ -51,8 +51,8 @@ SEEDS = [
 ]
 
 
-def asker(url: str, path: Path, concurrency: int = 4) -> Asker:
-    return Asker(Endpoint(url, "m", backoff=0.001, tries=2), path, concurrency)
+def asker(url: str, path: Path, concurrency: int = 4) -> ChatClient:
+    return ChatClient(Endpoint(url, "m", backoff=0.001, tries=2), path, concurrency)
 
 
 def new_task(random_: random.Random) -> str:
@@ -79,7 +79,7 @@ def made(tmp_path: Path, model=self_instruct_model, count: int = 12, **options):
         return self_instruct(SEEDS, ask, count, **options), server
 
 
-def test_eight_tasks_are_shown_two_of_them_the_models_own(tmp_path: Path):
+def test_prompt_shows_eight_tasks_two_of_them_generated(tmp_path: Path):
     _, server = made(tmp_path, count=100)
     prompts = [request["messages"][0]["content"] for request in server.requests]
     prompts = [prompt for prompt in prompts if prompt.startswith("Here are")]
@@ -93,17 +93,17 @@ def test_eight_tasks_are_shown_two_of_them_the_models_own(tmp_path: Path):
     assert len(set(prompts)) == len(prompts)
 
 
-def test_new_tasks_are_unlike_the_seeds_and_one_another(tmp_path: Path):
+def test_new_tasks_are_dissimilar_to_seeds_and_each_other(tmp_path: Path):
     outcome, _ = made(tmp_path, count=60)
     tasks = list(dict.fromkeys(record["instruction"] for record in outcome.records))
     assert len(tasks) == 60 and outcome.dropped["like another task"] > 0
     pool = [record["instruction"] for _, record in SEEDS]
     for task in tasks:
-        assert max(rouge_l(words(task), words(other)) for other in pool) < 0.7
+        assert max(compute_rouge_l(split_words(task), split_words(other)) for other in pool) < 0.7
         pool.append(task)
 
 
-def test_a_task_is_too_much_like_another_from_seven_tenths_on(tmp_path: Path):
+def test_task_similarity_threshold_is_seven_tenths(tmp_path: Path):
     seed = "one two three four five six seven eight nine ten"
     seven, six = "one two three four five six seven a b c", "one two three four five six d e f g"
 
@@ -122,7 +122,7 @@ def test_a_task_is_too_much_like_another_from_seven_tenths_on(tmp_path: Path):
     assert len(rounds) == 8 and len({body["seed"] for body in rounds}) == 8
 
 
-def test_examples_are_input_first_or_for_a_classification_label_first(tmp_path: Path):
+def test_instances_are_input_first_or_label_first_for_classification(tmp_path: Path):
     outcome, _ = made(tmp_path, count=40)
     kinds = {True: set(), False: set()}
     for record in outcome.records:
@@ -132,7 +132,7 @@ def test_examples_are_input_first_or_for_a_classification_label_first(tmp_path: 
     assert kinds == {True: {("a drum", "loud"), ("a leaf", "quiet")}, False: {("", "An answer\nof two lines.")}}
 
 
-def test_the_same_seed_makes_the_same_data_whatever_the_concurrency_and_another_seed_other_data(tmp_path: Path):
+def test_self_instruct_depends_on_seed_not_concurrency(tmp_path: Path):
     def run(name: str, seed: int, concurrency: int) -> list:
         with served(self_instruct_model) as server, asker(server.url, tmp_path / name, concurrency) as ask:
             return self_instruct(SEEDS, ask, 20, seed).records
@@ -140,7 +140,7 @@ def test_the_same_seed_makes_the_same_data_whatever_the_concurrency_and_another_
     assert run("a", 1, 1) == run("b", 1, 8) != run("c", 2, 8)
 
 
-def test_a_model_that_repeats_itself_ends_the_run_with_what_there_is(tmp_path: Path):
+def test_repetitive_model_ends_run_early(tmp_path: Path):
     outcome, _ = made(tmp_path, lambda body, n: "9. Describe one river of your choice\n10. Sing a song of four lines")
     assert {record["instruction"] for record in outcome.records} <= {"Sing a song of four lines"}
     assert outcome.rounds == 6 and outcome.dropped["like another task"] == 6 * 16 - 1
@@ -163,8 +163,8 @@ def test_a_model_that_repeats_itself_ends_the_run_with_what_there_is(tmp_path: P
         ("Übersetze diesen Satz ins Englische", None),
     ],
 )
-def test_instructions_are_left_out_by_the_rules_of_the_paper(task: str, reason: str | None):
-    assert unsuitable(task) == reason
+def test_instructions_are_filtered_by_the_papers_rules(task: str, reason: str | None):
+    assert find_unsuitable_reason(task) == reason
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_instructions_are_left_out_by_the_rules_of_the_paper(task: str, reason: 
         ("nothing of the kind", [], "task without an example"),
     ],
 )
-def test_examples_are_left_out_by_the_rules_of_the_paper(tmp_path: Path, answer: str, kept: list, reason: str | None):
+def test_instances_are_filtered_by_the_papers_rules(tmp_path: Path, answer: str, kept: list, reason: str | None):
     def model(body: dict, number: int):
         prompt = body["messages"][-1]["content"]
         return (
@@ -197,7 +197,7 @@ def test_examples_are_left_out_by_the_rules_of_the_paper(tmp_path: Path, answer:
     assert outcome.dropped[reason] == (reason is not None)
 
 
-def test_what_was_cut_off_is_not_used(tmp_path: Path):
+def test_truncated_answers_are_not_used(tmp_path: Path):
     def model(body: dict, number: int):
         prompt = body["messages"][-1]["content"]
         if prompt.startswith("Here are"):
@@ -210,7 +210,7 @@ def test_what_was_cut_off_is_not_used(tmp_path: Path):
     ]
 
 
-def test_seeds_without_tasks_are_refused(tmp_path: Path):
+def test_seed_file_without_tasks_is_refused(tmp_path: Path):
     with served(self_instruct_model) as server, asker(server.url, tmp_path / "j") as ask:
         for run in (lambda: self_instruct([("s", {"instruction": " "})], ask, 1), lambda: evol_instruct([], ask)):
             with pytest.raises(UserError, match="the file has none"):
@@ -240,7 +240,7 @@ def evolved(tmp_path: Path, model=evolving, count: int = 30, **options):
         )
 
 
-def test_each_round_evolves_what_the_last_one_made_and_answers_it(tmp_path: Path):
+def test_each_round_evolves_and_answers_the_last_instructions(tmp_path: Path):
     records, summary, _ = evolved(tmp_path, rounds=3)
     assert summary["records"] == len(records) == 90 and summary["dropped"] == {}
     for record in records:
@@ -251,7 +251,7 @@ def test_each_round_evolves_what_the_last_one_made_and_answers_it(tmp_path: Path
     assert all(task.rpartition(" + ")[0] in earlier for task in last)
 
 
-def test_the_six_ways_are_taken_with_equal_chances_and_each_says_something_else(tmp_path: Path):
+def test_six_methods_are_chosen_uniformly_with_distinct_prompts(tmp_path: Path):
     _, summary, server = evolved(tmp_path, rounds=4, count=60)
     counts = summary["by_method"]
     assert set(counts) == set(METHODS) and len(METHODS) == 6
@@ -279,9 +279,7 @@ def test_the_six_ways_are_taken_with_equal_chances_and_each_says_something_else(
         ((400, {}, b"no"), "different", "fine", "request refused"),
     ],
 )
-def test_evolutions_that_failed_are_left_out_by_the_rules_of_the_paper(
-    tmp_path: Path, task, judgement, response, reason
-):
+def test_failed_evolutions_are_dropped_by_the_papers_rules(tmp_path: Path, task, judgement, response, reason):
     def model(body: dict, number: int):
         prompt = body["messages"][-1]["content"]
         if "task 1\n" in prompt or prompt == "well":  # one that goes well, so that not all fail
@@ -296,7 +294,7 @@ def test_evolutions_that_failed_are_left_out_by_the_rules_of_the_paper(
     assert [record["instruction"] for record in others] == (["new"] if reason is None else [])
 
 
-def test_what_failed_is_tried_anew_from_where_it_was(tmp_path: Path):
+def test_failed_evolution_is_retried_from_last_instruction(tmp_path: Path):
     def model(body: dict, number: int):
         prompt = body["messages"][-1]["content"]
         if prompt.startswith("Do these two"):
@@ -317,7 +315,7 @@ def test_what_failed_is_tried_anew_from_where_it_was(tmp_path: Path):
     assert [record["origin"]["round"] for record in records] == [2] and summary["dropped"] == {"nothing new": 1}
 
 
-def test_the_same_seed_evolves_the_same_way(tmp_path: Path):
+def test_evolution_depends_on_seed(tmp_path: Path):
     runs = {}
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         (tmp_path / name).mkdir()

@@ -64,20 +64,20 @@ def test_a_frame_with_the_longest_window_is_read(file):
     assert texts(file("a.txt.zst", zstd.compress(b"text", options=options))) == ["text"]
 
 
-def test_a_zstandard_file_cut_anywhere_is_said_to_be_cut_short(file):
+def test_truncated_zstandard_file_is_refused(file):
     data = zstd.compress("\n".join(json.dumps({"text": text}) for text in TEXTS).encode())
     for end in range(1, len(data), 97):
         assert "the Zstandard file is cut short, its end is missing" in refusal(file("a.jsonl.zst", data[:end]))
 
 
-def test_what_is_no_zstandard_is_said(file):
+def test_invalid_zstandard_file_is_refused(file):
     assert "not a readable Zstandard file" in refusal(file("a.txt.zst", b"plain text, named wrongly"))
 
 
 # --- Parquet
 
 
-def test_rows_of_a_parquet_file_are_documents_named_by_their_row(parquet):
+def test_parquet_rows_are_documents_named_by_row(parquet):
     path = parquet({"id": list(range(300)), "text": TEXTS}, row_group_size=70)
     assert read(path) == [(f"a.parquet:row {number}", text) for number, text in enumerate(TEXTS, 1)]
 
@@ -91,12 +91,12 @@ def test_text_columns_of_any_type_and_compression_read_alike(parquet, compressio
     assert texts(parquet({"text": column}, compression=compression, row_group_size=100)) == TEXTS
 
 
-def test_a_null_is_a_blank_text_in_every_format(parquet, file):
+def test_null_is_empty_text_in_every_format(parquet, file):
     assert texts(parquet({"text": ["a", None, "b"]})) == ["a", "", "b"]
     assert texts(file("a.jsonl", b'{"text": "a"}\n{"text": null}\n{"text": "b"}')) == ["a", "", "b"]
 
 
-def test_a_dotted_key_leads_into_structs_and_objects_unless_a_key_is_called_so(parquet, file):
+def test_dotted_key_selects_nested_field(parquet, file):
     rows = [{"body": {"raw": "x", "text": "inner"}}]
     assert texts(parquet({"page": rows}), text_key="page.body.text") == ["inner"]
     assert texts(parquet({"page.body.text": ["flat"], "page": rows}), text_key="page.body.text") == ["flat"]
@@ -108,7 +108,7 @@ def test_a_dotted_key_leads_into_structs_and_objects_unless_a_key_is_called_so(p
     assert 'set data.text_key = "page.body.text"' in line
 
 
-def test_bytes_that_do_not_decode_stay_as_surrogates(parquet):
+def test_undecodable_bytes_become_surrogates(parquet):
     kind = pyarrow.binary()
     broken = pyarrow.array([b"good", b"bad \xff byte"], kind)
     as_text = pyarrow.Array.from_buffers(pyarrow.string(), 2, broken.buffers())
@@ -135,11 +135,11 @@ def test_bytes_that_do_not_decode_stay_as_surrogates(parquet):
         ({"text": [{"inner": "a"}]}, "text.iner", 'set data.text_key = "text.inner"'),
     ],
 )
-def test_a_column_that_is_not_there_or_not_text_is_answered_with_what_is(parquet, columns, key: str, said: str):
+def test_missing_or_non_text_column_error_lists_columns(parquet, columns, key: str, said: str):
     assert said in refusal(parquet(columns), text_key=key)
 
 
-def test_a_parquet_file_cut_anywhere_or_damaged_is_refused_in_one_line(parquet, file):
+def test_truncated_or_damaged_parquet_file_is_refused(parquet, file):
     data = parquet({"text": TEXTS}, row_group_size=50, write_page_checksum=True).read_bytes()
     for end in range(1, len(data), 211):
         assert "not a whole Parquet file" in refusal(file("a.parquet", data[:end]))
@@ -150,14 +150,14 @@ def test_a_parquet_file_cut_anywhere_or_damaged_is_refused_in_one_line(parquet, 
     assert "Parquet is compressed inside" in refusal(file("a.parquet.gz", gzip.compress(data)))
 
 
-def test_a_large_row_group_is_read_in_batches(parquet):
+def test_large_row_group_is_read_in_batches(parquet):
     text = "sixteen letters " * 640  # 10 KiB
     path = parquet({"text": [f"{number} {text}" for number in range(8_000)]}, row_group_size=8_000, compression="none")
     assert path.stat().st_size < 2e6 or path.stat().st_size > 8e7
     before = pyarrow.total_allocated_bytes()
     peak = 0
     [file] = find_files([str(path)])
-    for _ in Reader().documents(file):
+    for _ in Reader().read_documents(file):
         peak = max(peak, pyarrow.total_allocated_bytes() - before)
     assert peak < 50e6
 
@@ -180,7 +180,7 @@ PAGES = [("conversion", f"https://example.org/{number}?a=b", text.encode()) for 
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_pages_of_a_wet_file_are_documents_named_by_record_and_address(file, compressed: bool):
+def test_wet_pages_are_documents_named_by_record_and_uri(file, compressed: bool):
     path = file("a.warc.wet.gz" if compressed else "a.wet", wet(PAGES, compressed))
     expected = [
         (f"{path.name}:{number} {uri}", text.decode().strip("\ufeff")) for number, (_, uri, text) in enumerate(PAGES, 2)
@@ -194,7 +194,7 @@ def test_pages_of_a_wet_file_are_documents_named_by_record_and_address(file, com
     assert [text for _, text in read(path)] == theirs
 
 
-def test_records_of_other_types_are_passed_over_and_counted(file):
+def test_other_wet_record_types_are_skipped(file):
     data = wet([("metadata", "a:b", b"no page"), *PAGES[:2]])
     assert [name for name, _ in read(file("a.wet.gz", data))] == [
         "a.wet.gz:3 https://example.org/0?a=b",
@@ -202,7 +202,7 @@ def test_records_of_other_types_are_passed_over_and_counted(file):
     ]
 
 
-def test_a_page_may_hold_what_looks_like_a_record_and_bytes_that_do_not_decode(file):
+def test_wet_page_may_contain_record_headers_and_undecodable_bytes(file):
     text = b"WARC/1.0\r\nContent-Length: 5\r\n\r\nbad \xff"
     assert texts(file("a.wet", wet([("conversion", "a:b", text)], False))) == [
         "WARC/1.0\nContent-Length: 5\n\nbad \udcff"
@@ -210,7 +210,7 @@ def test_a_page_may_hold_what_looks_like_a_record_and_bytes_that_do_not_decode(f
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_a_wet_file_cut_anywhere_but_between_records_is_refused(file, compressed: bool):
+def test_truncated_wet_file_is_refused(file, compressed: bool):
     name = "a.wet.gz" if compressed else "a.wet"
     data = wet(PAGES[:6], compressed)
     begins = [found.start() for found in re.finditer(rb"\x1f\x8b\x08" if compressed else rb"WARC/1\.0\r\n", data)]
@@ -234,14 +234,14 @@ def test_a_wet_file_cut_anywhere_but_between_records_is_refused(file, compressed
         (b"", "is empty"),
     ],
 )
-def test_what_is_no_wet_file_is_said_in_one_line(file, data: bytes, said: str):
+def test_invalid_wet_file_is_refused(file, data: bytes, said: str):
     assert said in refusal(file("a.wet", data))
 
 
 # --- what is too large, and what is not installed
 
 
-def test_a_record_of_100_megabytes_becomes_documents_that_joined_are_it(file):
+def test_record_of_100_megabytes_is_cut_into_documents(file):
     paragraph = "A hundred megabytes, one paragraph after another.\n\n"
     whole = paragraph * (100_000_000 // len(paragraph))
     path = file("a.jsonl", b'{"text": "small"}\n' + json.dumps({"text": whole}).encode() + b'\n{"text": "after"}\n')
@@ -252,7 +252,7 @@ def test_a_record_of_100_megabytes_becomes_documents_that_joined_are_it(file):
     assert "".join(piece or "" for piece in pieces[1:-1]) == whole
 
 
-def test_a_line_that_never_ends_is_refused_before_it_is_whole(file, monkeypatch: pytest.MonkeyPatch):
+def test_endless_line_is_refused_early(file, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(json_lines, "LONGEST_LINE", 1000)
     path = file("a.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * 5_000_000)
     tracemalloc.start()
@@ -262,7 +262,7 @@ def test_a_line_that_never_ends_is_refused_before_it_is_whole(file, monkeypatch:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_json_reads_the_same_with_and_without_its_quick_parser(file, monkeypatch: pytest.MonkeyPatch, quick: bool):
+def test_json_reads_alike_with_and_without_orjson(file, monkeypatch: pytest.MonkeyPatch, quick: bool):
     if not quick:
         monkeypatch.setitem(sys.modules, "orjson", None)
     path = file("a.jsonl", b'{"text": "a\xff"}\n{"text": "\\ud800", "x": NaN}\n {"text": "\\u00e9", "id": 1e999} \r\n')
@@ -274,7 +274,7 @@ def test_json_reads_the_same_with_and_without_its_quick_parser(file, monkeypatch
     ("name", "module", "package"),
     [("a.parquet", "pyarrow.parquet", "pyarrow"), ("a.txt.zst", ZSTD, "backports.zstd")],
 )
-def test_a_missing_package_is_named_with_the_command_that_brings_it(
+def test_missing_package_error_shows_install_command(
     file, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ):
     monkeypatch.setitem(sys.modules, module, None)
@@ -284,7 +284,7 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(
 # --- all of them at once
 
 
-def test_the_same_texts_in_any_format_are_the_same_data(tmp_path: Path, file, parquet):
+def test_same_texts_prepare_alike_in_any_format(tmp_path: Path, file, parquet):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     pages = wet([("conversion", f"a:{number}", text.encode()) for number, text in enumerate(TEXTS)])
     paths = [
@@ -302,9 +302,7 @@ def test_the_same_texts_in_any_format_are_the_same_data(tmp_path: Path, file, pa
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.parquet", "a.warc.wet.gz"])
-def test_a_cut_file_leaves_nothing_half_written_and_whole_again_it_is_prepared(
-    tmp_path: Path, file, parquet, name: str
-):
+def test_truncated_source_leaves_no_partial_data(tmp_path: Path, file, parquet, name: str):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     whole = {
         "a.jsonl.zst": lambda: zstd.compress(lines),

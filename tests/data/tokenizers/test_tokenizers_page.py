@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from meshwright.data.tokenizers.kinds import KINDS
-from meshwright.data.tokenizers.report import tokens_of
+from meshwright.data.tokenizers.report import describe_tokens
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = REPOSITORY / "docs" / "tokenizers.md"
 TEXT = "The Licensor grants naïve 世界 <|endoftext|>"
 
@@ -38,7 +38,7 @@ def rows() -> list[Row]:
         with TemporaryDirectory() as directory:
             write_tokenizer(Path(directory), kind, 1000, None, iter([licence]))
             tokenizer = load_tokenizer(Path(directory))
-        shown = tokens_of(tokenizer, TEXT)
+        shown = describe_tokens(tokenizer, TEXT)
         found.append(
             Row(
                 kind,
