@@ -486,14 +486,16 @@ def test_generated_text_is_escaped_on_a_terminal_alone(monkeypatch):
     assert escape_on_terminal("a\x1b[2J") == "a\x1b[2J"
 
 
-def test_text_of_a_split_model_is_escaped_on_a_terminal(monkeypatch, shared_data: Path):
-    from meshwright.serving import split
+@pytest.mark.parametrize("layout", [None, "pp2"])
+def test_generate_escapes_text_on_a_terminal(monkeypatch, shared_data: Path, layout: str | None):
+    from meshwright.cli.generate import command
 
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", out)
-    split._on_rank(str(shared_data / "stories260k"), "dp1", "Once \x1b[2J", 1, None, False, echo=True)
-    assert out.getvalue().startswith("Once \\x1b[2J")
+    arguments = [str(shared_data / "stories260k"), "--prompt", "Once \x1b[2J", "--max-tokens", "1", "--device", "cpu"]
+    command.main([*arguments, *(["--layout", layout] if layout else [])], standalone_mode=False)
+    assert out.getvalue().startswith("Once \\x1b[2J") and "\x1b" not in out.getvalue()
 
 
 def test_messages_are_escaped(capsys):

@@ -56,7 +56,7 @@ def test_every_rank_has_the_tokens_and_the_loss_of_one_device(four: LocalRanks, 
     assert len(set(drawn.tokens)) > 3 and greedy.tokens != drawn.tokens
     model, config = load_huggingface(directory, torch.float64)
     with torch.no_grad():
-        loss = sum(float(model(*batch)) for batch in cases.iterate_batches(5, 257))
+        loss = sum(float(model(*batch)) for batch in cases.batches(5, 257))
     whole = sum(parameter.numel() for parameter in model.parameters())
     layouts = [str(reading_layout(text, config)) for text in LAYOUTS]
     ranks = four.run(cases.read, str(directory), layouts)

@@ -12,6 +12,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import loss
+from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
@@ -215,7 +216,7 @@ def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypa
     cuts = [
         [
             chunk.tokens
-            for chunk in loss._chunks(hidden, targets, loss._Head(weight, None, 0, Mesh.single(), False, 250))
+            for chunk in loss._chunks(hidden, targets, loss._Head(weight, None, 0, TensorOperations(), False, 250))
         ]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]

@@ -105,4 +105,4 @@ def test_whoever_has_a_model_asks_for_its_program(repository: Path):
             if isinstance(node, ast.ImportFrom) and node.module == "meshwright.schedules.library":
                 place = path.relative_to(repository / "src" / "meshwright").as_posix()
                 asking |= {place for alias in node.names if alias.name == "program_of"}
-    assert asking == {"spec/stage_times.py", "verification/cases.py", "training/module/trainer.py"}
+    assert asking == {"spec/stage_times.py", "verification/cases.py", "training/module/passes.py"}

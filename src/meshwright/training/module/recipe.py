@@ -21,7 +21,7 @@ class ModuleRecipe(Recipe):
     data: None = None  # type: ignore[assignment]
 
     @model_validator(mode="after")
-    def _tables_agree(self) -> Self:
+    def _check_tables(self) -> Self:
         if self.train.compile:
             raise ValueError("train.compile is for Meshwright's own models; call module.compile() where it is built")
         if self.train.objective not in (None, "next-token"):
