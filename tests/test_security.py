@@ -14,6 +14,7 @@ import pytest
 
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.slices import check_bounds, read_index
+from meshwright.cli.generate import command as generate
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.template_rendering import TemplateError
@@ -487,12 +488,11 @@ def test_generated_text_is_escaped_on_a_terminal_alone(monkeypatch):
 
 
 def test_text_of_a_split_model_is_escaped_on_a_terminal(monkeypatch, shared_data: Path):
-    from meshwright.serving import split
-
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", out)
-    split._on_rank(str(shared_data / "stories260k"), "dp1", "Once \x1b[2J", 1, None, False, echo=True)
+    given = ["--prompt", "Once \x1b[2J", "--max-tokens", "1", "--device", "cpu", "--layout", "tp2"]
+    generate.main([str(shared_data / "stories260k"), *given], standalone_mode=False)
     assert out.getvalue().startswith("Once \\x1b[2J")
 
 

@@ -117,7 +117,15 @@ def test_tensor_shape_is_bounded_before_its_product(tmp_path: Path, shape: list[
 DIRECT_READS = {
     "untrusted": "is the bounded reader",
     **dict.fromkeys(
-        ("data.records.chat_template", "spec.presets", "planner.devices", "planner.rates", "launcher.launch_script"),
+        (
+            "data.records.chat_template",
+            "draw.page",
+            "draw.picture",
+            "spec.presets",
+            "planner.devices",
+            "planner.rates",
+            "launcher.launch_script",
+        ),
         "files of the package",
     ),
     **dict.fromkeys(
