@@ -137,7 +137,7 @@ def read_manifest(data: bytes, directory: Path) -> None:
     try:
         content = json.loads(data)
         content.pop("manifest_sha256", None)
-        content["manifest_sha256"] = manifest._own_hash(content)
+        content["manifest_sha256"] = manifest._hash_content(content)
         data = json.dumps(content).encode()
     except (ValueError, AttributeError, TypeError, RecursionError):
         pass

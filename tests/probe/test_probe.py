@@ -227,7 +227,7 @@ def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(rank, "time_point", timed)
     points = SMALL.points()[:12]
     mesh = rank.make_probe_mesh(1, 1, "cpu")
-    (times,), level = rank._compute(mesh, points, 1, 1, 0.0, Slowed())  # type: ignore[arg-type]
+    (times,), level = rank._time_points(mesh, points, 1, 1, 0.0, Slowed())  # type: ignore[arg-type]
     assert times == pytest.approx([times[0]] * 12) and level == pytest.approx(0.002)
 
 
@@ -264,12 +264,12 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
         return measure
 
     steps = [
-        probe_ranks._Steps(failing(error), Place(rank, 2, rank, "env://", "test"), store)
+        probe_ranks._GuardedSteps(failing(error), Place(rank, 2, rank, "env://", "test"), store)
         for rank, error in ((1, ValueError("no such\ninstruction")), (0, RankLost("rank 1 has ended")))
     ]
     assert [each(None, 1.0) for each in steps] == [[], []]
     assert {(each.failed["rank"], each.failed["line"]) for each in steps} == {(1, "ValueError: no such instruction")}
-    later = probe_ranks._Steps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
+    later = probe_ranks._GuardedSteps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
     assert later(None, 1.0) == [] and later.failed["rank"] == 1
     told = {**found, "failed": steps[1].failed}
     line = "failed on rank 1 (on host-0), and predicted times will be less sure; all else was measured: ValueError: no"
@@ -281,7 +281,7 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
     ]
     assert line in make_document(told, tables, "here.toml")["failed"]["line"]
     assert make_document(found, tables, "here.toml")["failed"] is None
-    alone = probe_ranks._Steps(failing(MemoryError("too much")), Place(0, 1, 0, "env://", "test"), None)
+    alone = probe_ranks._GuardedSteps(failing(MemoryError("too much")), Place(0, 1, 0, "env://", "test"), None)
     assert alone(None, 1.0) == [] and alone.failed["line"] == "MemoryError: too much"
 
 
@@ -289,7 +289,7 @@ def test_rank_lost_in_reference_steps_is_reported():
     def lose(*_: Any) -> Any:
         raise RankLost("rank 1 was killed")
 
-    steps = probe_ranks._Steps(lose, Place(0, 2, 0, "env://", "test"), HashStore())
+    steps = probe_ranks._GuardedSteps(lose, Place(0, 2, 0, "env://", "test"), HashStore())
     with pytest.raises(RankLost, match="rank 1 was killed"):
         steps(None, 1.0)
 
@@ -322,7 +322,7 @@ def test_hosts_with_unequal_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
     def size(hosts: list[str]) -> int:
         store = Store({f"meshwright/host/{rank}": host for rank, host in enumerate(hosts)})
         monkeypatch.setattr(probe_ranks.socket, "gethostname", lambda: hosts[0])
-        return probe_ranks._host_ranks(Place(0, len(hosts), 0, "env://", "test"), store)
+        return probe_ranks._count_host_ranks(Place(0, len(hosts), 0, "env://", "test"), store)
 
     assert size(["a", "a", "b", "b"]) == 2
     assert size(["a", "b"]) == 1
