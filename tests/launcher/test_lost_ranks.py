@@ -61,7 +61,7 @@ def test_a_stopped_rank_0_is_named_with_the_call_it_has_not_entered(tmp_path):
     said, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
-        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(count_targets\); its last was call \d+ \(.*\), \d+\.\d "
+        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last was call \d+ \(.*\), \d+\.\d "
         r"s ago, at training/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; "
         r"the same command goes on from step-000002",
         line,
@@ -97,7 +97,7 @@ def test_of_two_ranks_the_one_that_skipped_a_call_is_known_by_what_both_did_befo
     _, line = train(tmp_path, "dp2 zero1 fp32", rank=1, does="skip", site="data.targets", call=4)
     assert re.match(
         r"rank 1 has skipped call \d+ of ranks 0,1 \(all_reduce data\.targets over data\), at parallel/\w+\.py:\d+ "
-        r"\(count_targets\) and is in reduce_scatter data\.gradients over shard, at parallel/\w+\.py:\d+ ",
+        r"\(_sum_over_data\) and is in reduce_scatter data\.gradients over shard, at parallel/\w+\.py:\d+ ",
         line,
     ), line
     assert "rank 0 has been waiting for " in line

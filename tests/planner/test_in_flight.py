@@ -34,7 +34,7 @@ def held(program: PipelineProgram, rank: int) -> Iterator[tuple[float, float]]:
     """Of a rank after each of its steps: micro-batches that wait, and those whose weight gradients are left, as shares
     of all that the rank has of a micro-batch."""
     waiting = queued = 0
-    steps, share = program.steps, 1 / len(program.places[rank])
+    steps, share = program.steps, 1 / len(program.stages_by_rank[rank])
     for at in steps.of_rank(rank):
         kind = int(steps.kind[at])
         waiting += (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT))

@@ -73,10 +73,10 @@ def test_damaged_constants_are_none(key, damage):
 def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 0) -> Any:
     """What a prediction asks of a `Trainer`: 8 MiB of states, of which 6 MiB are saved."""
     numel = 6 * MIB // 4
-    piece = SimpleNamespace(start=0, stop=numel, tensor=torch.empty(0))
+    item = SimpleNamespace(start=0, stop=numel, tensor=torch.empty(0))
     return SimpleNamespace(
         layout=Layout.parse(layout), steps_done=0, memory=lambda: {"parameters": 8 * MIB},
-        pieces=lambda owned: [piece],
+        slices=lambda owned: [item],
         task=SimpleNamespace(
             config=SimpleNamespace(layers=2, experts=experts, has_experts=lambda layer: bool(experts)),
             tokens=SimpleNamespace(tokens=10 * MIB, dtype=torch.int16),
