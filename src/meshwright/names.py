@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import Parameter, signature
 
 from meshwright.errors import UserError
 
@@ -121,9 +122,11 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> str:
     return f'unknown {kind} "{word}"{suggestion} (known: {", ".join(known)})'
 
 
-def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `UserError` for the first keyword that a public function does not take."""
-    known = list(known)
+def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:
+    """Raise `UserError` for the first keyword that `function` does not take: neither a parameter nor in `options`, the
+    `TypedDict` of its `**` parameter."""
+    parameters = signature(function).parameters.values()
+    known = [*(each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD), *options.__annotations__]
     for name in given:
         if name not in known:
-            raise UserError(f"{function}: {unknown('option', name, known)}")
+            raise UserError(f"{function.__name__}: {unknown('option', name, known)}")

@@ -75,7 +75,7 @@ def collective(
         >>> mw.collective("all-reduce", "auto", ranks=8, bytes="1KiB").choice.best.algorithm
         'butterfly'
     """
-    check_options("collective", options, CollectiveOptions.__annotations__)
+    check_options(collective, options, CollectiveOptions)
     total_bytes = parse_bytes(bytes, "bytes") if isinstance(bytes, str) else bytes
     found = report.collective(operation, algorithm, ranks, total_bytes, topology, **options)
     if not run:

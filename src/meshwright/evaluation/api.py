@@ -98,7 +98,7 @@ def evaluate(
         >>> found.tokens == found.bytes + 1, 7.0 < found.bits_per_byte < 9.0
         (True, True)
     """
-    check_options("evaluate", options, EvaluationOptions.__annotations__)
+    check_options(evaluate, options, EvaluationOptions)
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
     from meshwright.evaluation.evaluation import run_evaluation

@@ -153,7 +153,7 @@ def plan(
         >>> 0.2 < plan.best.mfu < 0.6
         True
     """
-    check_options("plan", options, PlanOptions.__annotations__)
+    check_options(plan, options, PlanOptions)
     given: dict[str, Any] = {"sequence": sequence, "batch": batch}
     given |= {name: options.get(name) for name in ("optimizer", "compile")}
     recipe = _recipe(model)

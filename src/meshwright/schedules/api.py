@@ -68,7 +68,7 @@ def schedule(
         >>> report.steps()[3][:4]
         ['3F0', '3B0', '3F1', '3B1']
     """
-    check_options("schedule", durations, StepDurations.__annotations__)
+    check_options(schedule, durations, StepDurations)
     if not isinstance(name, str):
         raise UserError(f"schedule: takes a name or @FILE, not {name!r}")
     if not name.startswith("@"):
