@@ -19,10 +19,11 @@ from meshwright.spec.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """Attention of `heads` query heads over `kv_heads` key-value heads (Ainslie et al. 2023, arXiv:2305.13245).
+    """Grouped-query attention with `heads` query heads and `kv_heads` key-value heads on this rank (Ainslie et al.
+    2023, arXiv:2305.13245).
 
-    Query, key and value are one product: `qkv.weight` is [(N + 2K) D, H], queries first. A query head and its keys may
-    be normed before they are turned (Henry et al. 2020, arXiv:2010.04245; Qwen3).
+    Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], queries first. Queries and keys may be
+    normalised before the rotary embedding (QK norm: Henry et al. 2020, arXiv:2010.04245; Qwen3).
     """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
@@ -47,7 +48,9 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """`rotation`: cosine and sine of each token's position, None where positions are learned."""
+        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position, None
+        with learned positions; `visible`: attention mask of `visibility` (an encoder's additive mask of `both_ways`);
+        `cache`: KV cache that entry `layer` is appended to."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

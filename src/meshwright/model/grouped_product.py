@@ -1,10 +1,10 @@
-"""Matrix products of experts: rows of one expert lie together, each group is multiplied by its own matrix.
+"""Grouped matrix products of experts: token copies sorted by expert, each group multiplied by its expert's matrix.
 
-On CUDA, in bf16 and widths that it takes, PyTorch's grouped product does all groups at once, and nobody on the host
-need know how large they are. Elsewhere it is one product after another, as PyTorch does it on a CPU too. An expert
-without rows costs nothing; its gradient is zero.
+On CUDA in bf16 PyTorch's grouped_mm computes all groups in one kernel, without a host synchronisation. Elsewhere there
+is one product per expert. The gradient of an expert without tokens is zero.
 
-Shapes: N rows sorted by expert, E experts, X and Y any sizes in and out. `ends_E` (int32): where an expert's rows end.
+Shapes: N token copies sorted by expert, E experts, X and Y input and output size. `ends_E` (int32): end index of each
+expert's copies.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multi
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """x Wᵀ of each row with its expert's W: [N, Y]."""
+    """Return x Wᵀ of each token copy with its expert's matrix W, [N, Y]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
 def _product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Compute `grouped_product` without autograd."""
     if _at_once(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
@@ -41,7 +42,7 @@ _forward = custom_operator("meshwright::grouped_product")(_product)
 
 @custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """dy W."""
+    """Return dy W, the gradient of the input, [N, X]."""
     if _at_once(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
@@ -52,7 +53,7 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 
 @custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """dyᵀ x over the rows of each expert: [E, Y, X]."""
+    """Return dyᵀ x over the token copies of each expert, [E, Y, X]."""
     if _at_once(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
@@ -66,13 +67,13 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
 
 
 def _at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these on their device."""
+    """True if PyTorch's grouped_mm supports these operands: CUDA, bf16, aligned strides."""
     aligned = all(size * a.element_size() % ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[1:]))
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
 def _groups(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and those."""
+    """Yield each expert that has token copies, with the slice of its copies."""
     start = 0
     for expert, stop in enumerate(ends_E.tolist()):
         if stop > start:
@@ -96,10 +97,12 @@ def _(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Te
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Save the inputs for backward (`setup_context` of register_autograd)."""
     ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Return the gradients of input and weight (`backward` of register_autograd)."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     operators = torch.ops.meshwright
     return (

@@ -1,10 +1,9 @@
-"""Cross-entropy of a linear head, chunk by chunk: the logits of all tokens never exist at once.
+"""Chunked cross-entropy of the output head: the logits of all tokens never exist at once.
 
-The gradient of a chunk's logits takes their place while they are there, so that the head's product is not repeated in
-the backward pass; where that is not to follow at once, or each token's loss has a gradient of its own that is known
-only then, it makes the logits again, and nothing of a weight's size is kept until then. With tensor parallelism each
-rank holds a slice of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima, sums and the target's
-logit are combined over the ranks.
+The gradient of a chunk's logits overwrites them in the forward pass, so that the head's product is not recomputed;
+where backward does not follow at once, or each token's loss has its own gradient, backward recomputes the logits. With
+tensor parallelism each rank holds a vocabulary slice (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima, sums
+and the target's logit are all-reduced.
 
 Shapes: T tokens, C tokens of a chunk, H hidden, V vocabulary (of this rank).
 """
@@ -37,13 +36,14 @@ def linear_cross_entropy(
     keep: bool = True,
     bias_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats); targets of -100 do not count.
+    """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar); targets of -100 do not
+    count.
 
-    The sum, and that of the weight's gradient over chunks, are formed in float32 at least. With tensor parallelism the
-    rows of `weight_VH` are those of the tokens from `first_token` on; ranks may hold different numbers of them, at most
-    `widest`. `compiled` fuses what is done to each logit with torch.compile. `keep`: form the gradients now and keep
-    them, one of the weight's size among them; without it the backward pass makes the logits a second time. Both give
-    the same gradients, bit for bit, and meet other ranks in the forward pass alone.
+    The sum, and that of the weight's gradient over chunks, are in float32 or float64. With tensor parallelism
+    `weight_VH` is the vocabulary slice from token ID `first_token` on; ranks may hold different numbers of token IDs,
+    at most `widest`. `compiled`: fuse the elementwise work with torch.compile. `keep`: compute the gradients in the
+    forward pass and save them, one of the weight's size; else backward recomputes the logits. Both give the same
+    gradients bit for bit and communicate in the forward pass alone.
     """
     head = _Head(weight_VH, bias_V, first_token, tensor, compiled, widest or len(weight_VH))
     return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, targets_T, head, torch.is_grad_enabled(), keep)
@@ -59,17 +59,18 @@ def token_cross_entropy(
     widest: int | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Each token's -log softmax(hidden weightᵀ)[target] (nats), [T], in float32 at least; 0 where the target is -100.
+    """Return each token's -log softmax(hidden weightᵀ)[target] (nats), [T], float32 or float64; 0 where the target is
+    -100.
 
-    As `linear_cross_entropy` without `keep`: the backward pass, in which every token has a gradient of its own, makes
-    the logits a second time; kept until then are `hidden_TH` and two numbers a token.
+    Arguments as in `linear_cross_entropy`. Backward recomputes the logits; saved are `hidden_TH` and two numbers per
+    token.
     """
     head = _Head(weight_VH, None, first_token, tensor, compiled, widest or len(weight_VH))
     return _TokenCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
 
 
 class _Head(NamedTuple):
-    """This rank's part of the head, and how to work with it."""
+    """This rank's vocabulary slice of the output head, and options of its computation."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
@@ -80,6 +81,8 @@ class _Head(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Autograd function of `linear_cross_entropy`."""
+
     @staticmethod
     def forward(
         context: Any,
@@ -116,6 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
+    """Autograd function of `token_cross_entropy`."""
+
     @staticmethod
     def forward(
         context: Any,
@@ -150,7 +155,7 @@ def _times(
     d_bias_V: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients times `factor`, those of weight and bias in `dtype`."""
+    """Return the three gradients multiplied by `factor`, those of weight and bias cast to `dtype`."""
     if d_hidden_TH is not None:
         # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
         d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
@@ -162,7 +167,8 @@ def _times(
 
 
 class _Gradients:
-    """The gradients of the summed loss, chunk by chunk; None for one that is not wanted."""
+    """Accumulates the gradients of the summed loss over chunks: of hidden states, head weight and head bias, None where
+    not required."""
 
     def __init__(self, hidden_TH: torch.Tensor, head: _Head, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
         self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
@@ -172,10 +178,11 @@ class _Gradients:
         self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
 
     def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of hidden states, weight and bias."""
+        """Return the gradients of hidden states, weight and bias."""
         return self.hidden_TH, self.weight_VH, self.bias_V
 
     def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
+        """Add the gradients of one chunk. `factors_T`: weight of each token's loss; default 1."""
         hidden_TH, weight_VH = self._inputs
         d_logits_CV = chunk.differentiate(None if factors_T is None else factors_T[chunk.tokens])
         if self.hidden_TH is not None:
@@ -192,7 +199,8 @@ class _Gradients:
 def _again(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients from logits that are made a second time; `factors_T`: of the losses' weighted sum."""
+    """Return the gradients of hidden states, weight and bias from recomputed logits. `factors_T`: weight of each
+    token's loss; default 1."""
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
@@ -202,8 +210,8 @@ def _again(
 
 
 class _Chunk:
-    """Some tokens' logits, their losses, and (once asked for) the gradient in the logits' place. `known_2C`: what an
-    earlier look at the same logits found, `log_sum_C` and `target_C`; the ranks of tp need not meet again."""
+    """Logits, losses (nats) and logit gradients of one chunk of tokens. `known_2C`: log-sum-exp and target logit from
+    the forward pass; without them they are computed, and all-reduced over tp."""
 
     def __init__(
         self,
@@ -228,7 +236,7 @@ class _Chunk:
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
     def _found(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's log of the sum of exponentials, and its target's logit, over the whole vocabulary."""
+        """Return each token's log-sum-exp and its target's logit over the whole vocabulary, [C] each."""
         logits_CV = self._logits_CV
         parts = [self._statistics(logits_CV[part]) for part in self._slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -241,8 +249,8 @@ class _Chunk:
         return highest_C + sum_C.log(), target_C
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
-        """Turn the logits into the gradient of this chunk's summed loss, softmax - one-hot (of each token times its
-        factor, if they are given); they are gone then."""
+        """Overwrite the logits with the gradient of the chunk's summed loss, softmax - one-hot (times `factors_C`, if
+        given), and return it, [C, V]."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
         for part in self._slices():
             self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part])
@@ -252,7 +260,8 @@ class _Chunk:
         return self._logits_CV
 
     def _slices(self) -> Iterator[slice]:
-        """Tokens that are worked on together: few enough for the caches of a CPU, all where the work is fused."""
+        """Yield slices of tokens to be processed together: few enough for a CPU's caches; all tokens where kernels are
+        fused."""
         tokens, vocabulary = self._logits_CV.shape
         fused = self._compiled or self._logits_CV.device.type != "cpu"
         at_once = tokens if fused else max(1, SLICE_LOGITS // vocabulary)
@@ -261,19 +270,19 @@ class _Chunk:
 
 
 def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's highest logit, and the sum of exponentials relative to it."""
+    """Return each token's maximum logit and the sum of exp(logit - maximum), [C] each."""
     wide = at_least_float32(logits_CV.dtype)
     maximum_C = logits_CV.amax(dim=1).to(wide)
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor) -> None:
-    """Write counted * softmax over the logits."""
+    """Overwrite the logits with softmax * `counted_C`."""
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
-    """Loss chunk for given logits [C, V] and targets [C], without the head matmul; used by the probe."""
+    """Return the loss chunk of given logits [C, V] and targets [C], without the head matmul; used by the probe."""
     vocabulary = logits_CV.shape[1]
     head = _Head(logits_CV.new_empty(vocabulary, 0), None, 0, SINGLE_DEVICE.tensor, compiled=False, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
@@ -281,15 +290,18 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 @functools.cache
 def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return `_statistics` and `_to_gradient_` compiled by torch.compile."""
     return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)
 
 
 def _chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
-    """Chunks of about equal size. They share one buffer of logits: each is gone when the next is asked for.
+    """Yield loss chunks of nearly equal size, which share one logits buffer: each is invalid when the next is
+    requested.
 
-    All ranks of tp cut alike, though they hold different numbers of rows: they meet in every chunk.
+    All tp ranks cut the tokens alike, because they communicate in every chunk. `known_2T`: log-sum-exp and target logit
+    of each token.
     """
     chunks = loss_chunks(len(hidden_TH), head.widest, hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
