@@ -31,7 +31,7 @@ class KeyValueCache:
         sequence = k_BKSD.shape[2]
         length = self.length + sequence
         buffers = tuple(
-            _room(old, new, self.length, length, self._capacity)
+            _grow_buffer(old, new, self.length, length, self._capacity)
             for old, new in zip(self._buffers[layer] or (None, None), (k_BKSD, v_BKSD), strict=True)
         )
         self._buffers[layer] = (buffers[0], buffers[1])
@@ -42,7 +42,7 @@ class KeyValueCache:
         return buffers[0][:, :, oldest:length], buffers[1][:, :, oldest:length]
 
 
-def _room(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
+def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
     """Return a cache buffer with at least `needed` tokens: `old` if it is large enough, else a larger copy of its
     `used` tokens."""
     if old is not None and old.shape[2] >= needed:

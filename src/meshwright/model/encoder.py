@@ -117,17 +117,17 @@ class Encoder(nn.Module):
         `targets`: of head "masked" the true token at each masked position, [B, S]; of head "classes" the class of each
         sequence, [B], or of each document, [D]. Only masked positions go through the head.
         """
-        x_BSH = self._blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
+        x_BSH = self._forward_blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
         x_BSH = units.enter("head", x_BSH)
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
-            states_MH = self._transformed(x_BSH.flatten(0, 1)[places_M])
+            states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
             loss = linear_cross_entropy(
                 states_MH, self.embedding.weight, targets.flatten()[places_M], SINGLE_DEVICE.tensor,
                 bias_V=self.head.bias, compiled=self.compiled,
             )  # fmt: skip
         elif self.config.head == "classes":
-            logits = self._classified(x_BSH, documents)
+            logits = self._class_logits(x_BSH, documents)
             wide = logits.to(at_least_float32(logits.dtype))
             loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
         else:
@@ -144,7 +144,7 @@ class Encoder(nn.Module):
     ) -> torch.Tensor:
         """Return the last block's output, [B, S, H]. `attention_mask_BS`: 0 at padding, which no token attends to;
         `token_types_BS`: segment of each token (default 0); `documents`: boundaries in packed sequences."""
-        return self._blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        return self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the pooler output: tanh of a linear map of each sequence's first token, [B, H], or of each document's
@@ -168,22 +168,22 @@ class Encoder(nn.Module):
     ) -> torch.Tensor:
         """Return logits in the model's dtype: of head "masked" [B, S, V], of head "classes" [B, C] (packed documents:
         [D, C])."""
-        hidden_BSH = self._blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        hidden_BSH = self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
         if self.config.head == "masked":
-            return F.linear(self._transformed(hidden_BSH), self.embedding.weight, self.head.bias)
+            return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
         if self.config.head == "classes":
-            return self._classified(hidden_BSH, documents)
+            return self._class_logits(hidden_BSH, documents)
         raise UserError('an encoder of head "none" has no logits: it gives `hidden` and `pooled`')
 
-    def _transformed(self, x: torch.Tensor) -> torch.Tensor:
+    def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the transform of the masked-language-model head: norm(activation(linear(x)))."""
         return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
 
-    def _classified(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    def _class_logits(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return the class logits [B, C] or [D, C] of the last block's output."""
         return self.classifier(self.pooled(x_BSH, documents))  # type: ignore[no-any-return]
 
-    def _blocks(
+    def _forward_blocks(
         self,
         tokens_BS: torch.Tensor,
         documents: Documents | None,

@@ -42,31 +42,33 @@ class Mixture(nn.Module):
         """Return the layer's output [B, S, H] and, given `counted_B` (number of targets of each sequence), its
         load-balancing loss, else None."""
         if self.expert_parallel:
-            return self._expert_parallel(x_BSH, counted_B)
+            return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
-        y_BSH, loss = self._routed(x_BSH, counted_B)
+        y_BSH, loss = self._forward_routed(x_BSH, counted_B)
         if self.shared is not None:
-            y_BSH = y_BSH + self._shared(x_BSH)
+            y_BSH = y_BSH + self._forward_shared(x_BSH)
         if loss is not None:  # ranks of tp balance the same tokens: each does its part
             loss = loss / self.tensor.size
         return self.tensor.leave(y_BSH, "mlp.output"), loss
 
-    def _expert_parallel(
+    def _forward_expert_parallel(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer with expert parallelism; only the shared expert is tensor-parallel. Returns what `forward`
         does."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
-        y_BSH, loss = self._routed(own_BSH, counted_B)
+        y_BSH, loss = self._forward_routed(own_BSH, counted_B)
         if not slices:
             y_BSH = self.tensor.join_tokens(y_BSH, "experts.output")
         if self.shared is not None:
-            shared_BSH = self._shared(self.tensor.enter(x_BSH, "mlp.input"))
+            shared_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
             y_BSH = y_BSH + self.tensor.leave(shared_BSH, "mlp.output")
         return y_BSH, loss
 
-    def _routed(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward_routed(
+        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Route the tokens through their experts; return the output [B, S, H] and the load-balancing loss (None without
         `counted_B`)."""
         x_TH = x_BSH.flatten(0, 1)
@@ -79,7 +81,7 @@ class Mixture(nn.Module):
             loss = self.router.balance(scores_TE, chosen_TK, counted_B, *parts)
         return y_TH.view_as(x_BSH), loss
 
-    def _shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def _forward_shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the output of the shared expert, times its sigmoid gate if it has one."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
@@ -173,23 +175,23 @@ class Experts(nn.Module):
         experts_E = torch.arange(self.experts, device=x_TH.device)
         ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
-        sorted_NH = _ToExperts.apply(x_TH, order_N, inverse_N, chosen)
+        sorted_NH = _CopyToExperts.apply(x_TH, order_N, inverse_N, chosen)
         if self.dispatcher is None:
-            y_NH = self._mlps(sorted_NH, ends_E)
+            y_NH = self._apply_experts(sorted_NH, ends_E)
         else:
             received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
-            y_NH = self.dispatcher.combine(self._mlps(received_RH, ends_L), routes)
+            y_NH = self.dispatcher.combine(self._apply_experts(received_RH, ends_L), routes)
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N).view(tokens, chosen, -1)
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
-    def _mlps(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Apply to each token copy the MLP of its expert (of the local experts; this rank's partial sum, where widths
         are split). `ends_E`: end index of each expert's copies."""
-        gate_NF, up_NF = _product(x_NH, self.up, ends_E).chunk(2, dim=-1)
-        return _product(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
+        gate_NF, up_NF = _expert_linear(x_NH, self.up, ends_E).chunk(2, dim=-1)
+        return _expert_linear(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
 
 
-def _product(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
+def _expert_linear(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
     """Multiply each token copy by its expert's matrix of `stacked`; `ends_E`: end index of each expert's copies."""
     return grouped_linear(x_NX, stacked.weight, ends_E, stacked.weight_gradients)
 
@@ -211,7 +213,7 @@ class SharedExpert(nn.Module):
         return self.down(activate(gate_TF, self.activation) * up_TF)
 
 
-class _ToExperts(torch.autograd.Function):
+class _CopyToExperts(torch.autograd.Function):
     """Copies each token once per expert, sorted by expert, [N, H]. Its backward is a gather, so the order of sums is
     fixed."""
 

@@ -23,30 +23,30 @@ ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multi
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return x Wᵀ of each token copy with its expert's matrix W, [N, Y]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
+        return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
-def _product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Compute `grouped_product` without autograd."""
-    if _at_once(x_NX, weight_EYX):
+    if _supports_grouped_mm(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
-    for expert, rows in _groups(ends_E):
+    for expert, rows in _expert_slices(ends_E):
         torch.mm(x_NX[rows], weight_EYX[expert].T, out=y_NY[rows])
     return y_NY
 
 
-_forward = custom_operator("meshwright::grouped_product")(_product)
+_forward = custom_operator("meshwright::grouped_product")(_compute_grouped_product)
 
 
 @custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return dy W, the gradient of the input, [N, X]."""
-    if _at_once(dy_NY, weight_EYX):
+    if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
-    for expert, rows in _groups(ends_E):
+    for expert, rows in _expert_slices(ends_E):
         torch.mm(dy_NY[rows], weight_EYX[expert], out=dx_NX[rows])
     return dx_NX
 
@@ -54,11 +54,11 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 @custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return dyᵀ x over the token copies of each expert, [E, Y, X]."""
-    if _at_once(dy_NY, x_NX):
+    if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
     idle = set(range(len(ends_E)))  # most have rows: to zero all of them first would write the whole once more
-    for expert, rows in _groups(ends_E):
+    for expert, rows in _expert_slices(ends_E):
         torch.mm(dy_NY[rows].T, x_NX[rows], out=dw_EYX[expert])
         idle.discard(expert)
     for expert in idle:
@@ -66,13 +66,13 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
     return dw_EYX
 
 
-def _at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if PyTorch's grouped_mm supports these operands: CUDA, bf16, aligned strides."""
     aligned = all(size * a.element_size() % ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[1:]))
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
-def _groups(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Yield each expert that has token copies, with the slice of its copies."""
     start = 0
     for expert, stop in enumerate(ends_E.tolist()):
@@ -96,12 +96,12 @@ def _(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Te
     return x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save the inputs for backward (`setup_context` of register_autograd)."""
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Return the gradients of input and weight (`backward` of register_autograd)."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     operators = torch.ops.meshwright
@@ -112,4 +112,4 @@ def _differentiate(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.T
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

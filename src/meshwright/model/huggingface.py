@@ -53,7 +53,7 @@ class CheckpointFiles:
             what = "is a file" if self.directory.exists() else "does not exist"
             raise UserError(f"{directory}: {what}; a Hugging Face model directory is needed")
         self._files: dict[Path, Any] = {}
-        self._place = self._find()
+        self._place = self._locate_tensors()
 
     @property
     def names(self) -> frozenset[str]:
@@ -62,17 +62,17 @@ class CheckpointFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading its values."""
-        with _reading(self._place[name], name):
+        with _convert_read_errors(self._place[name], name):
             return tuple(self._open(self._place[name]).get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """Read an unsharded tensor in its dtype on disk."""
-        with _reading(self._place[name], name):
+        with _convert_read_errors(self._place[name], name):
             return self._open(self._place[name]).get_tensor(name)
 
     def dtype(self, name: str) -> str:
         """Return a tensor's safetensors dtype name ("F32") without reading its values."""
-        with _reading(self._place[name], name):
+        with _convert_read_errors(self._place[name], name):
             return str(self._open(self._place[name]).get_slice(name).get_dtype())
 
     def read_weights(self, name: str) -> torch.Tensor:
@@ -103,11 +103,11 @@ class CheckpointFiles:
         """Return the path of the file that contains a tensor."""
         return self._place[name]
 
-    def _find(self) -> dict[str, Path]:
+    def _locate_tensors(self) -> dict[str, Path]:
         """Return the file of each tensor name, from the index or the single safetensors file of the directory."""
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
-            return self._from_index(index)
+            return self._locate_by_index(index)
         if single.is_file():
             return dict.fromkeys(self._open(single).keys(), single)
         old = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
@@ -118,10 +118,10 @@ class CheckpointFiles:
             )
         raise UserError(f"{self.directory}: no {SINGLE_FILE} and no {INDEX_FILE} in it")
 
-    def _from_index(self, index: Path) -> dict[str, Path]:
+    def _locate_by_index(self, index: Path) -> dict[str, Path]:
         """Return the file of each tensor name listed in `index`; raises UserError where index and files disagree."""
         try:
-            weight_map = read_json(index, object_pairs_hook=partial(_without_repeats, index))["weight_map"]
+            weight_map = read_json(index, object_pairs_hook=partial(_reject_duplicate_keys, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
         except OSError as error:
             raise UserError(f"{index}: cannot be read: {(error.strerror or str(error)).lower()}") from None
@@ -148,7 +148,7 @@ class CheckpointFiles:
     def _open(self, path: Path) -> Any:
         """Return the open safetensors file at `path`, opened once."""
         if path not in self._files:
-            with _reading(path):
+            with _convert_read_errors(path):
                 self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
 
@@ -161,7 +161,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _without_repeats(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object from its key-value pairs; raise UserError for a duplicate key, which json would ignore."""
     made: dict[str, Any] = {}
     for name, value in pairs:
@@ -171,7 +171,7 @@ def _without_repeats(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any
     return made
 
 
-class _reading:
+class _convert_read_errors:
     """Context manager that converts safetensors and file-system errors to a UserError naming the file."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -205,7 +205,7 @@ def load_huggingface(
     table = parameter_table(config)
     names = match_rows(files, table, config)
     model = Transformer(config, device=device, dtype=dtype)
-    _fill(model, table, files, names)
+    _load_parameters(model, table, files, names)
     return model, config
 
 
@@ -228,7 +228,7 @@ def load_encoder(
     table = parameter_table(config)
     names = match_rows(files, table, config, new_head=head is not None)
     model = Encoder(config, device=device, dtype=dtype)
-    _fill(model, table, files, names, seed)
+    _load_parameters(model, table, files, names, seed)
     return model, config
 
 
@@ -250,7 +250,7 @@ def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequ
     return config_from_huggingface(data, str(directory))
 
 
-def _fill(
+def _load_parameters(
     model: nn.Module, table: ParameterTable, files: CheckpointFiles, names: Mapping[str, str], seed: int = 0
 ) -> None:
     """Load every parameter entry of `table` into the model; entries absent from `names` are initialised from `seed`."""
@@ -273,7 +273,7 @@ def match_rows(
     """
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
-    written = _written(files, config)
+    written = _map_current_names(files, config)
     names = {}
     for row in table.rows:
         wanted = row.name.removeprefix(prefix) if bare else row.name
@@ -303,7 +303,7 @@ def match_rows(
     return names
 
 
-def _written(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
+def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
     """Map today's name of each tensor to its name in the files, which may be an older one."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
@@ -340,7 +340,7 @@ def save_huggingface(
     table = parameter_table(model.config)
     parameters = dict(model.named_parameters())
     dtype = dtype or model.embedding.weight.dtype
-    groups = list(_files_of(table, dtype.itemsize, largest_file_bytes))
+    groups = list(_split_into_files(table, dtype.itemsize, largest_file_bytes))
     weight_map: dict[str, str] = {}
     for number, rows in enumerate(groups, start=1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -373,7 +373,7 @@ def generation_config(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in tokens.items() if value is not None}
 
 
-def _files_of(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
+def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
     """Split the parameter entries, in order, into lists of at most `largest` bytes, one per file."""
     rows: list[Row] = []
     size = 0

@@ -98,13 +98,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and keep else None
         known = []
-        for chunk in _chunks(hidden_TH, targets_T, head):
+        for chunk in _logit_chunks(hidden_TH, targets_T, head):
             total += chunk.losses_C.sum()
             if sums is not None:
                 sums.add(chunk)
             elif any(wanted):
                 known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
-        context.gradients = None if sums is None else sums.found()
+        context.gradients = None if sums is None else sums.collect()
         context.dtype = weight_VH.dtype
         if known:
             context.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, torch.cat(known, dim=1))
@@ -113,8 +113,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden_TH, d_weight_VH, d_bias_V = _again(context) if context.gradients is None else context.gradients
-        gradients = _times(d_total, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
+        d_hidden_TH, d_weight_VH, d_bias_V = (
+            _recompute_gradients(context) if context.gradients is None else context.gradients
+        )
+        gradients = _scale_gradients(d_total, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
         return *gradients, None, None, None, None
 
 
@@ -131,7 +133,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         differentiable: bool,
     ) -> torch.Tensor:
         losses, known = [], []
-        for chunk in _chunks(hidden_TH, targets_T, head):
+        for chunk in _logit_chunks(hidden_TH, targets_T, head):
             losses.append(chunk.losses_C)
             if differentiable:
                 known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
@@ -144,11 +146,13 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(context: Any, d_losses_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
         largest = d_losses_T.abs().amax().clamp(min=torch.finfo(d_losses_T.dtype).tiny)
-        gradients = _times(largest, *_again(context, d_losses_T / largest), context.saved_tensors[1].dtype)
+        gradients = _scale_gradients(
+            largest, *_recompute_gradients(context, d_losses_T / largest), context.saved_tensors[1].dtype
+        )
         return *gradients[:2], None, None, None
 
 
-def _times(
+def _scale_gradients(
     factor: torch.Tensor,
     d_hidden_TH: torch.Tensor | None,
     d_weight_VH: torch.Tensor | None,
@@ -177,7 +181,7 @@ class _Gradients:
         wide = at_least_float32(hidden_TH.dtype)
         self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
 
-    def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def collect(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of hidden states, weight and bias."""
         return self.hidden_TH, self.weight_VH, self.bias_V
 
@@ -192,11 +196,11 @@ class _Gradients:
             wide = at_least_float32(hidden_TH.dtype)
             self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
         if self.bias_V is not None:
-            for part in chunk._slices():  # a sum in a wider type makes a copy on a CPU
+            for part in chunk._token_slices():  # a sum in a wider type makes a copy on a CPU
                 self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
 
 
-def _again(
+def _recompute_gradients(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of hidden states, weight and bias from recomputed logits. `factors_T`: weight of each
@@ -204,9 +208,9 @@ def _again(
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
-    for chunk in _chunks(hidden_TH, targets_T, head, known_2T):
+    for chunk in _logit_chunks(hidden_TH, targets_T, head, known_2T):
         sums.add(chunk, factors_T)
-    return sums.found()
+    return sums.collect()
 
 
 class _Chunk:
@@ -223,7 +227,9 @@ class _Chunk:
     ) -> None:
         self.tokens, self._logits_CV = tokens, logits_CV
         self._compiled = head.compiled
-        functions: tuple[Callable[..., Any], ...] = _fused() if head.compiled else (_statistics, _to_gradient_)
+        functions: tuple[Callable[..., Any], ...] = (
+            _compile_functions() if head.compiled else (_statistics, _to_gradient_)
+        )
         self._statistics, self._to_gradient_ = functions
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
@@ -232,13 +238,15 @@ class _Chunk:
         # Indexed, not gathered and scattered: those touch the whole chunk on a CPU.
         self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
 
-        self.log_sum_C, self.target_C = self._found(head.tensor) if known_2C is None else (known_2C[0], known_2C[1])
+        self.log_sum_C, self.target_C = (
+            self._reduce_softmax_statistics(head.tensor) if known_2C is None else (known_2C[0], known_2C[1])
+        )
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
-    def _found(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's log-sum-exp and its target's logit over the whole vocabulary, [C] each."""
         logits_CV = self._logits_CV
-        parts = [self._statistics(logits_CV[part]) for part in self._slices()]
+        parts = [self._statistics(logits_CV[part]) for part in self._token_slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
         target_C = logits_CV[self._targets].to(self._counted_C.dtype) * self._here_C
         tensor.all_reduce(target_C, "loss.target_logit")
@@ -252,14 +260,14 @@ class _Chunk:
         """Overwrite the logits with the gradient of the chunk's summed loss, softmax - one-hot (times `factors_C`, if
         given), and return it, [C, V]."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
-        for part in self._slices():
+        for part in self._token_slices():
             self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part])
         at_target_C = ((self.target_C - self.log_sum_C).exp() - 1) * counted_C
         elsewhere_C = self._logits_CV[self._targets]
         self._logits_CV[self._targets] = torch.where(self._here_C, at_target_C.to(elsewhere_C.dtype), elsewhere_C)
         return self._logits_CV
 
-    def _slices(self) -> Iterator[slice]:
+    def _token_slices(self) -> Iterator[slice]:
         """Yield slices of tokens to be processed together: few enough for a CPU's caches; all tokens where kernels are
         fused."""
         tokens, vocabulary = self._logits_CV.shape
@@ -289,12 +297,12 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 
 @functools.cache
-def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _compile_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return `_statistics` and `_to_gradient_` compiled by torch.compile."""
     return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)
 
 
-def _chunks(
+def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
     """Yield loss chunks of nearly equal size, which share one logits buffer: each is invalid when the next is

@@ -28,12 +28,12 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor
     if scaling.kind == "linear":
         return 1.0 / wave / scaling.factor
     if scaling.kind == "llama3":
-        return _llama3(1.0 / wave, scaling)
+        return _scale_llama3(1.0 / wave, scaling)
     assert scaling.kind == "yarn", scaling.kind
-    return _yarn(wave, scaling, config)
+    return _yarn_frequencies(wave, scaling, config)
 
 
-def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Scale frequencies as Llama 3.1: long wavelengths divided by the factor, short ones unchanged, a ramp between."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -43,19 +43,19 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _yarn(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
+def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
     """Return YaRN inverse frequencies (arXiv:2309.00071, section 3.2): high-frequency pairs unchanged, low-frequency
     pairs interpolated. `wave`: base ** (2i / D)."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
-    def pair_that_turns(times: float) -> float:
+    def find_pair_index(times: float) -> float:
         """Return the (fractional) index of the dimension pair that rotates `times` times within the original context
         length."""
         turns = positions / (times * 2 * math.pi)
         return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
 
-    low, high = pair_that_turns(scaling.beta_fast or 32.0), pair_that_turns(scaling.beta_slow or 1.0)
+    low, high = find_pair_index(scaling.beta_fast or 32.0), find_pair_index(scaling.beta_slow or 1.0)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.head_dim - 1)
@@ -107,11 +107,11 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
     kernels and the next product read them without a copy.
     """
     if x_BNSD.device.type == "cpu":
-        return _turned(x_BNSD, cosine, sine)
-    return _turned(*(each.transpose(1, 2) for each in (x_BNSD, cosine, sine))).transpose(1, 2)
+        return _rotate_halves(x_BNSD, cosine, sine)
+    return _rotate_halves(*(each.transpose(1, 2) for each in (x_BNSD, cosine, sine))).transpose(1, 2)
 
 
-def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate the dimension pairs (i, i + D/2) of `x`; cosine and sine broadcast against it."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)

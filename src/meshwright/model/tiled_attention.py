@@ -57,18 +57,18 @@ def tiled_attention(
     key-value head n // G. Result [B, N, S, D], in memory [B, S, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # An operator's first call loads the compiler, over a second: the first token of a generation should not wait.
-        return _attend(q_BNSD, k_BKSD, v_BKSD, first_BS)
+        return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
     return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
 
 
-def _attend(
+def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute `tiled_attention` without autograd."""
     q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in groups(q, _whole(q), first_BS):
+    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
         k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
@@ -79,7 +79,7 @@ def _attend(
     return out
 
 
-_forward = custom_operator("meshwright::tiled_attention")(_attend)
+_forward = custom_operator("meshwright::tiled_attention")(_compute_attention)
 
 
 @custom_operator("meshwright::tiled_attention_backward")
@@ -95,7 +95,7 @@ def _backward(
     dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
-    for rows, heads, tiles in groups(q, _whole(q), first_BS):
+    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
         k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
@@ -182,7 +182,7 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     return found
 
 
-def _whole(q_BKGSD: torch.Tensor) -> Span:
+def _full_span(q_BKGSD: torch.Tensor) -> Span:
     """Return the span of all queries and keys."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
@@ -221,17 +221,17 @@ def _(
     return like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save the inputs for backward (`setup_context` of register_autograd)."""
     q_BNSD, k_BKSD, v_BKSD, first_BS = inputs
     ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
     ctx.first_BS = first_BS
 
 
-def _differentiate(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.tiled_attention_backward
     return (*operator(d_out_BNSD, *ctx.saved_tensors, ctx.first_BS), None)
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

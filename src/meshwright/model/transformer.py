@@ -142,12 +142,12 @@ class Transformer(nn.Module):
     def head_weight(self) -> torch.Tensor:
         """Weight of the output head, [V, H] (the embedding's where they are tied); with tensor parallelism this rank's
         slice, without padding of the vocabulary."""
-        weight_VH = self._head.weight
+        weight_VH = self._head_module.weight
         real = self.config.vocabulary - self._first_token
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
 
     @property
-    def _head(self) -> Any:
+    def _head_module(self) -> Any:
         """Module that owns the weight of the output head."""
         return self.embedding if self.head is None else self.head
 
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
 
         Load-balancing losses of experts are in the gradient alone, not in the value.
         """
-        return self.run_stage(self._everything(), None, tokens_BS, targets_BS, documents, units).x
+        return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
     def run_stage(
         self,
@@ -185,11 +185,13 @@ class Transformer(nn.Module):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
             if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
-        x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
+        x_BSH = self._forward_blocks(
+            tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH
+        )
         balance = torch.stack(balances).sum() if balances else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
-        x_BSH = self._final(units.enter("head", x_BSH))
+        x_BSH = self._normalise_for_head(units.enter("head", x_BSH))
         states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
         if pairs is not None:
             losses_T = token_cross_entropy(states_TH, self.head_weight, targets_T, **self._loss_options)
@@ -219,10 +221,10 @@ class Transformer(nn.Module):
         run this pipeline stage alone on `x_BSH`, the previous stage's output; any but the last returns hidden states
         for the next.
         """
-        x_BSH = self._blocks(tokens_BS, documents, units, cache, positions, stage=stage, x=x_BSH)
+        x_BSH = self._forward_blocks(tokens_BS, documents, units, cache, positions, stage=stage, x=x_BSH)
         if stage is not None and not stage.last:
             return x_BSH
-        return units.leave("head", self._final(units.enter("head", x_BSH)))
+        return units.leave("head", self._normalise_for_head(units.enter("head", x_BSH)))
 
     def logits(
         self,
@@ -236,7 +238,7 @@ class Transformer(nn.Module):
 
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return the next-token logits [B, S, V] of the head's input `hidden_BSH`."""
-        local_BSV = nn.functional.linear(hidden_BSH, self._head.weight)
+        local_BSV = nn.functional.linear(hidden_BSH, self._head_module.weight)
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
@@ -246,7 +248,7 @@ class Transformer(nn.Module):
         options = {"dynamic": False, **options}
         self._run_block = self.axes.recompute.wrap(Block.forward, options, self._with_taps)
         if self.axes.dispatcher is not None:
-            self._run_block = _apart_from_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
+            self._run_block = _compile_around_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
         self.compiled = self._loss_options["compiled"] = True
@@ -261,12 +263,12 @@ class Transformer(nn.Module):
 
         return run
 
-    def _everything(self) -> Stage:
+    def _whole_model_stage(self) -> Stage:
         """Return the stage that spans the whole model; assert that this rank holds all of it."""
         assert self._whole, "this rank holds some stages alone"
         return whole_model(self.config)
 
-    def _blocks(
+    def _forward_blocks(
         self,
         tokens_BS: torch.Tensor,
         documents: Documents | None,
@@ -280,11 +282,11 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Run the stage's embedding and blocks on the tokens (or on `x`, the previous stage's output); return [B, S,
         H]. `balances`: list that load-balancing losses are appended to."""
-        stage = self._everything() if stage is None else stage
+        stage = self._whole_model_stage() if stage is None else stage
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
-        visible = self._visible(documents, set(windows.values()), sequence, tokens_BS.device, cached)
+        visible = self._attention_masks(documents, set(windows.values()), sequence, tokens_BS.device, cached)
         if positions_BS is None:
             positions_BS = documents.positions_BS()
         rotation = None
@@ -315,7 +317,7 @@ class Transformer(nn.Module):
             cache.length += sequence
         return x_BSH
 
-    def _visible(
+    def _attention_masks(
         self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device, cached: int
     ) -> dict[int | None, torch.Tensor | None]:
         """Return the attention mask for each sliding-window size of `windows`; this rank holds `sequence` tokens of
@@ -336,12 +338,12 @@ class Transformer(nn.Module):
             positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
         return self.positions(positions_BS)
 
-    def _final(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the final norm of `x_BSH`, as input of the tensor-parallel head."""
         return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
 
 
-def _apart_from_dispatch(
+def _compile_around_dispatch(
     run_dense: Callable[..., Any],
     recompute: Recompute,
     options: dict[str, Any],

@@ -123,10 +123,10 @@ def linear(
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
-        return _apply(_Linear, x, weight, bias, queue)
+        return _apply_function(_Linear, x, weight, bias, queue)
     if taps is None:
         return _uncompiled(_Linear, x, weight, bias, queue)
-    return _apply(_TappedLinear, x, weight, bias, taps.dy, taps.x)
+    return _apply_function(_TappedLinear, x, weight, bias, taps.dy, taps.x)
 
 
 class _Linear(torch.autograd.Function):
@@ -218,12 +218,12 @@ def grouped_linear(
     """Return x Wᵀ of each token copy with its expert's W; `weight` [E x Y, X] stacks them, `ends_E`: end index of each
     expert's copies (model/grouped_product.py)."""
     if queue is None or not torch.is_grad_enabled():
-        return grouped_product(x_NX, _stack(weight, ends_E), ends_E)
-    apply = _uncompiled if torch.compiler.is_compiling() else _apply
+        return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
+    apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
     return apply(_GroupedLinear, x_NX, weight, ends_E, queue)
 
 
-def _stack(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """View a stacked weight [E x Y, X] as [E, Y, X]."""
     return weight.view(len(ends_E), -1, weight.shape[1])
 
@@ -237,30 +237,30 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
-        return torch.ops.meshwright.grouped_product(x_NX, _stack(weight, ends_E), ends_E)  # type: ignore[no-any-return]
+        return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
-        dx_NX = operators.grouped_product_input(dy_NY, _stack(weight, ends_E), ends_E) if needs_x else None
+        dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
             context.queue.put(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
         return dx_NX, None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
     """Call `function.apply`."""
     return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
-_uncompiled = _apply
+_uncompiled = _apply_function
 
 
 def stay_out_of_graphs() -> None:
     """Exclude linear layers that write to a queue without taps from compiled graphs, where a compiled backward could
     not queue. Call it right before the first compilation: it loads the compiler, over a second."""
     global _uncompiled
-    if _uncompiled is _apply:
-        _uncompiled = torch.compiler.disable(_apply)
+    if _uncompiled is _apply_function:
+        _uncompiled = torch.compiler.disable(_apply_function)
