@@ -58,12 +58,11 @@ GATHERED = frozenset(
 
 
 class ActivationCheckpointing(Recompute):
-    """Saved activations of a block by `kind`:
+    """Activation checkpointing of a block by `kind`:
 
-    "none": those that its backward needs; compiled, the results of matrix products and attention, because everything
-    else is elementwise, and fused into the kernels of backward it costs less to recompute than to save;
-    "selective": the results of matrix products, and of sums over ranks, from which norms, activations and attention are
-    recomputed; "full": its inputs alone.
+    "none": save all that backward needs; when compiled, the results of matrix products and attention, because
+    elementwise work fused into backward kernels is cheaper to recompute than to save; "selective": save the results of
+    matrix products and of sums over ranks; "full": save the block's inputs alone.
     """
 
     def __init__(self, kind: str) -> None:
@@ -76,6 +75,8 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
+        """Return `function` with activation checkpointing, with `compile_options` compiled by torch.compile and passed
+        through `around`."""
         if self.kind == "selective":
             function = _keeping(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -92,14 +93,15 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any],
         around: Callable[[Function], Function],
     ) -> tuple[Function, Function]:
-        """As of `Recompute`; with "full" the caller wraps both parts together."""
+        """Wrap two consecutive parts of a function, of which only `first` can be compiled; with "full" the caller
+        checkpoints both together."""
         if self.kind == "full":
             return Recompute.wrap(self, first, compile_options, around), second
         return super().wrap_parts(first, second, compile_options, around)
 
 
 def _keeping(function: Function, operators: frozenset[Any]) -> Function:
-    """`function` of which the backward pass keeps the results of `operators`."""
+    """Return `function` with selective checkpointing that saves the results of `operators`."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
@@ -108,6 +110,8 @@ def _keeping(function: Function, operators: frozenset[Any]) -> Function:
 
 
 def _checkpointed(function: Function, **options: Any) -> Function:
+    """Return `function` under torch.utils.checkpoint, which gets `options`; without gradients it runs directly."""
+
     def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*arguments)
@@ -118,5 +122,5 @@ def _checkpointed(function: Function, **options: Any) -> Function:
 
 
 def _not_about_in_place(record: logging.LogRecord) -> bool:
-    """Drops the warning that a checkpointed region must not work in place: blocks do not."""
+    """Logging filter that drops torch's warning about in-place operations in checkpointed regions; blocks have none."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -23,11 +23,13 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class StageCompute:
-    """The `Compute` (parallel/pipeline.py) of one step or one evaluation.
+    """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
+    evaluation.
 
-    targets: what the sum of token losses (or of pairs) is divided by. at_once: the forwards that their own backward
-    follows at once. objective: what pairs are to teach. `loss` becomes the sum over the micro-batches whose last stage
-    is here (float64).
+    `targets`: divisor of the summed loss; `at_once`: forwards immediately followed by their own backward; `queue`:
+    deferred weight gradients of split backward passes; `mark`: called with the name of each finished phase;
+    `objective`: loss of preference pairs. `loss`: sum over the micro-batches whose last stage is on this rank
+    (float64).
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """The stage's output; of the last stage None, its loss is added up here."""
+        """Return the stage's output for input `x`; on the last stage add its loss to `loss` and return None."""
         self._arrived()
         key, part = (stage, replica, micro_batch), self._stages[stage]
         units = self.engine.prefetchers[stage]
@@ -71,7 +73,7 @@ class StageCompute:
         return None if part.last else out.detach()
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of the stage's input; those of its parameters go to where they are summed."""
+        """Return the gradient of the stage's input; parameter gradients are accumulated by the engine."""
         self._arrived()
         part = self._stages[stage]
         self.engine.start_pass(part)
@@ -83,7 +85,8 @@ class StageCompute:
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The gradient of the stage's input (B pass); weight gradients of products are queued for `weight_gradient`."""
+        """Return the gradient of the stage's input (B pass); weight gradients of linear layers are queued for
+        `weight_gradient`."""
         self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -95,7 +98,7 @@ class StageCompute:
         return d_x
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """The queued weight gradients (W pass)."""
+        """Compute the queued weight gradients (W pass)."""
         self._arrived()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -105,12 +108,13 @@ class StageCompute:
         self.mark("backward")
 
     def _arrived(self) -> None:
-        """Mark the end of waiting for another stage."""
+        """Mark the end of the wait for another stage ("pipeline" phase)."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Memory for what enters a stage: [B, S, H], with sequence parallelism this rank's slice of S."""
+        """Return an uninitialised receive buffer for a stage's input: [B, S, H], with sequence parallelism this rank's
+        slice of S."""
         tokens_BS, mesh = self._micro_batches[micro_batch][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -119,6 +123,8 @@ class StageCompute:
         return torch.empty(shape, dtype=self.engine.parameter_dtype, device=mesh.device)
 
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        """Run autograd's backward of one saved forward; return the gradient of the stage's input (None on the first
+        stage)."""
         x, root, balance = self._kept.pop(key)
         roots, gradients = [root], [None if d_out is None else _leave(root, d_out)]
         # What this stage's mixtures add to the summed loss; nothing, where no loss and no bias balances them.
@@ -130,7 +136,7 @@ class StageCompute:
 
 
 class _Kept(NamedTuple):
-    """Tensors that a forward keeps for its backward."""
+    """Tensors saved by a forward for its backward: stage input, autograd root, and load-balancing loss."""
 
     x: torch.Tensor | None
     root: torch.Tensor
@@ -138,8 +144,8 @@ class _Kept(NamedTuple):
 
 
 class _Exit(torch.autograd.Function):
-    """Where the backward pass of a stage begins. It stands for the stage's output without keeping its memory, which
-    goes when it has been sent: its own value is empty, and `_leave` tells it the gradient."""
+    """Autograd root of a stage's backward. It replaces the stage's output without keeping its memory, which is freed
+    once sent: its value is empty, and `_leave` sets its gradient."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
@@ -153,7 +159,7 @@ class _Exit(torch.autograd.Function):
 
 
 def _leave(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Tell an exit the gradient of what it stands for; what autograd is to begin with there."""
+    """Set the output gradient `d_out` on the root made by `_Exit`; return the empty gradient to pass to autograd."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)
