@@ -174,7 +174,7 @@ def _add_span_fused(
     """Compute `_add_span` with PyTorch's flash attention."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
-    o, here = _flash(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
+    o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
     into = out_BKGCD[..., span.queries, :], log_sum_BKGC[..., span.queries]
     _merge(*into, o.view(part.shape), here.view(part.shape[:-1]))
 
@@ -218,9 +218,9 @@ def _add_span_gradients(
             at = (rows, heads, slice(None), tile.queries)
             part = saved.q[at]
             q_PXD, d_out_PXD = pairs(part), pairs(saved.d_out[at])
-            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _column(saved.log_sum_BKGC[at])).exp_()
+            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _to_column(saved.log_sum_BKGC[at])).exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            less_PX1, v_PDL = _column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
             if dtype == less_PX1.dtype:
                 dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
             else:
@@ -257,20 +257,20 @@ def _add_span_gradients_fused(
     d_keys_values[1, :, :, span.keys] += dv
 
 
-def _fused(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
+def _supports_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
     """True if PyTorch's flash attention is used: on CUDA, in 16-bit dtypes, without a mask, heads up to 256 and a
     multiple of 8."""
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _flash(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return PyTorch's flash attention operator for the device."""
     on_cuda = device.type == "cuda"
     return aten._scaled_dot_product_flash_attention if on_cuda else aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _column(x: torch.Tensor) -> torch.Tensor:
+def _to_column(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X] to [P, X, 1]."""
     return pairs(x[..., None])
 
@@ -284,7 +284,9 @@ def ring_attention(
     """Return softmax(q kᵀ / √D) v over the keys of all ranks of `axis`, from sequence index `first_BC` (None: 0) to the
     query's own: [B, N, C, D], in memory [B, C, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _attend(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]  # an operator's first call loads the compiler
+        return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[
+            0
+        ]  # an operator's first call loads the compiler
     return torch.ops.meshwright.ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]
 
 
@@ -318,7 +320,7 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
         here = following
 
 
-def _attend(
+def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd; return the output and each query's log-sum-exp, [B, N, C]. `key`:
@@ -329,14 +331,14 @@ def _attend(
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
         for span in spans(axis.rank, source, axis.size, k.shape[2]):
-            if _fused(q, first_BC):
+            if _supports_flash_attention(q, first_BC):
                 _add_span_fused(out, log_sum, q, k, v, span)
             else:
                 _add_span(out, log_sum, q, k, v, first_BC, span)
     return like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
-_forward = custom_operator("meshwright::ring_attention")(_attend)
+_forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention)
 
 
 @custom_operator("meshwright::ring_attention_backward")
@@ -356,7 +358,7 @@ def _backward(
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
     q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)
     saved = _SavedQueries(q, out, d_out, log_sum, inner, first_BC)
-    add = _add_span_gradients_fused if _fused(q_BNCD, first_BC) else _add_span_gradients
+    add = _add_span_gradients_fused if _supports_flash_attention(q_BNCD, first_BC) else _add_span_gradients
     dq = torch.zeros_like(q, dtype=wide)
     # Gradients travel with their KV block, sent on while the next block is computed with.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
@@ -379,17 +381,17 @@ _forward.register_fake(
 _backward.register_fake(lambda d_out, q, k, v, *_: (like_queries(q), like_queries(k), like_queries(v)))
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Save the inputs and outputs for backward (`setup_context` of register_autograd)."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, *ctx.saved_tensors, ctx.first_BC, ctx.key), None, None)
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

@@ -122,7 +122,7 @@ class FlatLayout:
             if first < last:
                 yield part, first, last
 
-    def copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
+    def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """Split buffer elements [low, high) into ranges (first, last, copies), `copies` being the number of tp ranks
         that hold the same elements; padding and router balancing biases, excluded from gradient norms, are omitted."""
         ranges: list[tuple[int, int, int]] = []
@@ -201,13 +201,13 @@ def flat_layout(
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
         for row in tensor.rows:
-            slices += _slices_of_row(table, row, layout, coordinates, placed)
+            slices += _row_slices(table, row, layout, coordinates, placed)
     numel, decay_numel = table.unit_numel(name, layout, part), table.unit_decay_numel(name, layout, part)
     padded = padded_numel(numel, shards)
     return FlatLayout(buffer_name(name, part), tuple(tensors), tuple(slices), decay_numel, numel, padded)
 
 
-def _slices_of_row(
+def _row_slices(
     table: ParameterTable, row: Row, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[RowSlice]:
     """Return the slices of a parameter entry that this rank's slice of its engine tensor contains."""

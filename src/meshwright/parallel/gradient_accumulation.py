@@ -129,13 +129,13 @@ class GradientAccumulator:
         if running.held is not None:
             running.held.append((parameter, gradient))
             return
-        view, stale = self._view(running, parameter)
+        view, stale = self._gradient_view(running, parameter)
         if stale:
             view.copy_(gradient)
         else:
             view.add_(gradient)
         del gradient
-        self._note(running, parameter)
+        self._mark_accumulated(running, parameter)
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
         """Add the gradient dyᵀ x of a parameter [Y, X]; where dtypes agree, the matrix product accumulates into the
@@ -146,9 +146,9 @@ class GradientAccumulator:
         if running.held is not None or unit.gradient.dtype != x_NX.dtype:
             self.accumulate(parameter, dy_NY.T @ x_NX)
             return
-        view, stale = self._view(running, parameter)
+        view, stale = self._gradient_view(running, parameter)
         torch.addmm(view, dy_NY.T, x_NX, beta=0 if stale else 1, out=view)
-        self._note(running, parameter)
+        self._mark_accumulated(running, parameter)
 
     def _take_from_autograd(self, parameter: Any) -> None:
         """Move `parameter.grad`, if autograd set it, to the unit's buffer (post-accumulate hook)."""
@@ -156,14 +156,14 @@ class GradientAccumulator:
         if gradient is not None:  # else it came or comes another way (model/weight_gradients.py)
             self.accumulate(parameter, gradient)
 
-    def _view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
+    def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
         """Return the buffer view that accumulates a parameter's gradient, and True if it is to be overwritten."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
         return self._reducer.unsharded(name).view(index)
 
-    def _note(self, running: BackwardPass, parameter: nn.Parameter) -> None:
+    def _mark_accumulated(self, running: BackwardPass, parameter: nn.Parameter) -> None:
         """Mark a parameter's gradient as accumulated; reduce its unit if that was the last missing one."""
         name, index = self._place[parameter]
         running.missing[name].discard(index)

@@ -79,7 +79,7 @@ class SplitModel:
         size = self.mesh.pp.size
         with torch.no_grad():
             for first in range(0, len(micro_batches), size):
-                forwards = _Losses(self, micro_batches[first : first + size])
+                forwards = _LossForwards(self, micro_batches[first : first + size])
                 self._pipeline.run_forwards(forwards, len(forwards.micro_batches))
                 total += forwards.total
         all_reduce(total, self.mesh.pp, LOSS_SITE)
@@ -92,7 +92,7 @@ class SplitModel:
         rank. With a `cache` the tokens follow the cached ones. Ranks of tp have equal logits, so `choose` must draw
         alike on them."""
         with torch.no_grad():
-            forward = _Scores(self, tokens_BS, cache)
+            forward = _NextTokenForward(self, tokens_BS, cache)
             self._pipeline.run_forwards(forward, 1)
             token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
             if forward.scores_V is not None:
@@ -101,7 +101,7 @@ class SplitModel:
         return int(token)
 
 
-class _Forwards:
+class _ForwardOnlyCompute:
     """Forward-only implementation of `Compute` (parallel/pipeline.py)."""
 
     def __init__(self, split: SplitModel, micro_batches: Sequence[torch.Tensor]) -> None:
@@ -124,7 +124,7 @@ class _Forwards:
         raise AssertionError("nothing is trained here")
 
 
-class _Losses(_Forwards):
+class _LossForwards(_ForwardOnlyCompute):
     """Pipeline forwards that add up the token losses of micro-batches in `total` (nats)."""
 
     def __init__(self, split: SplitModel, micro_batches: Sequence[MicroBatch]) -> None:
@@ -141,7 +141,7 @@ class _Losses(_Forwards):
         return None
 
 
-class _Scores(_Forwards):
+class _NextTokenForward(_ForwardOnlyCompute):
     """Pipeline forward that stores the next-token logits of one sequence in `scores_V`."""
 
     def __init__(self, split: SplitModel, tokens_BS: torch.Tensor, cache: KeyValueCache | None) -> None:

@@ -126,13 +126,13 @@ class Pipeline:
         assert not program.steps.component.any(), f"{program.name} cuts layers into their parts"
         self.program, self.axis = with_transfers(program), axis
         self.checked = check_pipeline(self.program)
-        self._groups = _groups_of(self.program, axis.rank)
+        self._groups = _build_groups(self.program, axis.rank)
         if not axis.trivial and axis.communicator.device.type == "cuda":
             barrier(axis, START_SITE)  # NCCL connects a group at its first call, in which all of its ranks take part
 
     def run(self, compute: Compute) -> None:
         """Execute this rank's steps. Raises RankLost when a neighbour does not answer."""
-        _Run(self.axis, compute).take(self._groups)
+        _PipelineExecution(self.axis, compute).execute(self._groups)
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
         """Execute the forwards of the first `micro_batches` alone, in the same order. Raises RankLost."""
@@ -146,10 +146,10 @@ class Pipeline:
             transfers = [each for each in group.transfers if each.value[0] == OUTPUT and each.value[3] < micro_batches]
             if steps or transfers:
                 groups.append(_Group(steps, transfers))
-        _Run(self.axis, compute).take(groups)
+        _PipelineExecution(self.axis, compute).execute(groups)
 
 
-class _Run:
+class _PipelineExecution:
     """Tensors in flight during one execution of a program: local, arriving and leaving."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
@@ -158,7 +158,7 @@ class _Run:
         self.arriving: dict[Value, tuple[Handle, torch.Tensor]] = {}
         self.leaving: dict[Value, Handle] = {}  # each holds its tensor
 
-    def take(self, groups: list[_Group]) -> None:
+    def execute(self, groups: list[_Group]) -> None:
         """Execute groups of steps in order, then wait for all sends."""
         for group in groups:
             if group.transfers:
@@ -213,7 +213,7 @@ class _Run:
         return tensor
 
 
-def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
+def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
     """Return the groups of steps that `rank` executes, in order."""
     s, last = program.steps, program.stages - 1
     answers = find_consumed_sends(program, rank)

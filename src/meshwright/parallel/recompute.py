@@ -78,13 +78,13 @@ class ActivationCheckpointing(Recompute):
         """Return `function` with activation checkpointing, with `compile_options` compiled by torch.compile and passed
         through `around`."""
         if self.kind == "selective":
-            function = _keeping(function, MATRIX_PRODUCTS | SUMS)
+            function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
-            function = _keeping(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
+            function = _checkpoint_saving(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
         if compile_options is not None:
-            logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
+            logging.getLogger("torch._higher_order_ops.wrap").addFilter(_drop_in_place_warning)
             function = super().wrap(function, compile_options, around)
-        return _checkpointed(function) if self.kind == "full" else function
+        return _checkpoint_always(function) if self.kind == "full" else function
 
     def wrap_parts(
         self,
@@ -100,16 +100,16 @@ class ActivationCheckpointing(Recompute):
         return super().wrap_parts(first, second, compile_options, around)
 
 
-def _keeping(function: Function, operators: frozenset[Any]) -> Function:
+def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
     """Return `function` with selective checkpointing that saves the results of `operators`."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return _checkpointed(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
 
 
-def _checkpointed(function: Function, **options: Any) -> Function:
+def _checkpoint_always(function: Function, **options: Any) -> Function:
     """Return `function` under torch.utils.checkpoint, which gets `options`; without gradients it runs directly."""
 
     def run(*arguments: Any) -> Any:
@@ -121,6 +121,6 @@ def _checkpointed(function: Function, **options: Any) -> Function:
     return run
 
 
-def _not_about_in_place(record: logging.LogRecord) -> bool:
+def _drop_in_place_warning(record: logging.LogRecord) -> bool:
     """Logging filter that drops torch's warning about in-place operations in checkpointed regions; blocks have none."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -47,12 +47,12 @@ class StageCompute:
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
         self._micro_batches, self._targets, self._at_once, self._queue = micro_batches, targets, at_once, queue
         self._stages = engine.partition.stages
-        self._kept: dict[Key, _Kept] = {}
+        self._kept: dict[Key, _SavedForward] = {}
         self._paused: dict[Key, BackwardPass] = {}
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return the stage's output for input `x`; on the last stage add its loss to `loss` and return None."""
-        self._arrived()
+        self._mark_end_of_wait()
         key, part = (stage, replica, micro_batch), self._stages[stage]
         units = self.engine.prefetchers[stage]
         units.keeps_last = at_once = key in self._at_once
@@ -67,14 +67,14 @@ class StageCompute:
             out = out / self._targets
             self.loss += out.detach()
         if torch.is_grad_enabled():
-            root = out if part.last else _Exit.apply(out)
-            self._kept[key] = _Kept(x, root, balance)
+            root = out if part.last else _OutputRoot.apply(out)
+            self._kept[key] = _SavedForward(x, root, balance)
         self.mark("forward")
         return None if part.last else out.detach()
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient of the stage's input; parameter gradients are accumulated by the engine."""
-        self._arrived()
+        self._mark_end_of_wait()
         part = self._stages[stage]
         self.engine.start_pass(part)
         d_x = self._differentiate((stage, replica, micro_batch), d_out)
@@ -87,7 +87,7 @@ class StageCompute:
     ) -> torch.Tensor | None:
         """Return the gradient of the stage's input (B pass); weight gradients of linear layers are queued for
         `weight_gradient`."""
-        self._arrived()
+        self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self._paused[key] = self.engine.start_pass(part, split=True)
@@ -99,7 +99,7 @@ class StageCompute:
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
         """Compute the queued weight gradients (W pass)."""
-        self._arrived()
+        self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self.engine.gradients.resume(self._paused.pop(key))
@@ -107,7 +107,7 @@ class StageCompute:
         self.engine.end_pass(part)
         self.mark("backward")
 
-    def _arrived(self) -> None:
+    def _mark_end_of_wait(self) -> None:
         """Mark the end of the wait for another stage ("pipeline" phase)."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")
@@ -126,7 +126,7 @@ class StageCompute:
         """Run autograd's backward of one saved forward; return the gradient of the stage's input (None on the first
         stage)."""
         x, root, balance = self._kept.pop(key)
-        roots, gradients = [root], [None if d_out is None else _leave(root, d_out)]
+        roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
         # What this stage's mixtures add to the summed loss; nothing, where no loss and no bias balances them.
         if balance is not None and balance.requires_grad:
             roots.append(balance)
@@ -135,7 +135,7 @@ class StageCompute:
         return None if x is None else x.grad
 
 
-class _Kept(NamedTuple):
+class _SavedForward(NamedTuple):
     """Tensors saved by a forward for its backward: stage input, autograd root, and load-balancing loss."""
 
     x: torch.Tensor | None
@@ -143,9 +143,9 @@ class _Kept(NamedTuple):
     balance: torch.Tensor | None
 
 
-class _Exit(torch.autograd.Function):
+class _OutputRoot(torch.autograd.Function):
     """Autograd root of a stage's backward. It replaces the stage's output without keeping its memory, which is freed
-    once sent: its value is empty, and `_leave` sets its gradient."""
+    once sent: its value is empty, and `_set_output_gradient` sets its gradient."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
@@ -158,8 +158,8 @@ class _Exit(torch.autograd.Function):
         return gradient
 
 
-def _leave(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Set the output gradient `d_out` on the root made by `_Exit`; return the empty gradient to pass to autograd."""
+def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
+    """Set the output gradient `d_out` on the root made by `_OutputRoot`; return the empty gradient to pass to autograd."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

@@ -46,7 +46,7 @@ class ForwardBackward:
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
-        self._passes, self._at_once, split = _passes_of_rank(program, engine.mesh.pp.rank)
+        self._passes, self._at_once, split = _count_passes(program, engine.mesh.pp.rank)
         self._queue = WeightGradients(engine.gradients)
         if split:
             take_weight_gradients(model, self._queue)
@@ -138,7 +138,7 @@ def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
-def _passes_of_rank(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
+def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
     """Return the number of backward passes through each stage of a rank, the forwards immediately followed by their own
     backward, and True if any backward is split."""
     s = program.steps

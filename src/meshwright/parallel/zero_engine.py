@@ -85,7 +85,7 @@ class ZeroEngine:
         parameters: dict[str, list[nn.Parameter]] = {}
         for name in held:
             for part in table.unit_parts(name, mesh.layout):
-                unit = self._unit(name, part, tied[name])
+                unit = self._build_unit(name, part, tied[name])
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
@@ -120,7 +120,7 @@ class ZeroEngine:
             axes[places] = self.mesh.among("pp", places) if len(places) > 1 else None
         return {name: axes[places] for name, places in holders.items()}
 
-    def _unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
+    def _build_unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
         """Build the FSDP unit `name` (its dense or expert part). `tied`: other pipeline ranks that hold it."""
         mesh = self.mesh
         if part == "dense":
@@ -142,7 +142,7 @@ class ZeroEngine:
         )
         return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
 
-    def _names_of(self, stage: Stage) -> list[str]:
+    def _unit_names(self, stage: Stage) -> list[str]:
         """Return the names of the FSDP units that a stage uses, in the order of first use."""
         return [unit.flat.name for name in self.partition.needed(stage) for unit in self._units_of[name]]
 
@@ -154,7 +154,7 @@ class ZeroEngine:
         passes = dict.fromkeys(self._units, 0)
         for stage in self.partition.held(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
-            for name in self._names_of(stage):
+            for name in self._unit_names(stage):
                 passes[name] += count
         self.gradients.begin_step(passes)
 
@@ -171,7 +171,7 @@ class ZeroEngine:
 
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
         """Start a backward pass through a stage and return it; `split`: `pause_pass` ends its first half."""
-        return self.gradients.start(self._names_of(stage), split)
+        return self.gradients.start(self._unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
         """Pause a split pass; `gradients.resume` and `accumulate` later add the gradients of `still_to_come`."""
@@ -196,7 +196,7 @@ class ZeroEngine:
         the square, not finite if any gradient is not. Elements that several ranks hold are divided among them."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self._units.values():
-            for low, high, copies in unit.flat.copies(unit.start, unit.stop):
+            for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
                 total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
         return total
 
