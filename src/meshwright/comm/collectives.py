@@ -1,7 +1,7 @@
-"""Every collective call of the project. Each has a site, a static name such as "data.gradients", under which its bytes
-are recorded, faults are planted and time-outs are reported. On an axis of size 1 nothing is called and nothing copied.
+"""Every collective call of the project. Each has a site, a static label such as "data.gradients", under which bytes are
+recorded, faults are injected and timeouts are reported. On an axis of size 1 nothing is called and nothing copied.
 
-Sums are the same on every rank and depend on neither timing nor load.
+Sums are bitwise equal on every rank and independent of timing and load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from meshwright.errors import RankLost
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, the same on all of them."""
+    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, equal on all ranks. `site`: label
+    of the call in traces. Returns a handle to wait on (complete, unless `async_op`)."""
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
@@ -42,9 +43,9 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """output[n] = sum over ranks of their source[r * n : (r + 1) * n], r this rank's place. `source` must stay as it is
-    until the handle has been waited for; it may then be reused, and where a program serves the axis, of it only this
-    rank's part has a meaning. On an axis of size 1 `output` is a copy of `source` (none, if they are one memory)."""
+    """Write to `output` this rank's slice of the sum of `source` over ranks: sum of source[r * n : (r + 1) * n], r its
+    rank in axis, n = output.numel(). `source` must not change before the handle is waited for, and may be overwritten
+    except for this rank's slice. On an axis of size 1 `output` is a copy of `source`."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
@@ -66,7 +67,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """output = the concatenation of the ranks' `source`, in their order. `source` may lie in `output` at its place."""
+    """Write the concatenation of the ranks' `source`, in rank order, to `output`. `source` may be a view of its slice
+    of `output`."""
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     mine = output.view(-1)[axis.rank * n : (axis.rank + 1) * n]
@@ -92,7 +94,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
-    """Give every rank the `tensor` of the rank at place `source` of the axis."""
+    """Overwrite `tensor` on every rank with that of the rank at index `source` of the axis."""
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
@@ -114,8 +116,8 @@ def all_to_all(
     source_sizes: list[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to the i-th rank of the axis and
-    receive theirs into `output`, in order."""
+    """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to rank i of the axis and receive
+    its part for this rank as i-th part of `output`."""
     if axis.trivial:
         _copy(output, source)
         return DONE
@@ -140,11 +142,11 @@ def all_to_all(
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
-    """Post messages between single ranks together; a handle for each, in their order.
+    """Post point-to-point messages together; return one handle for each, in order.
 
-    Messages from one rank to another arrive in the order in which they are posted. A tensor that is sent must stay as
-    it is until its handle has been waited for. A planted fault is served by the receiver: nothing arrives (skip, drop:
-    zeros), it arrives doubled, or the message before it of the same size arrives again.
+    Messages from one rank to another arrive in posting order. A sent tensor must not change before its handle is waited
+    for. An injected fault takes effect at the receiver: zeros arrive (skip, drop), doubled values, or the previous
+    message of the same size.
     """
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
@@ -178,7 +180,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Send `source` to the next rank of the axis, of the last one to the first, and receive that of the rank before
+    """Send `source` to the next rank of the axis (the last sends to the first) and receive that of the previous rank
     into `output`. On an axis of size 1 `output` is a copy of `source`."""
     if axis.trivial:
         _copy(output, source)
@@ -195,7 +197,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """output = the ranks' `source` one after the other along dim 0, of which the i-th rank's has sizes[i] rows."""
+    """Write the ranks' `source`, concatenated along dim 0, to `output`; that of rank i has sizes[i] rows."""
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
         _copy(mine, source)
@@ -212,8 +214,8 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """output = the sum over ranks of the part of their `source` that is this rank's: the i-th rank's has sizes[i] rows
-    (dim 0), in the order of the ranks."""
+    """Write to `output` this rank's rows (dim 0) of the sum of `source` over ranks; rank i owns sizes[i] rows. Ranks
+    are added in order."""
     mine = source.split(sizes)[axis.rank]
     if axis.trivial:
         _copy(output, mine)
@@ -229,8 +231,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Return when every rank of the axis has come here: the host too, which on CUDA a collective call alone does not
-    hold up."""
+    """Block until every rank of the axis has called it; on CUDA the host waits for the stream too."""
     if axis.trivial:
         return
     call, _ = _enter("barrier", axis, site, 0, 0)
@@ -241,33 +242,36 @@ def barrier(axis: Axis, site: str) -> None:
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to `output` unless they share memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
 
 
 def _turned(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The ranks' parts, one after the other, as if each rank stood one place further on."""
+    """Return the ranks' slices of `parts` shifted by one rank (for the fault "wrong group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _turn(parts: torch.Tensor, axis: Axis) -> None:
+    """Shift the ranks' slices of `parts` by one rank, in place."""
     parts.copy_(_turned(parts, axis))
 
 
 def _sent(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
-    """Bytes that this rank sends: those of the program that serves here, or else `native`."""
+    """Return the bytes that this rank sends: by the collective program that serves the axis, else `native`."""
     program = axis.program(operation, vector.nbytes)
     return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
 
 
 def _timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """How long the host waits. NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block
+    """Return how long the host waits: None on CUDA, where NCCL's watchdog ends a hanging call and a timeout would block
     the host."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Who waits for whom, and where; index: among the messages from the one to the other."""
+    """Return two texts for an error: which rank waits for which, and in which message. `index`: of the message between
+    the two ranks."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -278,7 +282,8 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _Entered:
-    """A call that has been recorded; calling it says how to name it in an error: who waits, where. payload: bytes."""
+    """A recorded collective call; calling it returns two texts for an error: which rank waits, and in which call.
+    `payload`: bytes."""
 
     operation: str
     axis: Axis
@@ -287,8 +292,8 @@ class _Entered:
     index: int = 0  # among the calls of the group, once it is posted
 
     def post(self, tensor: torch.Tensor, uneven: bool) -> int:
-        """Write it to the ring of calls; its number there. uneven: without the number of rows, which is another in
-        every call. Of a call that a planted fault skips, others see nothing."""
+        """Write the call to the flight recorder's ring and return its number there. `uneven`: omit the number of rows,
+        which differs between ranks."""
         axis, calls = self.axis, self.axis.communicator.calls
         group = axis.calls_group
         shape = ("...", *tensor.shape[1:]) if uneven else tensor.shape
@@ -297,6 +302,7 @@ class _Entered:
         return number
 
     def __call__(self) -> tuple[str, str]:
+        """Return two texts for an error: which rank had no answer from which, and in which call."""
         axis = self.axis
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
@@ -304,7 +310,8 @@ class _Entered:
 
 
 def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_Entered, Fault | None]:
-    """Record the call; returns it, and the fault planted here."""
+    """Record a call of `payload` bytes, of which this rank sends `sent`; return it and the fault injected at it, if
+    any."""
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
@@ -322,7 +329,8 @@ def _run(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
+    """Post a recorded call's transfers and return its handle; `then` runs when they are complete, before an injected
+    fault corrupts `output`."""
     number = call.post(output, uneven)
     try:
         if (around := axis.communicator.around) is None:

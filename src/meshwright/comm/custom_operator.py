@@ -1,4 +1,4 @@
-"""Custom operators that run without torch's compiler until something else has loaded it, which takes over a second."""
+"""Custom operators that do not load torch's compiler, which takes over a second, unless something else has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ COMPILER = "torch._dynamo"
 
 
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """As `torch.library.custom_op(name, mutates_args=(), schema=schema)`; None: the schema of the annotations."""
+    """Return a decorator like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: from
+    annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
         operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
@@ -27,7 +28,7 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, or what it wraps while there is no compiler to keep it from."""
+    """Return a kernel that calls the undecorated function until torch's compiler is loaded, `kernel` afterwards."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

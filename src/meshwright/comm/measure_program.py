@@ -1,5 +1,4 @@
-"""Runs a collective program on processes of this machine, beside torch.distributed's own call for the same operation:
-the same result, exactly, and how long both take."""
+"""Run a collective program on local processes, check that its result equals torch.distributed's, and time both."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def measure(
 
 
 def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Elements of the vector that is run on."""
+    """Return the number of vector elements for `total_bytes`, rounded up to equal shares where ranks own shares."""
     if total_bytes < 0:
         raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
     numel = max(1, -int(-total_bytes // itemsize))
@@ -85,7 +84,8 @@ def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> i
 
 
 def combined(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` returns, from the answers of all ranks."""
+    """Combine the answers of all ranks of `measure_rank` to the result of `measure`. `total_bytes`: size of the
+    vector."""
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
@@ -115,7 +115,8 @@ def measure_rank(
     device: str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """One rank's part, wherever its process group reaches: exact, seconds of each run (ours, theirs), bytes_sent."""
+    """Measure one rank of a program in any process group. Returns exact (bool), seconds of each run (ours, theirs),
+    bytes_sent, backend, native."""
     executable = Executable(checked, group, timeout_seconds, device=device)
     name, native = NATIVE[checked.program.operation]
     exact = _same(executable, native, numel, device)
@@ -146,7 +147,7 @@ def measure_rank(
 
 
 def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the program, as a call that others can see."""
+    """Run the collective program once, recorded in the flight recorder."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
@@ -156,7 +157,7 @@ def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Ten
 
 
 def _same(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
-    """Whether the program gives what torch.distributed gives, on whole numbers."""
+    """True if the program and torch.distributed give equal results on integers."""
     program = executable.program
     if program.operation == "barrier":
         _ours(executable, None, None)
@@ -172,14 +173,14 @@ def _same(executable: Executable, native: Callable[..., Any], numel: int, device
 
 
 def _theirs(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
-    """The result of torch.distributed's call. Gloo has most of them for host memory alone."""
+    """Run torch.distributed's call `native` on `vector` and return the result; via host memory where gloo needs it."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     result = native(executable, there)
     return (there if result is None else result).to(vector.device)
 
 
 def promised(executable: Executable, numel: int) -> slice:
-    """The part of the vector that the operation promises to this rank."""
+    """Return the slice of the vector that the operation defines on this rank."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -195,20 +196,24 @@ def promised(executable: Executable, numel: int) -> slice:
 
 
 def _receiver(executable: Executable) -> int:
+    """Return the receiving rank of a send-receive."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 
 
 def _reduction(executable: Executable) -> Any:
+    """Return the torch.distributed ReduceOp of the program's reduction."""
     operations = {"minimum": dist.ReduceOp.MIN, "maximum": dist.ReduceOp.MAX}
     return operations.get(executable.program.reduction, dist.ReduceOp.SUM)
 
 
 def _mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
+    """Divide a sum by the number of ranks if the reduction is a mean."""
     return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
 
 
 def _share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Return this rank's equal share of the vector."""
     return vector.view(executable.program.ranks, -1)[executable.rank]
 
 

@@ -1,7 +1,7 @@
-"""Runs collective programs on tensors over torch.distributed: prepared once for a rank, run many times.
+"""Run collective programs on tensors over torch.distributed: prepared once per rank, run many times.
 
-On CPU tensors a long vector is cut into segments. The program runs on each of them by itself, on a few at a time: while
-one segment is on its way another is added up, and what is added up is still in the cache.
+On CPU tensors a long vector is cut into segments, a few of which run at a time: while one segment is in transfer
+another is reduced, still in cache.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class _Segment:
 
 
 class Buffers:
-    """Memory beside the vector, kept from run to run. Programs that never run at the same time may share it."""
+    """Scratch buffers reused from run to run. Programs that never run concurrently may share them."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """`numel` elements with the dtype and device of `like`; the content of before, if anything."""
+        """Return a buffer of `numel` elements with the dtype and device of `like`; contents are those of its last use,
+        or undefined. `lane`: index of the concurrent segment."""
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -95,19 +96,19 @@ class Executable:
 
     @property
     def name(self) -> str:
-        """`all-reduce ring`."""
+        """Operation and algorithm, such as "all-reduce ring"."""
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes that this rank puts on the wire for a vector of `numel` elements, padding included."""
+        """Return the bytes that this rank sends for a vector of `numel` elements, padding included."""
         return cutting.compute_sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
 
     def run(self, vector: torch.Tensor | None, output: torch.Tensor | None = None) -> None:
-        """Run in place on `vector`, the operation's whole vector, contiguous (None: barrier). All-to-all leaves its
-        result in `output`. In all-gather, gather, scatter and reduce-scatter a rank's share stands at the rank's place;
-        what the operation does not promise, such as the other shares after a reduce-scatter, is undefined afterwards.
+        """Run in place on the contiguous `vector`, the operation's whole vector (None: barrier). All-to-all writes to
+        `output`. In all-gather, gather, scatter and reduce-scatter a rank's share is at its rank's position; elements
+        that the operation does not define are undefined afterwards.
 
         Raises RankLost, and UserError for vectors that the program cannot take.
         """
@@ -127,6 +128,7 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+        """Run on a flat vector in memory that the backend can send."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
@@ -140,6 +142,7 @@ class Executable:
             self._divide(vector)
 
     def _advance(self, segments: list[_Segment]) -> None:
+        """Run the segments, on gloo several at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -151,8 +154,8 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """One segment after another, with a pause in each group, when its transfers are under way. A lane's messages
-        have a tag of their own, so that their order says which receive each is for."""
+        """Run one lane's segments in turn, yielding True in each group after its transfers are posted. Each lane has
+        its own message tag."""
         tag = TAG + lane
         for segment in segments:
             memory = self._memory(segment, lane)
@@ -177,7 +180,8 @@ class Executable:
                 segment.finish()
 
     def _run_in_batches(self, segment: _Segment) -> None:
-        """Each group as one call, as NCCL wants it: one ncclGroup, in the order of the current stream."""
+        """Run a segment with one batched call per group, as NCCL requires (one ncclGroup), in the order of the current
+        stream."""
         memory, staging = self._memory(segment, 0), self._beside("staging", 0, segment, segment.plan.staging)
         early: list[Message] = []
         for group in segment.plan.groups:
@@ -196,7 +200,7 @@ class Executable:
             segment.finish()
 
     def _where(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """What a message is read from or written to."""
+        """Return the memory that a message is read from or written to."""
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
@@ -204,12 +208,14 @@ class Executable:
     def _post(
         self, works: list[Any], message: Message, call: Callable[..., Any], tensor: torch.Tensor, tag: int
     ) -> None:
+        """Post a message by `call` (send or receive) and store its work handle in `works`. Raises RankLost."""
         try:
             works[message.number] = call([tensor], message.peer, tag)
         except RuntimeError as error:  # a connection that is gone fails at once
             raise self._lost(message, error) from error
 
     def _wait(self, works: list[Any], message: Message) -> None:
+        """Wait until a posted message is complete. Raises RankLost."""
         try:
             works[message.number].wait(self._timeout)
         except RuntimeError as error:
@@ -217,7 +223,7 @@ class Executable:
         works[message.number] = None
 
     def _lost(self, message: Message, error: RuntimeError) -> RankLost:
-        """Who waits for whom."""
+        """Return the RankLost error of a message: which rank waits for which, in which step."""
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
@@ -228,6 +234,7 @@ class Executable:
         )
 
     def _apply(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
+        """Execute a local copy or reduction on slots."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, Local) and not event.combine:
@@ -236,7 +243,7 @@ class Executable:
             self._combine(target, source, out=target)
 
     def _divide(self, vector: torch.Tensor) -> None:
-        """Sums to means, where this rank has sums."""
+        """Divide this rank's sums by the number of ranks, in place."""
         operation, size = self.program.operation, vector.numel() // self.program.ranks
         if operation == "reduce-scatter":
             vector = vector[self.rank * size : (self.rank + 1) * size]
@@ -246,7 +253,8 @@ class Executable:
     # --- memory
 
     def _part(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """A segment of a vector that belongs to nobody. A last one that chunks do not divide runs in a padded copy."""
+        """Return the segment of `n`-element chunks from `start` on, for operations without shares. A last one that
+        chunks do not divide runs in a padded copy."""
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
@@ -257,14 +265,14 @@ class Executable:
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
     def _in_place(self, numel: int) -> bool:
-        """Whether chunks are exact parts of the shares."""
+        """True if chunks divide the ranks' shares of `numel` elements exactly."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
         )
 
     def _pieces(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Segments of a vector in shares: a piece of every chunk each."""
+        """Return segments of a vector of shares; each takes the same range of every chunk."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
@@ -285,7 +293,7 @@ class Executable:
         ]
 
     def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run on a copy in which every share is filled up to whole chunks."""
+        """Run on a copy in which every share is padded to whole chunks."""
         n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
@@ -300,7 +308,7 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _memory(self, segment: _Segment, lane: int) -> Memory:
-        """All slots of a segment: data, output, scratch."""
+        """Return the memory of all slots of a segment: data, output, scratch."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -308,6 +316,7 @@ class Executable:
         chunks, first_scratch = program.chunks, program.first_scratch
 
         def memory(slot: int, count: int) -> torch.Tensor:
+            """Return `count` adjacent slots from `slot` on."""
             if slot < chunks:
                 return data(slot, count)
             if slot >= first_scratch:
@@ -318,16 +327,16 @@ class Executable:
         return memory
 
     def _beside(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Slots of a lane's own, kept from run to run."""
+        """Return the memory of a lane's scratch slots, reused from run to run."""
         return _adjacent(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
-    """Slots of n elements, one after another."""
+    """Return the memory of slots of n elements, one after another."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _single(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """The same piece of each chunk of n elements."""
+    """Return the memory of slots that are the same range, from `start` on, of each chunk of n elements."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -159,7 +159,7 @@ class _OutputRoot(torch.autograd.Function):
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Set the output gradient `d_out` on the root made by `_OutputRoot`; return the empty gradient to pass to autograd."""
+    """Set the output gradient `d_out` on the root made by `_OutputRoot`; return the empty gradient for autograd."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)
