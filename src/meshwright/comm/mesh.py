@@ -30,9 +30,11 @@ EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica":
 class UnderWay(Protocol):
     """A collective call in flight that has not been waited for."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Return when the call is complete."""
 
-    def settle(self, seconds: float) -> None: ...
+    def settle(self, seconds: float) -> None:
+        """Wait up to `seconds` for the call, ignoring errors."""
 
 
 calls_under_way: dict[UnderWay, Communicator] = {}

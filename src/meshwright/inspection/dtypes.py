@@ -1,4 +1,4 @@
-"""Element types by the names that safetensors gives them, and how their bytes become numbers."""
+"""Element types by their safetensors names, and conversion of their bytes to numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """`bits` of an element; `read` makes numbers of raw bytes [n], None where they are not read as numbers."""
+    """An element type of `bits` bits; `read` converts raw bytes [n] to an array of values, None if its values are not
+    read."""
 
     bits: int
     read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
 
 
 def _plain(kind: str) -> ElementType:
+    """Return the little-endian element type of a NumPy dtype string, such as "f4"."""
     dtype = np.dtype(kind).newbyteorder("<")
     return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
 
 
 def _bfloat16(raw: NDArray[np.uint8]) -> NDArray[Any]:
+    """Convert raw bytes of bfloat16 values to float32."""
     return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 def _small_floats(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
-    """The value of each byte of an 8-bit float (Micikevicius et al. 2022, arXiv:2209.05433, table 1)."""
+    """Return the float32 value of each of the 256 codes of an 8-bit float (Micikevicius et al. 2022, arXiv:2209.05433,
+    table 1). `infinities`: the highest exponent encodes infinities and NaNs (E5M2)."""
     codes = np.arange(256)
     sign = np.where(codes >= 128, -1.0, 1.0)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
@@ -46,6 +50,7 @@ def _small_floats(exponent_bits: int, mantissa_bits: int, infinities: bool) -> N
 
 
 def _table(values: NDArray[np.float32]) -> ElementType:
+    """Return the 8-bit element type whose codes have the given values [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 

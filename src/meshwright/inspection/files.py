@@ -1,5 +1,5 @@
-"""Which tensors a path holds: one safetensors file, shards with an index, or torch's `.bin` read without its pickle's
-code. Only headers are read; every mistake in them is one line that names the file."""
+"""Find the tensors of a model path: a safetensors file, shards with an index, or torch's `.bin`, read without executing
+its pickle. Only headers are read; every error in them is one line that names the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. `offset`: of its first byte in the file; `bytes`: of its values."""
+    """One tensor of a file. `offset`: of its first byte in the file; `bytes`: size of its values."""
 
     name: str
     file: Path
@@ -36,14 +36,13 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class TensorFiles:
-    """The tensors of a path, by file in the order of the names of files and of their places in them.
-
-    `unindexed`: tensors that lie in a shard and are not in the index.
-    """
+    """All tensors of a path, ordered by file name and offset. `unindexed`: names of tensors in a shard that the index
+    does not list."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +65,7 @@ class TensorFiles:
             self.unindexed = [name for name in seen if name not in indexed]
 
     def raw(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """The bytes of a tensor, 1-D, mapped: a page of the file is read when it is accessed."""
+        """Return the bytes of a tensor as a 1-D memory map; pages are read on access."""
         if not entry.bytes:
             return np.zeros(0, dtype=np.uint8)
         if entry.file in self._pickled:
@@ -77,7 +76,7 @@ class TensorFiles:
         return np.memmap(entry.file, dtype=np.uint8, mode="r", offset=entry.offset, shape=(entry.bytes,))
 
     def _of_pickle(self, file: Path) -> Iterator[TensorEntry]:
-        """The tensors of a file that `torch.save` wrote. Only tensors and plain containers are unpickled."""
+        """Yield the tensors of a file written by `torch.save`; only tensors and plain containers are unpickled."""
         import torch
 
         try:
@@ -104,7 +103,8 @@ class TensorFiles:
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """The tensors of a safetensors file in the order of their places. Nothing but its header is read."""
+    """Return the tensors of a safetensors file, sorted by offset, from its header alone. Raises UserError for a damaged
+    file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -136,6 +136,7 @@ def read_header(file: Path) -> list[TensorEntry]:
 
 
 def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
+    """Parse one tensor's header entry `said`. `begin`: offset of the first tensor byte in the file."""
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
@@ -158,7 +159,7 @@ def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEnt
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """The files of a path that hold tensors, and where the index says that each tensor is, if there is one."""
+    """Return the model files of a path, and the file of each tensor name by the index, if there is one."""
     if path.is_file():
         if path.name.endswith(INDEX_SUFFIXES):
             return _indexed(path)
@@ -181,6 +182,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
 
 
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the shard files of an index, and the file of each tensor name."""
     try:
         weight_map = read_json(index)["weight_map"]
         places = {str(name): index.parent / file for name, file in weight_map.items()}
@@ -198,7 +200,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors of nested dictionaries, their keys joined by dots."""
+    """Yield the names and tensors of nested dictionaries; names are keys joined by dots."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -209,6 +211,7 @@ def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _torch_names() -> dict[Any, str]:
+    """Return the safetensors name of each torch dtype."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Statistics of a tensor in one pass over blocks of it: memory stays that of a block, however large the tensor."""
+"""Statistics of a tensor in one pass over blocks; memory is that of one block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BLOCK = 1 << 20  # elements
 
 
 def first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float | int | bool] | None:
-    """The first `count` values of a tensor, None for types whose values are not read."""
+    """Return the first `count` values of a tensor, or None for types whose values are not read. `dtype`: safetensors
+    name."""
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:
         return None

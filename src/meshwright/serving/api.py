@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class TextStream:
-    """Iterator over the text of one prompt, in pieces of whole characters as they are generated.
+    """Iterator over the generated text of one prompt, in pieces of complete characters.
 
     Attributes:
         generation: Text, tokens and times so far; final once the iterator has ended.
@@ -35,9 +35,11 @@ class TextStream:
         self._pieces = pieces
 
     def __iter__(self) -> TextStream:
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> str:
+        """Return the next piece of text."""
         piece, self.generation = next(self._pieces)
         return piece
 
@@ -128,6 +130,7 @@ class Model:
 
     @property
     def _whole(self) -> Generator:
+        """Generator of a model in this process; requires `layout` None."""
         from meshwright.serving.generate import Generator
 
         assert isinstance(self._generator, Generator)
@@ -135,6 +138,7 @@ class Model:
 
     @property
     def _split(self) -> SplitGenerator:
+        """Generator of a model split over local ranks; requires a `layout`."""
         from meshwright.serving.split import SplitGenerator
 
         assert isinstance(self._generator, SplitGenerator)
@@ -193,17 +197,20 @@ def load(
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:
+    """Build the sampling options."""
     from meshwright.serving.sampling import Sampling
 
     return Sampling(temperature, top_k, top_p, seed)
 
 
 def _check_prompt(prompt: object) -> None:
+    """Raise UserError unless the prompt is a string."""
     if not isinstance(prompt, str):
         raise UserError(f"prompt: takes a text, not {type(prompt).__name__}")
 
 
 def _dtype(wanted: str | torch.dtype | None) -> torch.dtype:
+    """Return the torch dtype of a name or dtype; None: float32. Raises UserError for an unknown name."""
     import torch
 
     if isinstance(wanted, torch.dtype):

@@ -1,4 +1,4 @@
-"""Text from a model that is cut over ranks of this machine."""
+"""Text generation with a model split over local ranks of this machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LOOK_SECONDS = 0.05  # between looks whether ranks that write no text have ende
 
 
 class SplitGenerator:
-    """The model of a Hugging Face directory on local ranks, over gloo. Each call starts the ranks and loads the model.
+    """Continues prompts with a model split over local ranks, connected by gloo. Each call starts the ranks and loads
+    the model.
 
-    layout: tp and pp alone, as `parallel.inference.reading_layout` returns it.
+    `layout`: tp and pp alone, as `parallel.inference.reading_layout` returns it.
     """
 
     def __init__(self, directory: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
@@ -68,16 +69,19 @@ class SplitGenerator:
                 os.close(descriptor)
 
     def _ranks(self) -> LocalRanks:
+        """Return local ranks for the layout."""
         return LocalRanks(self.layout.world_size, threads=choose_threads(self.layout.world_size))
 
     def _given(
         self, prompts: Sequence[str], max_tokens: int, sampling: Sampling | None, chat: bool
     ) -> tuple[str, str, torch.dtype, list[str], int, Sampling | None, bool]:
+        """Return the arguments of `_on_rank`, without the pipe."""
         return str(self.directory), str(self.layout), self.dtype, list(prompts), max_tokens, sampling, chat
 
 
 def _pieces(descriptor: int, answer: Future[list[list[Generation]]]) -> Iterator[str]:
-    """The pieces of text that rank 0 writes into a pipe, a JSON string a line, until all ranks have answered."""
+    """Yield the pieces of text that rank 0 writes to a pipe, one JSON string per line, until all ranks have
+    answered."""
     unread = b""
     while True:
         ended = answer.done()  # before the last look: what was written before it is read
@@ -93,6 +97,8 @@ def _on_rank(
     directory: str, layout: str, dtype: torch.dtype, prompts: list[str], max_tokens: int, sampling: Sampling | None,
     chat: bool, pipe: str | None,
 ) -> list[Generation]:  # fmt: skip
+    """Load this rank's part of the model and continue the prompts; rank 0 streams the first one's text to `pipe`, if
+    given."""
     mesh = Mesh.create(Layout.parse(layout))
     split = SplitModel(Path(directory), mesh, dtype)
     generator = Generator.of_model(split, split.config, Path(directory))
