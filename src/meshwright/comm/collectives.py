@@ -30,8 +30,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     size = tensor.numel() * tensor.element_size()
     sent = 2 * size * (axis.size - 1) // axis.size
     if op == "sum":
-        sent = _sent(axis, "all_reduce", tensor, sent)
-    call, fault = _enter("all_reduce", axis, site, size, sent)
+        sent = _count_sent_bytes(axis, "all_reduce", tensor, sent)
+    call, fault = _record_call("all_reduce", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
@@ -39,7 +39,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     over, _ = axis.communicator.faults.over(fault, axis, ordered=False)
     if over.trivial:
         return DONE
-    return _run(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
+    return _post_call(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -50,20 +50,20 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
     if axis.trivial:
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return DONE
     size = source.numel() * source.element_size()
-    sent = _sent(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
-    call, fault = _enter("reduce_scatter", axis, site, size, sent)
+    sent = _count_sent_bytes(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
+    call, fault = _record_call("reduce_scatter", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
     over, turned = axis.communicator.faults.over(fault, axis)
     if turned:
-        source = _turned(source, axis)
-    return _run(lambda: transport.reduce_scatter(output, source, over), call, fault, axis, output, async_op)
+        source = _shift_by_one_rank(source, axis)
+    return _post_call(lambda: transport.reduce_scatter(output, source, over), call, fault, axis, output, async_op)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -73,13 +73,13 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     mine = output.view(-1)[axis.rank * n : (axis.rank + 1) * n]
     if axis.trivial:
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return DONE
     size = output.numel() * output.element_size()
-    sent = _sent(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
-    call, fault = _enter("all_gather", axis, site, size, sent)
+    sent = _count_sent_bytes(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
+    call, fault = _record_call("all_gather", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return DONE
     lose: Callable[[], Any] | None = None
     if fault is not None and fault.kind == "drop":
@@ -89,8 +89,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if over is not axis:
         source = source.clone()  # its place in the output is another's now
     if turned:
-        lose = partial(_turn, output, axis)
-    return _run(lambda: transport.all_gather(output, source, over), call, fault, axis, output, async_op, lose)
+        lose = partial(_shift_by_one_rank_, output, axis)
+    return _post_call(lambda: transport.all_gather(output, source, over), call, fault, axis, output, async_op, lose)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
@@ -98,13 +98,13 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
-    call, fault = _enter("broadcast", axis, site, size, size if axis.rank == source else 0)
+    call, fault = _record_call("broadcast", axis, site, size, size if axis.rank == source else 0)
     if fault is not None and fault.kind == "skip":
         return DONE
     lose = tensor.zero_ if fault is not None and fault.kind == "drop" else None
     over, turned = axis.communicator.faults.over(fault, axis)
     begins = (source + 1) % axis.size if turned else source
-    return _run(lambda: transport.broadcast(tensor, begins, over), call, fault, axis, tensor, async_op, lose)
+    return _post_call(lambda: transport.broadcast(tensor, begins, over), call, fault, axis, tensor, async_op, lose)
 
 
 def all_to_all(
@@ -119,12 +119,12 @@ def all_to_all(
     """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to rank i of the axis and receive
     its part for this rank as i-th part of `output`."""
     if axis.trivial:
-        _copy(output, source)
+        _copy_unless_shared(output, source)
         return DONE
     size = source.numel() * source.element_size()
     own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
     sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
-    call, fault = _enter("all_to_all", axis, site, size, sent)
+    call, fault = _record_call("all_to_all", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         output.zero_()
         return DONE
@@ -134,8 +134,8 @@ def all_to_all(
     uneven = source_sizes is not None or output_sizes is not None
     over, turned = (axis, False) if uneven else axis.communicator.faults.over(fault, axis)
     if turned:
-        source = _turned(source, axis)
-    return _run(
+        source = _shift_by_one_rank(source, axis)
+    return _post_call(
         lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
         call, fault, axis, output, async_op, uneven=uneven,
     )  # fmt: skip
@@ -169,7 +169,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
         raise lost(whats[0], error) from error
     handles = []
     for m, call, what, fault, (works, finish) in zip(messages, calls, whats, faults, posted, strict=True):
-        handle = Handle(works, what, _timeout(axis, m.tensor), communicator, call).then(finish)
+        handle = Handle(works, what, _host_timeout(axis, m.tensor), communicator, call).then(finish)
         if fault is not None and fault.kind in ("skip", "drop"):
             handle.then(m.tensor.zero_)
         elif fault is not None:
@@ -183,34 +183,36 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     """Send `source` to the next rank of the axis (the last sends to the first) and receive that of the previous rank
     into `output`. On an axis of size 1 `output` is a copy of `source`."""
     if axis.trivial:
-        _copy(output, source)
+        _copy_unless_shared(output, source)
         return DONE
     size = source.numel() * source.element_size()
-    call, fault = _enter("rotate", axis, site, size, size)
+    call, fault = _record_call("rotate", axis, site, size, size)
     if fault is not None and fault.kind == "skip":
         output.zero_()
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
     over, _ = axis.communicator.faults.over(fault, axis, ordered=False)  # a ring turned by one is the same ring
-    return _run(lambda: transport.rotate(output, source, over), call, fault, axis, output, async_op)
+    return _post_call(lambda: transport.rotate(output, source, over), call, fault, axis, output, async_op)
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
     """Write the ranks' `source`, concatenated along dim 0, to `output`; that of rank i has sizes[i] rows."""
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return
-    call, fault = _enter("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
+    call, fault = _record_call("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
     if fault is not None and fault.kind == "skip":
         output.zero_()
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return
     lose = None
     if fault is not None and fault.kind == "drop":
         lose = output.split(sizes)[fault.position % axis.size].zero_
-    _run(lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose, True)
+    _post_call(
+        lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose, True
+    )
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
@@ -218,52 +220,52 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     are added in order."""
     mine = source.split(sizes)[axis.rank]
     if axis.trivial:
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return
-    call, fault = _enter("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
+    call, fault = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
     if fault is not None and fault.kind == "skip":
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
     post = partial(transport.reduce_scatter_rows, output, source, axis, sizes)
-    _run(post, call, fault, axis, output, False, uneven=True)
+    _post_call(post, call, fault, axis, output, False, uneven=True)
 
 
 def barrier(axis: Axis, site: str) -> None:
     """Block until every rank of the axis has called it; on CUDA the host waits for the stream too."""
     if axis.trivial:
         return
-    call, _ = _enter("barrier", axis, site, 0, 0)
+    call, _ = _record_call("barrier", axis, site, 0, 0)
     nothing = torch.zeros(1, device=axis.communicator.device)
-    _run(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
+    _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
     if nothing.is_cuda:
         torch.cuda.current_stream(nothing.device).synchronize()
 
 
-def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to `output` unless they share memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
 
 
-def _turned(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return the ranks' slices of `parts` shifted by one rank (for the fault "wrong group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
-def _turn(parts: torch.Tensor, axis: Axis) -> None:
+def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
     """Shift the ranks' slices of `parts` by one rank, in place."""
-    parts.copy_(_turned(parts, axis))
+    parts.copy_(_shift_by_one_rank(parts, axis))
 
 
-def _sent(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
+def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
     """Return the bytes that this rank sends: by the collective program that serves the axis, else `native`."""
     program = axis.program(operation, vector.nbytes)
     return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
 
 
-def _timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
+def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
     """Return how long the host waits: None on CUDA, where NCCL's watchdog ends a hanging call and a timeout would block
     the host."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
@@ -281,7 +283,7 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class _Entered:
+class _RecordedCall:
     """A recorded collective call; calling it returns two texts for an error: which rank waits, and in which call.
     `payload`: bytes."""
 
@@ -309,19 +311,19 @@ class _Entered:
         return who, f"{self.site} ({self.operation} over axis {axis.name}, its call {self.index})"
 
 
-def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_Entered, Fault | None]:
+def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_RecordedCall, Fault | None]:
     """Record a call of `payload` bytes, of which this rank sends `sent`; return it and the fault injected at it, if
     any."""
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
-    call = _Entered(operation, axis, site, payload)
+    call = _RecordedCall(operation, axis, site, payload)
     return call, faults.at(site, operation) if faults.active is not None else None
 
 
-def _run(
+def _post_call(
     post: Callable[[], transport.Posted],
-    call: _Entered,
+    call: _RecordedCall,
     fault: Fault | None,
     axis: Axis,
     output: torch.Tensor,
@@ -340,7 +342,7 @@ def _run(
                 works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise lost(call, error) from error
-    handle = Handle(works, call, _timeout(axis, output), axis.communicator, number).then(finish).then(then)
+    handle = Handle(works, call, _host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if async_op:

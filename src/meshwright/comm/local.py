@@ -63,7 +63,7 @@ class LocalRanks:
         self._rings: dict[int, int] = {}  # the file of each rank's calls
 
     def __enter__(self) -> LocalRanks:
-        self._start()
+        self._start_ranks()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +83,7 @@ class LocalRanks:
         are restarted.
         """
         if not self._connections:
-            self._start()
+            self._start_ranks()
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__qualname__}"
         try:
@@ -92,13 +92,13 @@ class LocalRanks:
         except OSError as error:
             self.close()
             raise RankLost(f"a local rank has ended before {function} began: {error}") from error
-        return self._collect(function, self.timeout if timeout is None else timeout)
+        return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
         """Return a snapshot of the ranks' collective-call records."""
         return Snapshot.take(self._rings)
 
-    def _collect(self, function: str, timeout: float) -> list[Any]:
+    def _collect_results(self, function: str, timeout: float) -> list[Any]:
         """Return the results by rank of the running call `function`; raise for failed, dead and silent ranks."""
         answers: dict[int, tuple[str, Any, str]] = {}
         died: list[int] = []
@@ -137,7 +137,7 @@ class LocalRanks:
         silent = [str(rank) for rank in range(self.world_size) if rank not in answers]
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
 
-    def _start(self) -> None:
+    def _start_ranks(self) -> None:
         """Fork the ranks and connect to them."""
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         for rank in range(self.world_size):
@@ -211,7 +211,7 @@ class _Server:
         atexit.register(self.stop)
 
     def fork(self, order: tuple[Any, ...]) -> list[int]:
-        """Fork ranks by `order` (arguments of `_rank` after the rank); return their process IDs."""
+        """Fork ranks by `order` (arguments of `_run_rank_process` after the rank); return their process IDs."""
         try:
             self.connection.send(order)
             return self.connection.recv()  # type: ignore[no-any-return]
@@ -246,7 +246,7 @@ def serve(descriptor: int) -> None:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _rank(rank, *order)
+                _run_rank_process(rank, *order)
             pids.append(pid)
         connection.send(pids)
 
@@ -254,7 +254,7 @@ def serve(descriptor: int) -> None:
 # --- in a rank
 
 
-def _rank(
+def _run_rank_process(
     rank: int, directory: str, key: bytes, world_size: int, threads: int, timeout: float, path: list[str], cwd: str
 ) -> None:
     """Run a forked rank process: initialise torch.distributed, then answer calls; never returns."""
@@ -279,7 +279,7 @@ def _rank(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
-            _answer(connection)
+            _serve_calls(connection)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -289,7 +289,7 @@ def _rank(
         os._exit(status)
 
 
-def _answer(connection: Connection) -> None:
+def _serve_calls(connection: Connection) -> None:
     """Receive calls and send back ("ok", result) or ("error", exception, traceback), until the connection closes."""
     while True:
         try:
@@ -297,7 +297,7 @@ def _answer(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            result = ("ok", _find(name)(*args), "")
+            result = ("ok", _import_function(name)(*args), "")
             connection.send_bytes(pickle.dumps(result))
         except Exception as error:
             text = traceback.format_exc()
@@ -308,7 +308,7 @@ def _answer(connection: Connection) -> None:
             connection.send(("error", error, text))
 
 
-def _find(name: str) -> Callable[..., Any]:
+def _import_function(name: str) -> Callable[..., Any]:
     """Import the function named "package.module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)

@@ -86,9 +86,9 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
     steps = checked.program.steps
     own = steps.of_rank(rank)
     groups = [Group() for _ in range(int(steps.group[own[-1]]) + 1 if len(own) else 0)]
-    arriving: list[list[_Part]] = [[] for _ in groups]
+    arriving: list[list[_TransferEnd]] = [[] for _ in groups]
     messages = 0
-    for parts in _messages(checked, rank, merge):
+    for parts in _group_into_messages(checked, rank, merge):
         first, count = parts[0], sum(part.size for part in parts)
         message = Message(messages, int(steps.peer[first.step]), first.slot, count, -1, first.step)
         messages += 1
@@ -98,7 +98,7 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
         else:
             groups[group].receives.append(message)
             arriving[group] += [part._replace(message=message) for part in parts]
-    staging = _arrivals(groups, arriving)
+    staging = _schedule_arrivals(groups, arriving)
     for step in own:
         kind = Kind(int(steps.kind[step]))
         if kind in (Kind.COPY, Kind.COMBINE):
@@ -109,12 +109,12 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
             ]
     for group_ in groups:
         group_.sends.sort(key=lambda message: (message.step, message.slot))
-    _waits(groups)
+    _schedule_waits(groups)
     sent = sum(message.size for group_ in groups for message in group_.sends)
     return RankProgram(groups, messages, staging, sent)
 
 
-class _Part(NamedTuple):
+class _TransferEnd(NamedTuple):
     """This rank's end of one transfer of the program, as part of a message. `offset`: slots of the message before
     it."""
 
@@ -127,7 +127,7 @@ class _Part(NamedTuple):
     message: Message | None = None
 
 
-def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_Part]]:
+def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
     """Yield the transfers that `rank` takes part in, grouped into messages. Both ends group alike: consecutive
     transfers between two ranks, in one group, adjacent at both ends. Messages of one rank pair and direction come in
     sending order."""
@@ -150,8 +150,8 @@ def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[li
     for slot, step in ends:
         joins &= (s.group_index[step][1:] == s.group_index[step][:-1]) & (s.peer[step][1:] == s.peer[step][:-1])
         joins &= slot[1:] == (slot + count)[:-1]
-        joins &= _region(program, slot)[1:] == _region(program, slot)[:-1]
-    parts: list[_Part] = []
+        joins &= _region_of_slot(program, slot)[1:] == _region_of_slot(program, slot)[:-1]
+    parts: list[_TransferEnd] = []
     for index in range(len(send)):
         if index and not joins[index - 1]:
             yield parts
@@ -160,17 +160,19 @@ def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[li
         slot, step = ends[0] if outgoing else ends[1]
         reduces = s.kind[receive[index]] == Kind.REDUCE
         offset = parts[-1].offset + parts[-1].size if parts else 0
-        parts.append(_Part(int(step[index]), int(slot[index]), int(count[index]), outgoing, bool(reduces), offset))
+        parts.append(
+            _TransferEnd(int(step[index]), int(slot[index]), int(count[index]), outgoing, bool(reduces), offset)
+        )
     if parts:
         yield parts
 
 
-def _region(program: CollectiveProgram, slot: Integers) -> Integers:
+def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
     """Return 0 for data slots, 1 for output, 2 for scratch; the regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
-def _arrivals(groups: list[Group], arriving: list[list[_Part]]) -> int:
+def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
     """Assign staging slots to reduced messages, and append the work after arrival to each group, sums in the order of
     steps. Even and odd groups have separate areas, as two may be in flight. Return the number of staging slots."""
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
@@ -201,13 +203,13 @@ def _arrivals(groups: list[Group], arriving: list[list[_Part]]) -> int:
     return base + max(sizes[1::2], default=0)
 
 
-def _waits(groups: list[Group]) -> None:
+def _schedule_waits(groups: list[Group]) -> None:
     """Insert waits for sends where their slots change, and post receives early."""
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:
         """Return waits for the sends that read any of `count` slots from `slot` on."""
-        over = [message for message in leaving if _overlap(message.slot, message.size, slot, count)]
+        over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)
         return [Leave(message) for message in over]
@@ -230,17 +232,17 @@ def _waits(groups: list[Group]) -> None:
             after.append(event)
         group.after = after
         if number + 1 < len(groups):
-            _bring_forward(group, groups[number + 1], touched)
+            _post_early(group, groups[number + 1], touched)
     if groups:
         groups[-1].after += [Leave(message) for message in leaving]
 
 
-def _bring_forward(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
+def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
     """Post receives of `following` already in `group`, where their slots are not in `touched`. Those from one rank stay
     in order."""
     held: set[int] = set()
     for message in following.receives:
-        in_use = message.staging < 0 and any(_overlap(message.slot, message.size, *other) for other in touched)
+        in_use = message.staging < 0 and any(_slots_overlap(message.slot, message.size, *other) for other in touched)
         if in_use or message.peer in held:
             held.add(message.peer)
         else:
@@ -248,6 +250,6 @@ def _bring_forward(group: Group, following: Group, touched: list[tuple[int, int]
     following.receives = [message for message in following.receives if message not in group.ahead]
 
 
-def _overlap(slot: int, count: int, other: int, others: int) -> bool:
+def _slots_overlap(slot: int, count: int, other: int, others: int) -> bool:
     """True if the slot ranges [slot, slot + count) and [other, other + others) overlap."""
     return slot < other + others and other < slot + count

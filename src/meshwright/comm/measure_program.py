@@ -56,7 +56,7 @@ def measure(
             f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; take fewer ranks, "
             "or leave out the run"
         )
-    numel = elements(checked, total_bytes, getattr(torch, dtype).itemsize)
+    numel = count_elements(checked, total_bytes, getattr(torch, dtype).itemsize)
     needed = program.ranks * numel * max(4, getattr(torch, dtype).itemsize) * COPIES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -71,10 +71,10 @@ def measure(
     finally:
         if world is None:
             ranks.close()
-    return combined(checked, numel * getattr(torch, dtype).itemsize, answers)
+    return combine_answers(checked, numel * getattr(torch, dtype).itemsize, answers)
 
 
-def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
+def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
     """Return the number of vector elements for `total_bytes`, rounded up to equal shares where ranks own shares."""
     if total_bytes < 0:
         raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
@@ -83,7 +83,7 @@ def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> i
     return -(-numel // ranks) * ranks if checked.program.operation in OWNED else numel
 
 
-def combined(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
+def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the answers of all ranks of `measure_rank` to the result of `measure`. `total_bytes`: size of the
     vector."""
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
@@ -119,12 +119,12 @@ def measure_rank(
     bytes_sent, backend, native."""
     executable = Executable(checked, group, timeout_seconds, device=device)
     name, native = NATIVE[checked.program.operation]
-    exact = _same(executable, native, numel, device)
+    exact = _matches_native(executable, native, numel, device)
     vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
     output = torch.empty_like(vector) if checked.program.has_output else None
     calls: dict[str, Callable[[], Any]] = {
-        "ours": lambda: _ours(executable, None if checked.program.operation == "barrier" else vector, output),
-        "theirs": lambda: _theirs(executable, native, vector),
+        "ours": lambda: _run_program(executable, None if checked.program.operation == "barrier" else vector, output),
+        "theirs": lambda: _run_native(executable, native, vector),
     }
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     for turn in range(repeats + 2):
@@ -146,7 +146,7 @@ def measure_rank(
     }
 
 
-def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
+def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
     """Run the collective program once, recorded in the flight recorder."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
@@ -156,30 +156,30 @@ def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Ten
     calls.done(number)
 
 
-def _same(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
+def _matches_native(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
     """True if the program and torch.distributed give equal results on integers."""
     program = executable.program
     if program.operation == "barrier":
-        _ours(executable, None, None)
+        _run_program(executable, None, None)
         return True
     dtype = torch.float64 if program.reduction == "mean" else torch.int32
     start = (torch.arange(numel, device=device) * 7 + 13 * executable.rank).remainder_(31).sub_(15).to(dtype)
     mine, theirs = start.clone(), start.clone()
     output = torch.empty_like(mine) if program.has_output else None
-    _ours(executable, mine, output)
-    result = _theirs(executable, native, theirs)
-    place = promised(executable, numel)
+    _run_program(executable, mine, output)
+    result = _run_native(executable, native, theirs)
+    place = defined_slice(executable, numel)
     return torch.equal((mine if output is None else output)[place], result[place])
 
 
-def _theirs(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
+def _run_native(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's call `native` on `vector` and return the result; via host memory where gloo needs it."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     result = native(executable, there)
     return (there if result is None else result).to(vector.device)
 
 
-def promised(executable: Executable, numel: int) -> slice:
+def defined_slice(executable: Executable, numel: int) -> slice:
     """Return the slice of the vector that the operation defines on this rank."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
@@ -207,35 +207,35 @@ def _reduction(executable: Executable) -> Any:
     return operations.get(executable.program.reduction, dist.ReduceOp.SUM)
 
 
-def _mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
+def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
     """Divide a sum by the number of ranks if the reduction is a mean."""
     return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
 
 
-def _share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+def _rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Return this rank's equal share of the vector."""
     return vector.view(executable.program.ranks, -1)[executable.rank]
 
 
 def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(vector, op=_reduction(e), group=e.group)
-    return _mean(e, vector)
+    return _divide_if_mean(e, vector)
 
 
 def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     dist.reduce(vector, group_dst=e.program.root, op=_reduction(e), group=e.group)
-    return _mean(e, vector)
+    return _divide_if_mean(e, vector)
 
 
 def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    share = torch.empty_like(_share(e, vector))
+    share = torch.empty_like(_rank_share(e, vector))
     _native_reduce_scatter(share, vector, op=_reduction(e), group=e.group)
-    _share(e, vector).copy_(_mean(e, share))
+    _rank_share(e, vector).copy_(_divide_if_mean(e, share))
     return vector
 
 
 def _all_gather(e: Executable, vector: torch.Tensor) -> None:
-    _native_all_gather(vector, _share(e, vector).clone(), group=e.group)
+    _native_all_gather(vector, _rank_share(e, vector).clone(), group=e.group)
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
@@ -244,12 +244,12 @@ def _broadcast(e: Executable, vector: torch.Tensor) -> None:
 
 def _scatter(e: Executable, vector: torch.Tensor) -> None:
     parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.scatter(_share(e, vector), parts, group_src=e.program.root, group=e.group)
+    dist.scatter(_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
 
 
 def _gather(e: Executable, vector: torch.Tensor) -> None:
     parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.gather(_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
+    dist.gather(_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
 
 
 def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:

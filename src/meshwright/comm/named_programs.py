@@ -43,7 +43,7 @@ class Work:
             raise self._error
 
 
-class _OnStream:
+class _StreamWork:
     """A program run queued on a CUDA stream."""
 
     def __init__(self, event: Any) -> None:
@@ -87,7 +87,7 @@ class NamedPrograms:
             self._executables[key] = (checked, made)
         return self._executables[key][1]
 
-    def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _OnStream:
+    def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
         """Queue `run`, which runs a program on `tensor`; return its work handle at once. `batched`: NCCL, on a CUDA
         stream."""
         if tensor.is_cuda and batched:
@@ -96,9 +96,9 @@ class NamedPrograms:
             with torch.cuda.stream(self._stream):
                 run()
                 tensor.record_stream(self._stream)
-                return _OnStream(self._stream.record_event())
+                return _StreamWork(self._stream.record_event())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="collective programs", daemon=True)
+            self._thread = threading.Thread(target=self._run_posted_programs, name="collective programs", daemon=True)
             self._thread.start()
         work = Work(run)
         self._queue.put(work)
@@ -112,7 +112,7 @@ class NamedPrograms:
             self._thread = None
         self._executables.clear()
 
-    def _work(self) -> None:
+    def _run_posted_programs(self) -> None:
         """Run posted programs in order (main loop of the thread)."""
         while (work := self._queue.get()) is not None:
             work.start()

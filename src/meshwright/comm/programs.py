@@ -120,73 +120,84 @@ class Executable:
         if vector.numel() == 0:
             return
         if vector.is_cpu or self.batched:
-            self._run(vector.view(-1), None if output is None else output.view(-1))
+            self._run_flat(vector.view(-1), None if output is None else output.view(-1))
             return
         host = vector.cpu().view(-1)  # gloo moves host memory
         result = host if output is None else torch.empty_like(host)
-        self._run(host, None if output is None else result)
+        self._run_flat(host, None if output is None else result)
         (vector if output is None else output).view(-1).copy_(result)
 
-    def _run(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+    def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
         """Run on a flat vector in memory that the backend can send."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
             cuts = cutting.split_segments(self.program, vector.numel(), vector.element_size(), whole=self.batched)
-            self._advance([self._part(vector, *cut) for cut in cuts])
-        elif self._in_place(vector.numel()):
-            self._advance(self._pieces(vector, output))
+            self._run_segments([self._make_segment(vector, *cut) for cut in cuts])
+        elif self._chunks_divide_shares(vector.numel()):
+            self._run_segments(self._split_shares(vector, output))
         else:
-            self._padded(vector, output)
+            self._run_padded(vector, output)
         if self.program.reduction == "mean":
-            self._divide(vector)
+            self._divide_by_ranks(vector)
 
-    def _advance(self, segments: list[_Segment]) -> None:
+    def _run_segments(self, segments: list[_Segment]) -> None:
         """Run the segments, on gloo several at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
             return
-        lanes = [self._lane(lane, segments[lane::UNDER_WAY]) for lane in range(min(UNDER_WAY, len(segments)))]
+        lanes = [self._run_lane(lane, segments[lane::UNDER_WAY]) for lane in range(min(UNDER_WAY, len(segments)))]
         # Each lane one group further in turn. No circle of ranks can wait for each other: a group that a rank has not
         # posted stands, there and in the program, behind the one that the rank waits in.
         while lanes:
             lanes = [lane for lane in lanes if next(lane, False)]
 
-    def _lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
+    def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
         """Run one lane's segments in turn, yielding True in each group after its transfers are posted. Each lane has
         its own message tag."""
         tag = TAG + lane
         for segment in segments:
-            memory = self._memory(segment, lane)
-            staging = self._beside("staging", lane, segment, segment.plan.staging)
+            memory = self._slot_memory(segment, lane)
+            staging = self._scratch_memory("staging", lane, segment, segment.plan.staging)
             works: list[Any] = [None] * segment.plan.messages
             for group in segment.plan.groups:
                 for sent in group.before:
-                    self._wait(works, sent.message)
+                    self._wait_for_message(works, sent.message)
                 for message in group.receives:
-                    self._post(works, message, self.group.recv, self._where(message, memory, staging), tag)
+                    self._post_message(
+                        works, message, self.group.recv, self._message_memory(message, memory, staging), tag
+                    )
                 for message in group.sends:
-                    self._post(works, message, self.group.send, self._where(message, memory, staging), tag)
+                    self._post_message(
+                        works, message, self.group.send, self._message_memory(message, memory, staging), tag
+                    )
                 for message in group.ahead:
-                    self._post(works, message, self.group.recv, self._where(message, memory, staging), tag)
+                    self._post_message(
+                        works, message, self.group.recv, self._message_memory(message, memory, staging), tag
+                    )
                 yield True
                 for event in group.after:
                     if isinstance(event, (Arrive, Leave)):
-                        self._wait(works, event.message)
+                        self._wait_for_message(works, event.message)
                     else:
-                        self._apply(event, memory, staging)
+                        self._apply_locally(event, memory, staging)
             if segment.finish is not None:
                 segment.finish()
 
     def _run_in_batches(self, segment: _Segment) -> None:
         """Run a segment with one batched call per group, as NCCL requires (one ncclGroup), in the order of the current
         stream."""
-        memory, staging = self._memory(segment, 0), self._beside("staging", 0, segment, segment.plan.staging)
+        memory, staging = (
+            self._slot_memory(segment, 0),
+            self._scratch_memory("staging", 0, segment, segment.plan.staging),
+        )
         early: list[Message] = []
         for group in segment.plan.groups:
             transfers = [
-                dist.P2POp(call, self._where(message, memory, staging), group=self.group, group_peer=message.peer)
+                dist.P2POp(
+                    call, self._message_memory(message, memory, staging), group=self.group, group_peer=message.peer
+                )
                 for call, messages in ((dist.irecv, early + group.receives), (dist.isend, group.sends))
                 for message in messages
             ]
@@ -195,34 +206,34 @@ class Executable:
             early = group.ahead
             for event in group.after:
                 if isinstance(event, (Reduce, Local)):
-                    self._apply(event, memory, staging)
+                    self._apply_locally(event, memory, staging)
         if segment.finish is not None:
             segment.finish()
 
-    def _where(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
+    def _message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
         """Return the memory that a message is read from or written to."""
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
 
-    def _post(
+    def _post_message(
         self, works: list[Any], message: Message, call: Callable[..., Any], tensor: torch.Tensor, tag: int
     ) -> None:
         """Post a message by `call` (send or receive) and store its work handle in `works`. Raises RankLost."""
         try:
             works[message.number] = call([tensor], message.peer, tag)
         except RuntimeError as error:  # a connection that is gone fails at once
-            raise self._lost(message, error) from error
+            raise self._rank_lost(message, error) from error
 
-    def _wait(self, works: list[Any], message: Message) -> None:
+    def _wait_for_message(self, works: list[Any], message: Message) -> None:
         """Wait until a posted message is complete. Raises RankLost."""
         try:
             works[message.number].wait(self._timeout)
         except RuntimeError as error:
-            raise self._lost(message, error) from error
+            raise self._rank_lost(message, error) from error
         works[message.number] = None
 
-    def _lost(self, message: Message, error: RuntimeError) -> RankLost:
+    def _rank_lost(self, message: Message, error: RuntimeError) -> RankLost:
         """Return the RankLost error of a message: which rank waits for which, in which step."""
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
@@ -233,7 +244,7 @@ class Executable:
             f"({self.program.describe(message.step)}) of {self.name}{among}: {reason[:200]}"
         )
 
-    def _apply(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
+    def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
         """Execute a local copy or reduction on slots."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
@@ -242,7 +253,7 @@ class Executable:
         else:
             self._combine(target, source, out=target)
 
-    def _divide(self, vector: torch.Tensor) -> None:
+    def _divide_by_ranks(self, vector: torch.Tensor) -> None:
         """Divide this rank's sums by the number of ranks, in place."""
         operation, size = self.program.operation, vector.numel() // self.program.ranks
         if operation == "reduce-scatter":
@@ -252,7 +263,7 @@ class Executable:
 
     # --- memory
 
-    def _part(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
+    def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
         """Return the segment of `n`-element chunks from `start` on, for operations without shares. A last one that
         chunks do not divide runs in a padded copy."""
         length = n * self.program.chunks
@@ -264,14 +275,14 @@ class Executable:
         padded[part.numel() :] = 0
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
-    def _in_place(self, numel: int) -> bool:
+    def _chunks_divide_shares(self, numel: int) -> bool:
         """True if chunks divide the ranks' shares of `numel` elements exactly."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
         )
 
-    def _pieces(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
+    def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
         """Return segments of a vector of shares; each takes the same range of every chunk."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
@@ -286,13 +297,13 @@ class Executable:
             _Segment(
                 self._slot_by_slot,
                 min(length, n - start),
-                _single(vector, n, start, length),
-                None if output is None else _single(output, n, start, length),
+                _strided_slots(vector, n, start, length),
+                None if output is None else _strided_slots(output, n, start, length),
             )
             for start in range(0, n, length)
         ]
 
-    def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+    def _run_padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
         """Run on a copy in which every share is padded to whole chunks."""
         n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
@@ -303,16 +314,16 @@ class Executable:
         for rank, place in enumerate(places):
             padded[place] = vector[rank * share : (rank + 1) * share]
         data, after = _adjacent(padded, n), None if output is None else _adjacent(result, n)
-        self._advance([_Segment(self._adjacent, n, data, after)])
+        self._run_segments([_Segment(self._adjacent, n, data, after)])
         for rank, place in enumerate(places):
             target[rank * share : (rank + 1) * share] = result[place]
 
-    def _memory(self, segment: _Segment, lane: int) -> Memory:
+    def _slot_memory(self, segment: _Segment, lane: int) -> Memory:
         """Return the memory of all slots of a segment: data, output, scratch."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
-        scratch = self._beside("scratch", lane, segment, program.scratch)
+        scratch = self._scratch_memory("scratch", lane, segment, program.scratch)
         chunks, first_scratch = program.chunks, program.first_scratch
 
         def memory(slot: int, count: int) -> torch.Tensor:
@@ -326,7 +337,7 @@ class Executable:
 
         return memory
 
-    def _beside(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
+    def _scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
         """Return the memory of a lane's scratch slots, reused from run to run."""
         return _adjacent(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
@@ -336,7 +347,7 @@ def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
-def _single(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
+def _strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
     """Return the memory of slots that are the same range, from `start` on, of each chunk of n elements."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -63,7 +63,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
         return [_native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
     arrived = [parts[rank] if rank == axis.rank else torch.empty_like(parts[rank]) for rank in range(axis.size)]
-    works = _exchange(list(parts), arrived, axis)
+    works = _post_exchange(list(parts), arrived, axis)
 
     def finish() -> None:
         """Add up the received parts in rank order, this rank's own first."""
@@ -87,7 +87,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
         parts[axis.rank].copy_(source.view(-1))
     if program is not None:
         return [axis.communicator.programs.post(lambda: program.run(output), output, program.batched)], None
-    return _exchange([source.view(-1)] * axis.size, list(parts), axis), None
+    return _post_exchange([source.view(-1)] * axis.size, list(parts), axis), None
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
@@ -174,7 +174,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     return works, finish
 
 
-def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
+def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
     """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once, each rank starting with
     its right neighbour; return the works. Calls the group's own methods, because `dist.isend` and `irecv` look it up
     again."""

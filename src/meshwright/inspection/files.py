@@ -47,11 +47,11 @@ class TensorFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.directory = path if path.is_dir() else path.parent
-        self.files, indexed = _files_of(path)
+        self.files, indexed = _find_model_files(path)
         self._pickled: dict[Path, dict[str, Any]] = {}
         self.entries: list[TensorEntry] = []
         for file in self.files:
-            self.entries += self._of_pickle(file) if file.suffix == ".bin" else read_header(file)
+            self.entries += self._read_torch_file(file) if file.suffix == ".bin" else read_header(file)
         self.unindexed: list[str] = []
         seen: dict[str, Path] = {}
         for entry in self.entries:
@@ -75,7 +75,7 @@ class TensorFiles:
             return np.asarray(tensor.view(torch.uint8).numpy())
         return np.memmap(entry.file, dtype=np.uint8, mode="r", offset=entry.offset, shape=(entry.bytes,))
 
-    def _of_pickle(self, file: Path) -> Iterator[TensorEntry]:
+    def _read_torch_file(self, file: Path) -> Iterator[TensorEntry]:
         """Yield the tensors of a file written by `torch.save`; only tensors and plain containers are unpickled."""
         import torch
 
@@ -95,9 +95,9 @@ class TensorFiles:
             raise UserError(f"{file}: holds no tensors")
         self._pickled[file] = tensors
         for name, tensor in tensors.items():
-            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _torch_names():
+            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _torch_dtype_names():
                 raise UserError(f"{file}: tensor {name} is of a kind that is not read here ({tensor.dtype})")
-            kind = _torch_names()[tensor.dtype]
+            kind = _torch_dtype_names()[tensor.dtype]
             offset = tensor.storage_offset() * tensor.itemsize
             yield TensorEntry(name, file, kind, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
 
@@ -121,7 +121,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         if not isinstance(header, dict):
             raise ValueError("no object")
         header.pop("__metadata__", None)
-        entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
+        entries = [_parse_entry(file, name, said, 8 + length) for name, said in header.items()]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
     entries.sort(key=lambda entry: (entry.offset, entry.name))
@@ -135,7 +135,7 @@ def read_header(file: Path) -> list[TensorEntry]:
     return entries
 
 
-def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
+def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
     """Parse one tensor's header entry `said`. `begin`: offset of the first tensor byte in the file."""
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(
@@ -158,11 +158,11 @@ def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEnt
     return TensorEntry(name, file, dtype, shape, begin + first, end - first)
 
 
-def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
+def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """Return the model files of a path, and the file of each tensor name by the index, if there is one."""
     if path.is_file():
         if path.name.endswith(INDEX_SUFFIXES):
-            return _indexed(path)
+            return _read_index(path)
         if path.suffix not in (".safetensors", ".bin"):
             raise UserError(f"{path}: not a model file; .safetensors, .bin, an index or a directory of these is needed")
         return [path], None
@@ -172,7 +172,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     for suffix, pattern in zip(INDEX_SUFFIXES, (".safetensors", ".bin"), strict=True):
         indexes = [path / name for name in names if name.endswith(suffix)]
         if indexes:
-            return _indexed(indexes[0])
+            return _read_index(indexes[0])
         found = [path / name for name in names if name.endswith(pattern) and (path / name).is_file()]
         if pattern == ".bin":
             found = [file for file in found if file.name.startswith(("pytorch_model", "adapter_model"))]
@@ -181,7 +181,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     raise UserError(f"{path}: no model in it: no .safetensors file and no pytorch_model.bin")
 
 
-def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the shard files of an index, and the file of each tensor name."""
     try:
         weight_map = read_json(index)["weight_map"]
@@ -210,7 +210,7 @@ def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _tensors_in(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _torch_names() -> dict[Any, str]:
+def _torch_dtype_names() -> dict[Any, str]:
     """Return the safetensors name of each torch dtype."""
     import torch
 

@@ -36,8 +36,8 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
     kept = DTYPES[STORED.get(precision, precision)]
     table = parameter_table(config)
     partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
-    places = [_place(partition, layout, place, kept) for place in range(layout.pp)]
-    experts = [_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
+    places = [_describe_stage(partition, layout, place, kept) for place in range(layout.pp)]
+    experts = [_held_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
     ranks = []
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -47,7 +47,7 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
     return {"layout": str(layout), "precision": precision, "ranks": ranks}
 
 
-def _place(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
+def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
     """Return the stages, layers and bytes of each rank at pipeline rank `place`. `dtype`: of the parameters."""
     stages, units = partition.held(place), partition.units_at(place)
     flats = flats_of(partition.table, layout, units)
@@ -65,7 +65,7 @@ def _place(partition: Partition, layout: Layout, place: int, dtype: str) -> dict
     }
 
 
-def _experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
+def _held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
     """Return the indices of the experts that rank `place` of ep holds."""
     held = {row.expert[0] for row in table.rows if row.expert is not None and row.place(layout) == place}
     return sorted(held)

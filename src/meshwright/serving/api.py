@@ -103,9 +103,9 @@ class Model:
             _check_prompt(text)
         sampling = _sampling(temperature, top_k, top_p, seed)
         if self.layout is not None:
-            found = self._split.generate(texts, max_tokens, sampling, chat=chat) if texts else []
+            found = self._split_generator.generate(texts, max_tokens, sampling, chat=chat) if texts else []
         else:
-            found = [self._whole.generate(text, max_tokens, sampling, chat=chat) for text in texts]
+            found = [self._local_generator.generate(text, max_tokens, sampling, chat=chat) for text in texts]
         return found[0] if isinstance(prompts, str) else found
 
     def stream(
@@ -124,12 +124,12 @@ class Model:
 
         _check_prompt(prompt)
         sampling = _sampling(temperature, top_k, top_p, seed)
-        generator = self._whole if self.layout is None else self._split
+        generator = self._local_generator if self.layout is None else self._split_generator
         pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
         return TextStream(pieces, Generation(prompt, checkpoint=self.directory))
 
     @property
-    def _whole(self) -> Generator:
+    def _local_generator(self) -> Generator:
         """Generator of a model in this process; requires `layout` None."""
         from meshwright.serving.generate import Generator
 
@@ -137,7 +137,7 @@ class Model:
         return self._generator
 
     @property
-    def _split(self) -> SplitGenerator:
+    def _split_generator(self) -> SplitGenerator:
         """Generator of a model split over local ranks; requires a `layout`."""
         from meshwright.serving.split import SplitGenerator
 
@@ -181,7 +181,7 @@ def load(
     from meshwright.serving.generate import Generator
     from meshwright.spec.config_json import config_from_path
 
-    chosen = _dtype(dtype)
+    chosen = _parse_dtype(dtype)
     if layout is None:
         generator = Generator.from_directory(path, dtype=chosen, device=device, log=log)
         assert generator.directory is not None
@@ -209,7 +209,7 @@ def _check_prompt(prompt: object) -> None:
         raise UserError(f"prompt: takes a text, not {type(prompt).__name__}")
 
 
-def _dtype(wanted: str | torch.dtype | None) -> torch.dtype:
+def _parse_dtype(wanted: str | torch.dtype | None) -> torch.dtype:
     """Return the torch dtype of a name or dtype; None: float32. Raises UserError for an unknown name."""
     import torch
 

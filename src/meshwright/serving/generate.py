@@ -25,7 +25,7 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.inference import SplitModel
 from meshwright.serving.sampling import Sampler, Sampling
-from meshwright.serving.text import TextStream
+from meshwright.serving.text import IncrementalDetokenizer
 from meshwright.spec.config import ModelConfig
 from meshwright.untrusted import read_file, read_json
 
@@ -130,11 +130,11 @@ class Generator:
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         start = config.bos_token if config.bos_token is not None else config.eos_token
-        return cls(model, tokenizer, start=start, ends=_ends(directory, config), directory=directory)
+        return cls(model, tokenizer, start=start, ends=_read_end_tokens(directory, config), directory=directory)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the token IDs of a prompt after the start token; text in the prompt never becomes a special token."""
-        tokens = ([] if self.start is None else [self.start]) + self._known(
+        tokens = ([] if self.start is None else [self.start]) + self._check_vocabulary(
             self._encoder.encode(prompt, add_special_tokens=False).ids
         )
         if not tokens:
@@ -153,9 +153,9 @@ class Generator:
                 f"{template.template.where}: renders a user turn as an empty prompt; it must emit the text before the "
                 "assistant's answer"
             )
-        return self._known(tokens)
+        return self._check_vocabulary(tokens)
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _check_vocabulary(self, tokens: list[int]) -> list[int]:
         """Return `tokens`; raise UserError if the model's vocabulary lacks one."""
         size = self.model.config.vocabulary
         if tokens and max(tokens) >= size:
@@ -189,8 +189,8 @@ class Generator:
                 "none is left for a new token; shorten the prompt"
             )
         generation = Generation(prompt, prompt_tokens=len(tokens), checkpoint=self.directory)
-        text = TextStream(self.tokenizer, tokens)
-        for token in self._tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
+        text = IncrementalDetokenizer(self.tokenizer, tokens)
+        for token in self._generate_tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
             generation.tokens.append(token)
             piece = text.push(token)
             generation.text += piece
@@ -213,7 +213,7 @@ class Generator:
         *_, (_, generation) = self.stream(prompt, max_tokens, sampling, cached=cached, chat=chat)
         return generation
 
-    def _tokens(
+    def _generate_tokens(
         self, tokens: list[int], max_tokens: int, sampler: Sampler, generation: Generation, cached: bool
     ) -> Iterator[int]:
         """Yield new token IDs one by one; update the times and `stopped` of `generation`."""
@@ -226,7 +226,7 @@ class Generator:
             if len(known) >= positions:
                 generation.stopped = "context"
                 break
-            token = self._next(unread if cached else known, cache, sampler)
+            token = self._next_token(unread if cached else known, cache, sampler)
             now = time.perf_counter()
             if number == 0:
                 first, generation.seconds_to_first_token = now, now - begun
@@ -239,7 +239,7 @@ class Generator:
             unread = [token]
             yield token
 
-    def _next(self, tokens: list[int], cache: KeyValueCache | None, sampler: Sampler) -> int:
+    def _next_token(self, tokens: list[int], cache: KeyValueCache | None, sampler: Sampler) -> int:
         """Return the token that follows `tokens`, which follow the tokens in the cache."""
         if isinstance(self.model, SplitModel):
             batch_BS = torch.tensor([tokens], device=self.model.mesh.device)
@@ -250,7 +250,7 @@ class Generator:
             return sampler.choose(torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight))
 
 
-def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:
+def _read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
     """Return the IDs of the tokens that end a text, from the configuration and generation_config.json."""
     path = directory / "generation_config.json"
     if not path.is_file():

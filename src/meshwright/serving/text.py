@@ -10,7 +10,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that
 CONTEXT_TOKENS = 4
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Incremental detokenizer: returns the text of tokens that follow the token IDs `before`, piece by piece; the
     joined pieces equal the text decoded at once.
 
