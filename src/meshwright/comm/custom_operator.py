@@ -17,6 +17,7 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
     annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
+        """Register `function` as a custom operator."""
         operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         # torch keeps the kernel out of graphs that are compiled, for which it loads the compiler at the first call.
         kernels: dict[str | None, Callable[..., Any]] = getattr(operator, "_backend_fns", {})
@@ -33,6 +34,7 @@ def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def run(*arguments: Any, **options: Any) -> Any:
+        """Call the kernel, undecorated while torch's compiler is not loaded."""
         return (kernel if COMPILER in sys.modules else plain)(*arguments, **options)
 
     return run

@@ -41,14 +41,16 @@ class NamedAxis(Protocol):
     """A mesh axis, matched by its name."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the axis, such as "dp"."""
 
 
 AxisType = TypeVar("AxisType", bound=NamedAxis)
 
 
 class Faults(Generic[AxisType]):
-    """The fault injected in this process, if any. All ranks of a group inject the same one, so that nothing hangs."""
+    """The fault injected in this process, if any. All ranks of a group inject the same one, so that nothing hangs.
+    `struck`: number of calls whose result was corrupted."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None

@@ -75,7 +75,8 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Return the number of vector elements for `total_bytes`, rounded up to equal shares where ranks own shares."""
+    """Return the number of vector elements in `total_bytes`, rounded up to equal shares where ranks own shares.
+    `itemsize`: bytes of an element."""
     if total_bytes < 0:
         raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
     numel = max(1, -int(-total_bytes // itemsize))
@@ -218,16 +219,19 @@ def _rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's all_reduce on the vector in place and return it."""
     dist.all_reduce(vector, op=_reduction(e), group=e.group)
     return _divide_if_mean(e, vector)
 
 
 def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's reduce to the root in place and return the vector."""
     dist.reduce(vector, group_dst=e.program.root, op=_reduction(e), group=e.group)
     return _divide_if_mean(e, vector)
 
 
 def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's reduce-scatter; return the vector with the result in this rank's share."""
     share = torch.empty_like(_rank_share(e, vector))
     _native_reduce_scatter(share, vector, op=_reduction(e), group=e.group)
     _rank_share(e, vector).copy_(_divide_if_mean(e, share))
@@ -235,30 +239,36 @@ def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's all-gather of the ranks' shares into the vector."""
     _native_all_gather(vector, _rank_share(e, vector).clone(), group=e.group)
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's broadcast from the root in place."""
     dist.broadcast(vector, group_src=e.program.root, group=e.group)
 
 
 def _scatter(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's scatter of the root's vector into the ranks' shares."""
     parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
     dist.scatter(_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
 
 
 def _gather(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's gather of the ranks' shares into the root's vector."""
     parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
     dist.gather(_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
 
 
 def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's all_to_all_single and return the result."""
     result = torch.empty_like(vector)
     dist.all_to_all_single(result, vector, group=e.group)
     return result
 
 
 def _send_receive(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's send on the root and recv on the receiving rank."""
     if e.rank == e.program.root:
         dist.send(vector, group_dst=_receiver(e), group=e.group)
     elif e.rank == _receiver(e):
@@ -266,6 +276,7 @@ def _send_receive(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _barrier(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's barrier; the vector is unused."""
     dist.barrier(group=e.group)
 
 

@@ -204,16 +204,20 @@ def _register(name: str, operator: Operator) -> None:
     """Register an operator with torch: custom op, fake implementation and autograd."""
 
     def forward(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
+        """Run the operator's forward on the axis with key `axis`."""
         return operator.forward(x, axis_of(axis), site, *arguments)
 
     def fake(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
+        """Return an empty result tensor (fake implementation)."""
         return operator.result(x, axis_of(axis), *arguments)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
+        """Save axis, site and arguments for backward."""
         _, ctx.axis, site, *arguments = inputs
         ctx.site, ctx.arguments = site + ".backward", arguments[::-1]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the conjugate operator's result on the gradient."""
         conjugate = getattr(torch.ops.meshwright, operator.conjugate)
         return conjugate(gradient, ctx.axis, ctx.site, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
 

@@ -52,6 +52,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
         mine = source.view(axis.size, -1)[axis.rank]
 
         def run() -> None:
+            """Run the program and copy this rank's slice to `output`."""
             program.run(source)
             if mine.data_ptr() != output.data_ptr():
                 output.view(-1).copy_(mine)
@@ -169,6 +170,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
 
     def finish() -> None:
+        """Add up the received parts in rank order."""
         torch.sum(arrived.unflatten(0, (axis.size, output.shape[0])), dim=0, out=output)
 
     return works, finish

@@ -55,10 +55,12 @@ def _lookup_type(values: NDArray[np.float32]) -> ElementType:
 
 
 ELEMENT_TYPES: dict[str, ElementType] = {
-    "BOOL": _numpy_type("?"), "U8": _numpy_type("u1"), "I8": _numpy_type("i1"), "U16": _numpy_type("u2"), "I16": _numpy_type("i2"),
-    "U32": _numpy_type("u4"), "I32": _numpy_type("i4"), "U64": _numpy_type("u8"), "I64": _numpy_type("i8"),
-    "F16": _numpy_type("f2"), "BF16": ElementType(16, _read_bfloat16), "F32": _numpy_type("f4"), "F64": _numpy_type("f8"),
-    "F8_E4M3": _lookup_type(_float8_values(4, 3, infinities=False)), "F8_E5M2": _lookup_type(_float8_values(5, 2, infinities=True)),
+    "BOOL": _numpy_type("?"), "U8": _numpy_type("u1"), "I8": _numpy_type("i1"),
+    "U16": _numpy_type("u2"), "I16": _numpy_type("i2"), "U32": _numpy_type("u4"), "I32": _numpy_type("i4"),
+    "U64": _numpy_type("u8"), "I64": _numpy_type("i8"), "F16": _numpy_type("f2"),
+    "BF16": ElementType(16, _read_bfloat16), "F32": _numpy_type("f4"), "F64": _numpy_type("f8"),
+    "F8_E4M3": _lookup_type(_float8_values(4, 3, infinities=False)),
+    "F8_E5M2": _lookup_type(_float8_values(5, 2, infinities=True)),
     "F8_E8M0": ElementType(8), "F4": ElementType(4), "F6_E2M3": ElementType(6), "F6_E3M2": ElementType(6),
     "C64": ElementType(64),
 }  # fmt: skip

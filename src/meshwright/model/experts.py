@@ -221,12 +221,15 @@ class _CopyToExperts(torch.autograd.Function):
     def forward(
         context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, chosen: int
     ) -> torch.Tensor:
+        """Return `x_TH` copied `chosen` times per token and sorted by expert, [N, H]. `order_N`: sorting permutation,
+        `inverse_N`: its inverse."""
         context.save_for_backward(inverse_N)
         context.chosen = chosen
         return x_TH.index_select(0, order_N // chosen)
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the tokens [T, H]: the sum over each token's copies."""
         (inverse_N,) = context.saved_tensors
         d_TKH = d_NH.index_select(0, inverse_N).unflatten(0, (-1, context.chosen))
         return d_TKH.sum(dim=1), None, None, None

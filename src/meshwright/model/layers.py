@@ -146,12 +146,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, weight_VH: torch.Tensor, numbers_BS: torch.Tensor) -> torch.Tensor:
+        """Return the table entries [B, S, H] of the IDs `numbers_BS`."""
         context.save_for_backward(numbers_BS)
         context.rows, context.dtype = weight_VH.shape[0], weight_VH.dtype
         return F.embedding(numbers_BS, weight_VH)
 
     @staticmethod
     def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the table [V, H]."""
         (numbers_BS,) = context.saved_tensors
         wide = gradient_BSH.to(at_least_float32(context.dtype))
         total_VH = torch.ops.aten.embedding_dense_backward(wide, numbers_BS, context.rows, -1, False)

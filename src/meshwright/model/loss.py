@@ -94,6 +94,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
         keep: bool,
     ) -> torch.Tensor:
+        """Return the summed loss (nats, scalar). `keep`: compute the gradients now; else backward recomputes the
+        logits."""
         wanted = tuple(differentiable and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and keep else None
@@ -113,6 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias, given that of the summed loss."""
         d_hidden_TH, d_weight_VH, d_bias_V = (
             _recompute_gradients(context) if context.gradients is None else context.gradients
         )
@@ -132,6 +135,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         head: _Head,
         differentiable: bool,
     ) -> torch.Tensor:
+        """Return each token's loss (nats), [T]."""
         losses, known = [], []
         for chunk in _logit_chunks(hidden_TH, targets_T, head):
             losses.append(chunk.losses_C)
@@ -144,6 +148,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_losses_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden states and weight from recomputed logits, given those of the token losses
+        [T]."""
         # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
         largest = d_losses_T.abs().amax().clamp(min=torch.finfo(d_losses_T.dtype).tiny)
         gradients = _scale_gradients(

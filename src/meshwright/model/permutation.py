@@ -18,10 +18,12 @@ class Permuted(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
+        """Return x[order], [N, H]. `inverse_N`: inverse permutation of `order_N`."""
         context.save_for_backward(inverse_N)
         return x_NH.index_select(0, order_N)
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of `x`: the output gradient permuted by the inverse."""
         (inverse_N,) = context.saved_tensors
         return d_NH.index_select(0, inverse_N), None, None

@@ -258,6 +258,7 @@ class Transformer(nn.Module):
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
+            """Run a compiled block with taps for its linear layers."""
             with tapping(block.products(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
                 return run_block(block, x_BSH, *rest)
 
@@ -361,6 +362,7 @@ def _compile_around_dispatch(
         visible: torch.Tensor | None,
         counted_B: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a block with expert parallelism: compiled attention part, uncompiled mixture."""
         x_BSH, normed_BSH = before(block, x_BSH, rotation, visible)
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return x_BSH + y_BSH, balance
@@ -368,6 +370,7 @@ def _compile_around_dispatch(
     spread = recompute.wrap(apart) if recompute.kind == "full" else apart
 
     def run(block: Block, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run any block; arguments and result as in `Block.forward`."""
         found = spread if isinstance(block.mlp, Mixture) else run_dense
         return found(block, *arguments)  # type: ignore[no-any-return]
 

@@ -136,12 +136,14 @@ class _Linear(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
+        """Return x Wᵀ + b."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `x` and `bias`; put the weight gradient into the queue."""
         x, weight_YX = context.saved_tensors
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         dy_NY = dy.flatten(0, -2)
@@ -163,11 +165,13 @@ class _TappedLinear(torch.autograd.Function):
         dy_tap: torch.Tensor,
         x_tap: torch.Tensor,
     ) -> torch.Tensor:
+        """Return x Wᵀ + b; the taps are not read."""
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `x` and `bias`, and dy and x as those of the taps."""
         x, weight_YX = context.saved_tensors
         needs_x, _, needs_bias = context.needs_input_grad[:3]
         dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
@@ -181,11 +185,13 @@ class _MakeTaps(torch.autograd.Function):
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
+        """Return two zero-stride tensors of zeros, [*rows, Y] and [*rows, X]."""
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
+        """Put the weight gradient dyᵀ x into the queue; dy and x arrive as gradients of the taps."""
         context.queue.put(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
         return None, None, None
 
@@ -235,12 +241,14 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
     ) -> torch.Tensor:
+        """Return x Wᵀ of each token copy with its expert's W, [N, Y]."""
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
         return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of `x_NX`; put that of the stacked weight into the queue."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright

@@ -47,6 +47,7 @@ class GradientAccumulator:
         weak = WeakMethod(self._take_from_autograd)
 
         def take(parameter: torch.Tensor) -> None:
+            """Post-accumulate hook: move the parameter's gradient to its unit's buffer."""
             method = weak()
             assert method is not None, "a backward pass through a model whose gradients nobody sums any more"
             method(parameter)

@@ -104,6 +104,7 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
     """Return `function` with selective checkpointing that saves the results of `operators`."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
@@ -113,6 +114,7 @@ def _checkpoint_always(function: Function, **options: Any) -> Function:
     """Return `function` under torch.utils.checkpoint, which gets `options`; without gradients it runs directly."""
 
     def run(*arguments: Any) -> Any:
+        """Run `function` under checkpointing when gradients are enabled."""
         if not torch.is_grad_enabled():
             return function(*arguments)
         # Nothing here is random, so random states need not be kept and restored.

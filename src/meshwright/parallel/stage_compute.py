@@ -149,11 +149,13 @@ class _OutputRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor that stands for the stage output `out` in autograd."""
         context.gradient = None
         return out.new_empty(0)
 
     @staticmethod
     def backward(context: Any, *empty: torch.Tensor) -> Any:
+        """Return the output gradient set by `_set_output_gradient`."""
         gradient, context.gradient = context.gradient, None
         return gradient
 

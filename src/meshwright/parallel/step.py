@@ -85,6 +85,7 @@ class ForwardBackward:
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+            """Store the log-probabilities of a micro-batch and return a zero loss."""
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 
@@ -102,6 +103,7 @@ class ForwardBackward:
         self.figures.zero_()
 
         def of_pairs(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+            """Return the preference loss of a micro-batch and add its figures to `figures`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents that come in pairs"
             found = preference(log_probabilities_BD, pairs)

@@ -95,6 +95,7 @@ class FsdpUnit:
         master_dtype: torch.dtype,
     ) -> None:
         def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            """Return a 1-D tensor of zeros on the unit's device."""
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.zero, self.axes = flat, zero, axes
@@ -332,10 +333,12 @@ class _BackwardHook(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        """Return a view of `x`; `call` is run in backward."""
         context.call = call
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        """Run the function, then return the gradients unchanged."""
         context.call()
         return (*gradients, None)
