@@ -17,7 +17,7 @@ import torch
 from meshwright.comm import transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import DONE, Handle, lost
-from meshwright.comm.mesh import Axis, calls_under_way
+from meshwright.comm.mesh import Axis, calls_in_flight
 from meshwright.comm.transport import Message
 from meshwright.errors import RankLost
 
@@ -174,7 +174,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
             handle.then(m.tensor.zero_)
         elif fault is not None:
             handle.then(partial(communicator.faults.spoil_result, fault, m.tensor))
-        calls_under_way[handle] = communicator
+        calls_in_flight[handle] = communicator
         handles.append(handle)
     return handles
 
@@ -346,7 +346,7 @@ def _post_call(
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if async_op:
-        calls_under_way[handle] = axis.communicator
+        calls_in_flight[handle] = axis.communicator
     else:
         handle.wait()
     return handle

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from meshwright.comm.mesh import Communicator, calls_under_way
+from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
 
@@ -48,7 +48,7 @@ class Handle:
             raise self._error
         works, finishers = self._works, self._finishers
         self._works, self._finishers = (), []
-        calls_under_way.pop(self, None)
+        calls_in_flight.pop(self, None)
         begun = time.perf_counter()
         if works and self._communicator is not None:
             self._communicator.calls.wait(self._call)
@@ -70,7 +70,7 @@ class Handle:
     def settle(self, seconds: float) -> None:
         """Wait up to `seconds` for the transfers of an abandoned call, ignoring errors."""
         works, self._works, self._finishers = self._works, (), []
-        calls_under_way.pop(self, None)
+        calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):
             for work in works:
                 work.wait() if self._timeout is None else work.wait(timedelta(seconds=seconds))

@@ -27,7 +27,7 @@ EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica":
 """What the axes of experts are where these are spread like all else."""
 
 
-class UnderWay(Protocol):
+class CallInFlight(Protocol):
     """A collective call in flight that has not been waited for."""
 
     def wait(self) -> None:
@@ -37,7 +37,7 @@ class UnderWay(Protocol):
         """Wait up to `seconds` for the call, ignoring errors."""
 
 
-calls_under_way: dict[UnderWay, Communicator] = {}
+calls_in_flight: dict[CallInFlight, Communicator] = {}
 """They are held here until they are waited for, though their caller may have dropped them: a transfer whose buffer is
 freed before it is through stands in its connection for good, and with it every later message from that rank."""
 
@@ -68,7 +68,7 @@ class Communicator:
         """While a profile is taken: what a call is posted in, by its site, so that a device's kernels bear its name."""
 
     @contextmanager
-    def noted(
+    def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
         """Context of a joint operation of all `ranks`, recorded as one call in the flight recorder; converts
@@ -232,7 +232,7 @@ class Mesh:
             if len(ranks) == 1:
                 return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
-                with communicator.noted(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
+                with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
                     group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
@@ -285,7 +285,7 @@ class Mesh:
     def close(self) -> None:
         """Wait for calls in flight and destroy this mesh's own process groups (not the world's). Every rank calls
         it."""
-        for call in [call for call, whose in calls_under_way.items() if whose is self.communicator]:
+        for call in [call for call, whose in calls_in_flight.items() if whose is self.communicator]:
             call.settle(SETTLING_SECONDS)
         self.communicator.programs.close()
         for key, axes in list(_axes.items()):  # what holds a group keeps its connections and threads

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.mesh import Communicator, calls_under_way
+from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.flight_recorder.call_ring import CallWriter
 
 
@@ -73,5 +73,5 @@ def watching(communicator: Communicator) -> Iterator[list[WatchedCall]]:
 
 def settle_calls(communicator: Communicator) -> None:
     """Wait for all of the communicator's calls in flight. Raises RankLost."""
-    for call in [call for call, whose in calls_under_way.items() if whose is communicator]:
+    for call in [call for call, whose in calls_in_flight.items() if whose is communicator]:
         call.wait()

@@ -14,7 +14,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import attend_both_ways
+from meshwright.model.scaled_dot_product import attend_bidirectionally
 from meshwright.spec.config import ModelConfig
 
 
@@ -49,8 +49,8 @@ class Attention(nn.Module):
         layer: int = 0,
     ) -> torch.Tensor:
         """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position, None
-        with learned positions; `visible`: attention mask of `visibility` (an encoder's additive mask of `both_ways`);
-        `cache`: KV cache that entry `layer` is appended to."""
+        with learned positions; `visible`: attention mask of `visibility` (encoder: of `bidirectional_mask`); `cache`:
+        KV cache whose layer `layer` is extended."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
@@ -63,7 +63,7 @@ class Attention(nn.Module):
             assert self.context.size == 1, "a cache holds whole rows"
             k, v = cache.append(layer, k, v)
         if self.encoder:
-            out_BNSD = attend_both_ways(q, k, v, visible)
+            out_BNSD = attend_bidirectionally(q, k, v, visible)
         else:
             out_BNSD = self.context.attend(q, k, v, visible)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

@@ -23,7 +23,7 @@ from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
-from meshwright.model.scaled_dot_product import both_ways
+from meshwright.model.scaled_dot_product import bidirectional_mask
 from meshwright.model.units import NoUnits, Units
 from meshwright.spec.config import ModelConfig
 
@@ -42,7 +42,7 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Return the block's output [B, S, H]. `added`: additive attention mask of `both_ways`, or None."""
+        """Return the block's output [B, S, H]. `added`: additive attention mask of `bidirectional_mask`, or None."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
@@ -97,7 +97,7 @@ class Encoder(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile the blocks and the elementwise part of the loss with torch.compile, which gets `options`."""
-        weight_gradients.stay_out_of_graphs()
+        weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self._recompute.wrap(EncoderBlock.forward, options)
         self.compiled = True
@@ -212,7 +212,7 @@ class Encoder(nn.Module):
             x_BSH = units.enter(unit, x_BSH)
             x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
         x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
-        added = both_ways(documents, attention_mask_BS, x_BSH.dtype)
+        added = bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
         for layer, block in enumerate(self.layers):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))

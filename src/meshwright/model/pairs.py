@@ -37,7 +37,7 @@ class Pairs:
         response_BS = torch.where(ids_BS < 2 * pairs_B[:, None], ids_BS, 2 * most).long()
         return cls(response_BS, counted_BP, torch.zeros(len(ids_BS), 2 * most, dtype=torch.float64))
 
-    def known_from(self, reference_BD: torch.Tensor) -> Pairs:
+    def with_reference(self, reference_BD: torch.Tensor) -> Pairs:
         """Return a copy with reference log-probabilities `reference_BD` (nats)."""
         assert reference_BD.shape == self.reference_BD.shape, (reference_BD.shape, self.reference_BD.shape)
         return replace(self, reference_BD=reference_BD)

@@ -47,29 +47,31 @@ def attend(
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)
     causal = same_length and visible is None
     groups = q_BNSD.shape[1] // k_BKCD.shape[1]
-    if groups > 1 and q_BNSD.device.type == "cuda" and not takes_groups(q_BNSD.dtype, visible is not None):
+    if groups > 1 and q_BNSD.device.type == "cuda" and not supports_grouped_query(q_BNSD.dtype, visible is not None):
         k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
         q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
     )
 
 
-def takes_groups(dtype: torch.dtype, masked: bool) -> bool:
+def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
     """True if a fused CUDA kernel of PyTorch supports grouped-query attention: flash attention does, in 16-bit
     dtypes without a mask. Other kernels would materialise all scores
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 
-def attend_both_ways(
+def attend_bidirectionally(
     q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSD: torch.Tensor, added: torch.Tensor | None
 ) -> torch.Tensor:
     """Return bidirectional attention softmax(q kᵀ / √D + added) v, [B, N, S, D]. `added` [B or 1, 1, S or 1, S]:
-    additive mask of `both_ways`; None: every token attends to every other."""
+    additive mask of `bidirectional_mask`; None: every token attends to every other."""
     return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=added)
 
 
-def both_ways(documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def bidirectional_mask(
+    documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
     """Return the additive attention mask of an encoder: 0 where a token may attend, else the lowest finite number of
     `dtype`; None if nothing is masked. A token attends to tokens of its document whose `attention_mask_BS` is not 0.
     Built once per batch."""

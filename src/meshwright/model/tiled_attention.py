@@ -206,18 +206,22 @@ def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
 
 
 @_forward.register_fake
-def _(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None) -> torch.Tensor:
+def _fake_attention(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
+) -> torch.Tensor:
+    """Return an empty tensor of the output's shape (fake implementation for torch.compile)."""
     return like_queries(q_BNSD)
 
 
 @_backward.register_fake
-def _(
+def _fake_backward(
     d_out_BNSD: torch.Tensor,
     q_BNSD: torch.Tensor,
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors of the gradients' shapes (fake implementation for torch.compile)."""
     return like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
 
 

@@ -244,7 +244,7 @@ class Transformer(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compile blocks, final norm and loss with torch.compile, which gets `options`. Equal blocks share one graph of
         static shape; another batch shape, or the first batch that packs several documents, compiles another."""
-        weight_gradients.stay_out_of_graphs()
+        weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self.axes.recompute.wrap(Block.forward, options, self._with_taps)
         if self.axes.dispatcher is not None:

@@ -266,7 +266,7 @@ def _apply_function(function: type[torch.autograd.Function], *arguments: Any) ->
 _uncompiled = _apply_function
 
 
-def stay_out_of_graphs() -> None:
+def exclude_from_compiled_graphs() -> None:
     """Exclude linear layers that write to a queue without taps from compiled graphs, where a compiled backward could
     not queue. Call it right before the first compilation: it loads the compiler, over a second."""
     global _uncompiled

@@ -34,7 +34,7 @@ LOSS_SITE = "evaluation.loss"
 _BALANCED_FOR = 2048  # tokens of a row for which stages are of equal work
 
 
-def reading_layout(text: str, config: ModelConfig) -> Layout:
+def parse_inference_layout(text: str, config: ModelConfig) -> Layout:
     """Parse a layout string for evaluation or generation, which support tp and pp alone.
 
     A single new token cannot be split over ranks, so tp runs without sequence parallelism. Raises UserError for other

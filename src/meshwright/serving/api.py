@@ -177,7 +177,7 @@ def load(
     """
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
-    from meshwright.parallel.inference import reading_layout
+    from meshwright.parallel.inference import parse_inference_layout
     from meshwright.serving.generate import Generator
     from meshwright.spec.config_json import config_from_path
 
@@ -187,7 +187,7 @@ def load(
         assert generator.directory is not None
         return Model(generator.directory, generator)
     directory = find_checkpoint(path, log)
-    reading = reading_layout(str(layout), config_from_path(directory))
+    reading = parse_inference_layout(str(layout), config_from_path(directory))
     if reading.world_size == 1:
         generator = Generator.from_directory(directory, dtype=chosen, device=device, check_hashes=False)
         return Model(directory, generator)

@@ -30,7 +30,7 @@ class SplitGenerator:
     """Continues prompts with a model split over local ranks, connected by gloo. Each call starts the ranks and loads
     the model.
 
-    `layout`: tp and pp alone, as `parallel.inference.reading_layout` returns it.
+    `layout`: tp and pp alone, as `parallel.inference.parse_inference_layout` returns it.
     """
 
     def __init__(self, directory: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
