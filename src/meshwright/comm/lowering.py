@@ -30,19 +30,19 @@ class Message(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Wait until a message has arrived."""
+    """Schedule entry: wait until a received message has arrived."""
 
     message: Message
 
 
 class Leave(NamedTuple):
-    """Wait until a message that was sent has left its slots."""
+    """Schedule entry: wait until a sent message no longer needs its slots."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Add staged slots from `staging` on to the slots from `slot` on."""
+    """Schedule entry: add staged slots from `staging` on to the slots from `slot` on."""
 
     slot: int
     size: int
@@ -50,7 +50,7 @@ class Reduce(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Copy the slots from `source` on to those from `slot` on; with `combine` add them."""
+    """Schedule entry: copy the slots from `source` on to those from `slot` on; with `combine` add them."""
 
     slot: int
     size: int

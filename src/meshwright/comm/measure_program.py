@@ -36,8 +36,8 @@ def measure(
 ) -> dict[str, Any]:
     """Run the program on gloo processes of this machine, one thread each, alternating with torch.distributed's call.
 
-    total_bytes: of the operation's whole vector, rounded up to whole elements (and equal shares, where ranks have
-    shares). world: processes to run on, as many as the program has ranks; new ones unless given.
+    total_bytes: size of the operation's vector, rounded up to elements (and to equal shares where ranks own shares).
+    world: local ranks to run on, as many as the program has; default: new ones.
 
     Returns exact (the same integers came out; compared before anything is timed), measured_seconds, native_seconds
     (medians of the slowest rank), ratio (median over the runs of native / measured: above 1 the program is faster),

@@ -140,12 +140,12 @@ def axis_of(key: str) -> Axis:
 
 
 class Mesh:
-    """All axes of one rank.
+    """Device mesh of a layout: every axis as seen by one rank.
 
-    `tp cp dp pp ep etp`: the axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: the ranks
-    that share ZeRO's shards (`data`, or groups of N inside it with `hsN`). `replica`: the ranks that hold the same
-    shard in the other sharding groups. `expert_data expert_shard expert_replica`: the same for experts that are spread
-    over ep x etp; else those three themselves. `world`: everybody.
+    `tp cp dp pp ep etp`: axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: ranks that ZeRO
+    shards over (`data`, or with `hsN` groups of N inside it). `replica`: ranks with the same shard in other sharding
+    groups. `expert_data expert_shard expert_replica`: the same for experts under ep x etp, else equal to those three.
+    `world`: all ranks.
     """
 
     tp: Axis

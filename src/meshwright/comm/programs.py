@@ -38,7 +38,8 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A part of the vector that the program runs on by itself, in chunks of `n` elements."""
+    """A part of the vector that the program processes by itself, in chunks of `n` elements; `finish` runs
+    afterwards."""
 
     plan: RankProgram
     n: int
@@ -63,12 +64,12 @@ class Buffers:
 
 
 class Executable:
-    """A checked program as one rank runs it. All ranks of `group` make it and run it, in the same order.
+    """A checked collective program, executable on one rank. All ranks of `group` construct and run it, in the same
+    order.
 
-    group: a process group with as many ranks as the program, in its order; None: the world.
-    timeout_seconds: how long one wait may last (CPU tensors); then `RankLost` says who waits for whom, in which step.
-    device: where the vectors are.
-    batched: whether each group is posted as one call, in the order of the current stream (NCCL).
+    `group`: process group with as many ranks as the program (None: the world). `timeout_seconds`: limit of one wait
+    (CPU tensors), after which RankLost names the waiting ranks and the step. `device`: device of the vectors. `batched`
+    (attribute): each group is posted as one call, in the order of the current stream (NCCL).
     """
 
     def __init__(

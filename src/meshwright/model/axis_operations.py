@@ -126,7 +126,8 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, with `compile_options` compiled by torch.compile and then passed through `around`."""
+        """Return `function`; if `compile_options` are given, compiled by torch.compile with them and wrapped by
+        `around`."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_parts(

@@ -47,11 +47,11 @@ class Rewards(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """The loss of a pair. With h = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected):
+    """Preference loss of a pair, with h = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected):
 
-    - "dpo": -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with `label_smoothing` e, where
-      people are taken to have meant the other response with probability e, that counts 1 - e and -log sigmoid(-beta h)
-      counts e (conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences", eq. 3);
+    - "dpo": -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with `label_smoothing` e, the assumed
+      probability of a swapped label, (1 - e) times that plus e times -log sigmoid(-beta h) (conservative DPO: Mitchell
+      2023, "A note on DPO with noisy preferences", eq. 3);
     - "ipo": (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau).
 
     A response's reward is beta log p / p_ref (arXiv:2305.18290, section 4).

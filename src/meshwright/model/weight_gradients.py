@@ -75,8 +75,8 @@ class WeightGradients:
             self._collects = None
 
     def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """Add (or queue) the parameter's gradient `multiply(*operands)`, any shape with its number of elements;
-        multiply=None: dyᵀ x."""
+        """Add to `sums`, or queue, the parameter's gradient `multiply(*operands)`, of any shape with its number of
+        elements; multiply=None: dyᵀ x."""
         product = _Product(parameter, multiply, operands)
         if self._collects is None:
             product.add_to(self._sums)
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ + b."""
+        """Return x Wᵀ + b. `queue`: receives the weight gradient in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)

@@ -124,7 +124,8 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient of the running pass to its unit's buffer."""
+        """Add a parameter's gradient of the running pass to its unit's buffer; in a split pass hold it until the
+        pause."""
         running = self._running
         assert running is not None, "a gradient outside of every pass"
         if running.held is not None:

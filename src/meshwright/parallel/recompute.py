@@ -75,8 +75,8 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function` with activation checkpointing, with `compile_options` compiled by torch.compile and passed
-        through `around`."""
+        """Return `function` with activation checkpointing; if `compile_options` are given, compiled by torch.compile
+        with them and wrapped by `around`."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:

@@ -285,14 +285,16 @@ class ParameterPrefetcher:
             later.update(map(id, self._sharded[name]))
 
     def enter(self, name: str, x: Any) -> Any:
-        """Unshard a unit before its forward pass and prefetch the next one."""
+        """Unshard unit `name` before its forward pass and prefetch the next one; return its input `x`, hooked for
+        backward."""
         self._unshard(name, self._next.get(name))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
         return x
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Reshard a unit after its forward pass, unless the backward pass begins with it."""
+        """Reshard unit `name` after its forward pass, unless backward begins with it; return its output `x`, hooked for
+        backward."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()

@@ -156,9 +156,9 @@ def load(
     """Load a model and its tokenizer to continue prompts.
 
     Args:
-        path: Run directory (its newest whole checkpoint), checkpoint, or Hugging Face directory. Every byte of a
+        path: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory. Every byte of a
             checkpoint's model is checked against its hash.
-        layout: Cut over ranks of this machine, which compute on the CPU: tp and pp alone, such as `"tp2 pp2"`. Each
+        layout: Split over CPU ranks of this machine, by tp and pp alone, such as `"tp2 pp2"`. Each
             call then starts the ranks and loads the model on them.
         dtype: Dtype of the parameters, a name such as `"bfloat16"` or a torch dtype; float32 unless given.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.

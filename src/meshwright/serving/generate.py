@@ -39,11 +39,11 @@ class Generation:
     Attributes:
         prompt: Text that was continued.
         text: New text, without the prompt.
-        tokens: Ids of the new tokens.
+        tokens: IDs of the new tokens.
         stopped: `"end"` (the model ended the text), `"length"` (max_tokens), or `"context"` (no more positions).
         prompt_tokens: Tokens of the prompt, with the start token.
-        seconds_to_first_token: Time to the first new token.
-        tokens_per_second: Rate after the first token.
+        seconds_to_first_token: Time to first token (TTFT).
+        tokens_per_second: New tokens per second after the first.
         checkpoint: Directory of the model.
     """
 

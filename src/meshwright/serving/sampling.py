@@ -33,7 +33,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples tokens one after another; the draws depend on `sampling.seed` alone."""
+    """Samples tokens from logits; random draws depend on `sampling.seed` alone."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling

@@ -71,7 +71,7 @@ class SplitGenerator:
                 os.close(descriptor)
 
     def _make_ranks(self) -> LocalRanks:
-        """Return local ranks for the layout."""
+        """Return local ranks for the layout, not started yet."""
         return LocalRanks(self.layout.world_size, threads=choose_threads(self.layout.world_size))
 
     def _rank_arguments(
@@ -82,8 +82,8 @@ class SplitGenerator:
 
 
 def _read_pieces(descriptor: int, answer: Future[list[list[Generation]]]) -> Iterator[str]:
-    """Yield the pieces of text that rank 0 writes to a pipe, one JSON string per line, until all ranks have
-    answered."""
+    """Yield the text pieces that rank 0 writes to the pipe `descriptor`, one JSON string per line, until `answer` (of
+    all ranks) is done."""
     unread = b""
     while True:
         ended = answer.done()  # before the last look: what was written before it is read
