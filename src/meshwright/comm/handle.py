@@ -68,7 +68,7 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait up to `seconds` for the transfers of an abandoned call, ignoring errors."""
+        """Wait (on gloo up to `seconds`) for the transfers of an abandoned call, ignoring errors."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):
