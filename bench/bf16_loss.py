@@ -108,14 +108,14 @@ def round_updates(trainer: Trainer) -> None:
 def round_sums(trainer: Trainer) -> None:
     """The gradient is rounded after each micro-batch."""
     sums = trainer.parallel.gradients
-    note = sums._note
+    mark = sums._mark_accumulated
 
     def rounded(running: Any, parameter: Any) -> None:
         name, index = sums._place[parameter]
         round_to_bfloat16([sums._reducer.unsharded(name).views[index]])
-        note(running, parameter)
+        mark(running, parameter)
 
-    sums._note = rounded  # type: ignore[method-assign]
+    sums._mark_accumulated = rounded  # type: ignore[method-assign]
 
 
 def round_moments(trainer: Trainer) -> None:

@@ -29,7 +29,7 @@ from cases import Cases
 from meshwright.collectives.library import ALGORITHMS, generate
 from meshwright.collectives.named import named_programs
 from meshwright.comm import collectives
-from meshwright.comm.measure_program import elements, measure_rank
+from meshwright.comm.measure_program import count_elements, measure_rank
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -51,7 +51,7 @@ def every_algorithm(device: str) -> dict[str, dict[str, Any]]:
                 checked = check_collective(generate(operation, name, ranks))
             except UserError:
                 continue  # not for so many ranks
-            answer = measure_rank(checked, elements(checked, SIZE, 4), 5, "float32", 60.0, device)
+            answer = measure_rank(checked, count_elements(checked, SIZE, 4), 5, "float32", 60.0, device)
             ours, theirs = (1e3 * sorted(answer[which])[2] for which in ("ours", "theirs"))
             found[f"{operation} {name}"] = {
                 "exact": answer["exact"],

@@ -14,7 +14,7 @@ from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import Handle
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh, axis_of, calls_under_way
+from meshwright.comm.mesh import Mesh, axis_of, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
 
@@ -354,7 +354,7 @@ def nobody_waits(world_size: int) -> tuple[float, int]:
     mesh.close()
     total = torch.ones(300_000)
     collectives.all_reduce(total, Mesh.create(Layout(dp=world_size)).data, "test.sum")
-    return float(total.mean()), len(calls_under_way)
+    return float(total.mean()), len(calls_in_flight)
 
 
 def test_a_call_that_nobody_waits_for_does_not_stand_in_the_way_of_the_next():

@@ -13,7 +13,7 @@ import torch
 from meshwright.collectives import cutting
 from meshwright.collectives.library import ALGORITHMS, generate
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.measure_program import combined, measure
+from meshwright.comm.measure_program import combine_answers, measure
 from meshwright.comm.programs import Executable
 from meshwright.errors import CheckFailed, RankLost, UserError
 from meshwright.program.check_collective import CheckedCollective, check_collective
@@ -132,11 +132,11 @@ def test_a_result_that_differs_is_a_failed_check():
     checked = program_of("all-reduce", "ring", 2)
     assert checked is not None
     answer = {"exact": True, "native": "all_reduce", "ours": [1.0], "theirs": [1.0], "bytes_sent": 4, "backend": "gloo"}
-    assert combined(checked, 8, [answer, answer])["ratio"] == 1
+    assert combine_answers(checked, 8, [answer, answer])["ratio"] == 1
     with pytest.raises(
         CheckFailed, match="all-reduce ring: rank 1 has another result than torch.distributed's all_reduce"
     ):
-        combined(checked, 8, [answer, answer | {"exact": False}])
+        combine_answers(checked, 8, [answer, answer | {"exact": False}])
 
 
 @pytest.mark.parametrize(

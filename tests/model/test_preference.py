@@ -132,7 +132,7 @@ def test_losses_and_rewards_are_the_papers(preference: Preference):
     reference = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
     values = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
     values[~pairs.counted_BP.repeat_interleave(2, dim=1)] = reference[~pairs.counted_BP.repeat_interleave(2, 1)] = 0.0
-    found = preference(values, pairs.known_from(reference))
+    found = preference(values, pairs.with_reference(reference))
     total, rewards, right, beta, smoothing = 0.0, [0.0, 0.0], 0, preference.beta, preference.label_smoothing
     for row, pair in ((0, 0), (0, 1), (1, 0)):
         chosen, rejected = (float(values[row, 2 * pair + k] - reference[row, 2 * pair + k]) for k in (0, 1))
@@ -164,7 +164,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(wide: Callable[[], An
     for tensor in table.tensors:
         rows = [initial_value(row, 5).view(row.engine_shape) for row in tensor.rows]
         ours.get_parameter(tensor.name).data.copy_(torch.cat(rows))
-    pairs = Pairs.from_ids(IDS).known_from(reference)
+    pairs = Pairs.from_ids(IDS).with_reference(reference)
     values = ours(tokens[:, :-1], targets, Documents.from_ids(IDS).in_pairs(pairs))
     loss = Preference("dpo", beta)(values, pairs).loss / 3
     loss.backward()

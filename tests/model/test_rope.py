@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from meshwright.model.rope import RotaryTable, _turned, inverse_frequencies, rotate
+from meshwright.model.rope import RotaryTable, _rotate_halves, inverse_frequencies, rotate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
@@ -87,6 +87,6 @@ def test_on_an_accelerator_a_tokens_heads_lie_side_by_side_and_turn_alike():
     cosine, sine = RotaryTable(LLAMA, torch.bfloat16).at(None, 0, 5, CPU)
     turned = rotate(x_BSND.transpose(1, 2), cosine, sine)
     assert turned.is_contiguous()
-    assert torch.equal(turned, _turned(x_BSND, cosine.transpose(1, 2), sine.transpose(1, 2)).transpose(1, 2))
+    assert torch.equal(turned, _rotate_halves(x_BSND, cosine.transpose(1, 2), sine.transpose(1, 2)).transpose(1, 2))
     there = rotate(*(each.to("meta") for each in (x_BSND.transpose(1, 2), cosine, sine)))
     assert there.shape == turned.shape and there.transpose(1, 2).is_contiguous()

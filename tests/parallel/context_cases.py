@@ -76,12 +76,12 @@ def errors(method: str, cases: list[Case], dtype: torch.dtype = torch.float64) -
 
 def fused_errors(cases: list[Case], dtype: torch.dtype) -> list[float]:
     """The same where PyTorch's flash attention serves what no mask hides, by its kernel for CPUs."""
-    right = context._fused
-    context._fused = lambda q, first: first is None
+    right = context._supports_flash_attention
+    context._supports_flash_attention = lambda q, first: first is None
     try:
         return errors("ring", cases, dtype)
     finally:
-        context._fused = right
+        context._supports_flash_attention = right
 
 
 def spoilt(method: str, case: Case) -> dict[str, float]:

@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.inference import reading_layout
+from meshwright.parallel.inference import parse_inference_layout
 from meshwright.serving.generate import Generator
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -58,7 +58,7 @@ def test_every_rank_has_the_tokens_and_the_loss_of_one_device(four: LocalRanks, 
     with torch.no_grad():
         loss = sum(float(model(*batch)) for batch in cases.batches(5, 257))
     whole = sum(parameter.numel() for parameter in model.parameters())
-    layouts = [str(reading_layout(text, config)) for text in LAYOUTS]
+    layouts = [str(parse_inference_layout(text, config)) for text in LAYOUTS]
     ranks = four.run(cases.read, str(directory), layouts)
     for at, layout in enumerate(layouts):
         for result in (rank[at] for rank in ranks):
@@ -82,7 +82,7 @@ def test_every_rank_has_the_tokens_and_the_loss_of_one_device(four: LocalRanks, 
 )
 def test_other_layouts_are_refused_with_the_reason(layout: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        reading_layout(layout, dataclasses.replace(preset("mistral-tiny"), layers=5))
+        parse_inference_layout(layout, dataclasses.replace(preset("mistral-tiny"), layers=5))
 
 
 def test_commands_take_a_layout(command_line: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:

@@ -216,7 +216,9 @@ def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypa
     cuts = [
         [
             chunk.tokens
-            for chunk in loss._chunks(hidden, targets, loss._Head(weight, None, 0, TensorOperations(), False, 250))
+            for chunk in loss._logit_chunks(
+                hidden, targets, loss._Head(weight, None, 0, TensorOperations(), False, 250)
+            )
         ]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]

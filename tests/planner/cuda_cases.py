@@ -360,7 +360,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(torch.UntypedStorage, "resize_", resized))
             enter(mock.patch.object(F, "scaled_dot_product_attention", attention(hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
-            enter(mock.patch.object(grouped_product, "_groups", evenly))
+            enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
             enter(mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", agreed))
             enter(mock.patch.object(Mesh, "create", mesh_of))
             enter(nccl())

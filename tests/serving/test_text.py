@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
-from meshwright.serving.text import TextStream
+from meshwright.serving.text import IncrementalDetokenizer
 
 SAMPLE = "naïve façade — 日本語のテキスト, emoji 👩🏽‍🚀🏳️‍🌈 and plain words\n\tdef f(x): return x  # ok\n"
 
@@ -33,7 +33,7 @@ def fallback_tokenizer() -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> list[str]:
-    text = TextStream(tokenizer, before)
+    text = IncrementalDetokenizer(tokenizer, before)
     pieces = [text.push(token) for token in tokens]
     return [*pieces, text.rest()]
 
@@ -77,7 +77,7 @@ def test_special_tokens_are_not_shown():
 
 def test_a_long_text_costs_no_more_a_token_than_a_short_one():
     tokenizer = fallback_tokenizer()
-    text = TextStream(tokenizer)
+    text = IncrementalDetokenizer(tokenizer)
     longest = 0
     for token in tokenizer.encode("words without end " * 200, add_special_tokens=False).ids:
         text.push(token)

@@ -62,7 +62,7 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
     from meshwright.comm.handle import DONE
 
     calls = 0
-    run = collectives._run
+    run = collectives._post_call
 
     def faulty(post, call, planted, axis, output, async_op, then=None):
         nonlocal calls
@@ -84,5 +84,5 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
         os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[fault["does"]])
         return run(post, call, planted, axis, output, async_op, then)
 
-    collectives._run = faulty
+    collectives._post_call = faulty
     get_process_writer().skip_frames_of(faulty)  # what it wraps is called from where `faulty` is

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh, calls_under_way
+from meshwright.comm.mesh import Mesh, calls_in_flight
 from meshwright.monitoring.metrics import read_metrics
 from meshwright.monitoring.records import Validation
 from meshwright.monitoring.run_directory import RunDirectory
@@ -367,7 +367,7 @@ def count_calls_when_a_profile_ends(run: loop.Run) -> None:
             stop = type(operators).stop
 
             def stopped() -> None:
-                run.journal.log(f"under way at its end: {len(calls_under_way)}")
+                run.journal.log(f"under way at its end: {len(calls_in_flight)}")
                 stop(operators)
 
             operators.stop = stopped

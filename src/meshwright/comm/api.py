@@ -48,7 +48,7 @@ def collective(
     run: bool = False,
     **options: Unpack[CollectiveOptions],
 ) -> CollectiveReport:
-    """Generate, choose or read a program for a collective operation, check it, and simulate it on a network.
+    """Generate, choose or read a program of a collective operation; return it checked, with its simulated times.
 
     Args:
         operation: Operation such as `"all-reduce"` or `"all-gather"`.

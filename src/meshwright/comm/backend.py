@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The backend of `group` (None: the world) by type of device: {"cpu": "gloo", "cuda": "nccl"}.
+    """Return the torch.distributed backend of `group` (None: the world) by device type: {"cpu": "gloo", "cuda":
+    "nccl"}.
 
-    `torch.distributed.get_backend` answers for a group with several backends with all of them in one string, which
-    equals none of their names.
+    `torch.distributed.get_backend` joins several backends in one string, which equals none of their names.
     """
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))

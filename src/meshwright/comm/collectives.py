@@ -1,7 +1,7 @@
-"""Every collective call of the project. Each has a site, a static name such as "data.gradients", under which its bytes
-are recorded, faults are planted and time-outs are reported. On an axis of size 1 nothing is called and nothing copied.
+"""Every collective call of the project. Each has a site, a static label such as "data.gradients", under which bytes are
+recorded, faults are injected and timeouts are reported. On an axis of size 1 nothing is called and nothing copied.
 
-Sums are the same on every rank and depend on neither timing nor load.
+Sums are bitwise equal on every rank and independent of timing and load.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch
 from meshwright.comm import transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import DONE, Handle, lost
-from meshwright.comm.mesh import Axis, calls_under_way
+from meshwright.comm.mesh import Axis, calls_in_flight
 from meshwright.comm.transport import Message
 from meshwright.errors import RankLost
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, the same on all of them."""
+    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, equal on all ranks. `site`: label
+    of the call in traces. Returns a handle to wait on (complete, unless `async_op`)."""
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
     sent = 2 * size * (axis.size - 1) // axis.size
     if op == "sum":
-        sent = _sent(axis, "all_reduce", tensor, sent)
-    call, fault = _enter("all_reduce", axis, site, size, sent)
+        sent = _count_sent_bytes(axis, "all_reduce", tensor, sent)
+    call, fault = _record_call("all_reduce", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
@@ -38,46 +39,47 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     over, _ = axis.communicator.faults.over(fault, axis, ordered=False)
     if over.trivial:
         return DONE
-    return _run(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
+    return _post_call(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """output[n] = sum over ranks of their source[r * n : (r + 1) * n], r this rank's place. `source` must stay as it is
-    until the handle has been waited for; it may then be reused, and where a program serves the axis, of it only this
-    rank's part has a meaning. On an axis of size 1 `output` is a copy of `source` (none, if they are one memory)."""
+    """Write to `output` this rank's slice of the sum of `source` over ranks: sum of source[r * n : (r + 1) * n], r its
+    rank in axis, n = output.numel(). `source` must not change before the handle is waited for, and may be overwritten
+    except for this rank's slice. On an axis of size 1 `output` is a copy of `source`."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
     if axis.trivial:
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return DONE
     size = source.numel() * source.element_size()
-    sent = _sent(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
-    call, fault = _enter("reduce_scatter", axis, site, size, sent)
+    sent = _count_sent_bytes(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
+    call, fault = _record_call("reduce_scatter", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
     over, turned = axis.communicator.faults.over(fault, axis)
     if turned:
-        source = _turned(source, axis)
-    return _run(lambda: transport.reduce_scatter(output, source, over), call, fault, axis, output, async_op)
+        source = _shift_by_one_rank(source, axis)
+    return _post_call(lambda: transport.reduce_scatter(output, source, over), call, fault, axis, output, async_op)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """output = the concatenation of the ranks' `source`, in their order. `source` may lie in `output` at its place."""
+    """Write the concatenation of the ranks' `source`, in rank order, to `output`. `source` may be a view of its slice
+    of `output`."""
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     mine = output.view(-1)[axis.rank * n : (axis.rank + 1) * n]
     if axis.trivial:
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return DONE
     size = output.numel() * output.element_size()
-    sent = _sent(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
-    call, fault = _enter("all_gather", axis, site, size, sent)
+    sent = _count_sent_bytes(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
+    call, fault = _record_call("all_gather", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return DONE
     lose: Callable[[], Any] | None = None
     if fault is not None and fault.kind == "drop":
@@ -87,22 +89,22 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if over is not axis:
         source = source.clone()  # its place in the output is another's now
     if turned:
-        lose = partial(_turn, output, axis)
-    return _run(lambda: transport.all_gather(output, source, over), call, fault, axis, output, async_op, lose)
+        lose = partial(_shift_by_one_rank_, output, axis)
+    return _post_call(lambda: transport.all_gather(output, source, over), call, fault, axis, output, async_op, lose)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
-    """Give every rank the `tensor` of the rank at place `source` of the axis."""
+    """Overwrite `tensor` on every rank with that of the rank at index `source` of the axis."""
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
-    call, fault = _enter("broadcast", axis, site, size, size if axis.rank == source else 0)
+    call, fault = _record_call("broadcast", axis, site, size, size if axis.rank == source else 0)
     if fault is not None and fault.kind == "skip":
         return DONE
     lose = tensor.zero_ if fault is not None and fault.kind == "drop" else None
     over, turned = axis.communicator.faults.over(fault, axis)
     begins = (source + 1) % axis.size if turned else source
-    return _run(lambda: transport.broadcast(tensor, begins, over), call, fault, axis, tensor, async_op, lose)
+    return _post_call(lambda: transport.broadcast(tensor, begins, over), call, fault, axis, tensor, async_op, lose)
 
 
 def all_to_all(
@@ -114,15 +116,15 @@ def all_to_all(
     source_sizes: list[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to the i-th rank of the axis and
-    receive theirs into `output`, in order."""
+    """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to rank i of the axis and receive
+    its part for this rank as i-th part of `output`."""
     if axis.trivial:
-        _copy(output, source)
+        _copy_unless_shared(output, source)
         return DONE
     size = source.numel() * source.element_size()
     own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
     sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
-    call, fault = _enter("all_to_all", axis, site, size, sent)
+    call, fault = _record_call("all_to_all", axis, site, size, sent)
     if fault is not None and fault.kind == "skip":
         output.zero_()
         return DONE
@@ -132,19 +134,19 @@ def all_to_all(
     uneven = source_sizes is not None or output_sizes is not None
     over, turned = (axis, False) if uneven else axis.communicator.faults.over(fault, axis)
     if turned:
-        source = _turned(source, axis)
-    return _run(
+        source = _shift_by_one_rank(source, axis)
+    return _post_call(
         lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
         call, fault, axis, output, async_op, uneven=uneven,
     )  # fmt: skip
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
-    """Post messages between single ranks together; a handle for each, in their order.
+    """Post point-to-point messages together; return one handle for each, in order.
 
-    Messages from one rank to another arrive in the order in which they are posted. A tensor that is sent must stay as
-    it is until its handle has been waited for. A planted fault is served by the receiver: nothing arrives (skip, drop:
-    zeros), it arrives doubled, or the message before it of the same size arrives again.
+    Messages from one rank to another arrive in posting order. A sent tensor must not change before its handle is waited
+    for. An injected fault takes effect at the receiver: zeros arrive (skip, drop), doubled values, or the previous
+    message of the same size.
     """
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
@@ -167,107 +169,111 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
         raise lost(whats[0], error) from error
     handles = []
     for m, call, what, fault, (works, finish) in zip(messages, calls, whats, faults, posted, strict=True):
-        handle = Handle(works, what, _timeout(axis, m.tensor), communicator, call).then(finish)
+        handle = Handle(works, what, _host_timeout(axis, m.tensor), communicator, call).then(finish)
         if fault is not None and fault.kind in ("skip", "drop"):
             handle.then(m.tensor.zero_)
         elif fault is not None:
             handle.then(partial(communicator.faults.spoil_result, fault, m.tensor))
-        calls_under_way[handle] = communicator
+        calls_in_flight[handle] = communicator
         handles.append(handle)
     return handles
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Send `source` to the next rank of the axis, of the last one to the first, and receive that of the rank before
+    """Send `source` to the next rank of the axis (the last sends to the first) and receive that of the previous rank
     into `output`. On an axis of size 1 `output` is a copy of `source`."""
     if axis.trivial:
-        _copy(output, source)
+        _copy_unless_shared(output, source)
         return DONE
     size = source.numel() * source.element_size()
-    call, fault = _enter("rotate", axis, site, size, size)
+    call, fault = _record_call("rotate", axis, site, size, size)
     if fault is not None and fault.kind == "skip":
         output.zero_()
         return DONE
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
     over, _ = axis.communicator.faults.over(fault, axis, ordered=False)  # a ring turned by one is the same ring
-    return _run(lambda: transport.rotate(output, source, over), call, fault, axis, output, async_op)
+    return _post_call(lambda: transport.rotate(output, source, over), call, fault, axis, output, async_op)
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """output = the ranks' `source` one after the other along dim 0, of which the i-th rank's has sizes[i] rows."""
+    """Write the ranks' `source`, concatenated along dim 0, to `output`; that of rank i has sizes[i] rows."""
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return
-    call, fault = _enter("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
+    call, fault = _record_call("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
     if fault is not None and fault.kind == "skip":
         output.zero_()
-        _copy(mine, source)
+        _copy_unless_shared(mine, source)
         return
     lose = None
     if fault is not None and fault.kind == "drop":
         lose = output.split(sizes)[fault.position % axis.size].zero_
-    _run(lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose, True)
+    _post_call(
+        lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose, True
+    )
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """output = the sum over ranks of the part of their `source` that is this rank's: the i-th rank's has sizes[i] rows
-    (dim 0), in the order of the ranks."""
+    """Write to `output` this rank's rows (dim 0) of the sum of `source` over ranks; rank i owns sizes[i] rows. Ranks
+    are added in order."""
     mine = source.split(sizes)[axis.rank]
     if axis.trivial:
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return
-    call, fault = _enter("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
+    call, fault = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
     if fault is not None and fault.kind == "skip":
-        _copy(output, mine)
+        _copy_unless_shared(output, mine)
         return
     if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
         source = torch.zeros_like(source)
     post = partial(transport.reduce_scatter_rows, output, source, axis, sizes)
-    _run(post, call, fault, axis, output, False, uneven=True)
+    _post_call(post, call, fault, axis, output, False, uneven=True)
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Return when every rank of the axis has come here: the host too, which on CUDA a collective call alone does not
-    hold up."""
+    """Block until every rank of the axis has called it; on CUDA the host waits for the stream too."""
     if axis.trivial:
         return
-    call, _ = _enter("barrier", axis, site, 0, 0)
+    call, _ = _record_call("barrier", axis, site, 0, 0)
     nothing = torch.zeros(1, device=axis.communicator.device)
-    _run(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
+    _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
     if nothing.is_cuda:
         torch.cuda.current_stream(nothing.device).synchronize()
 
 
-def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to `output` unless they share memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
 
 
-def _turned(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The ranks' parts, one after the other, as if each rank stood one place further on."""
+def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return the ranks' slices of `parts` shifted by one rank (for the fault "wrong group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
-def _turn(parts: torch.Tensor, axis: Axis) -> None:
-    parts.copy_(_turned(parts, axis))
+def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
+    """Shift the ranks' slices of `parts` by one rank, in place."""
+    parts.copy_(_shift_by_one_rank(parts, axis))
 
 
-def _sent(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
-    """Bytes that this rank sends: those of the program that serves here, or else `native`."""
+def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
+    """Return the bytes that this rank sends: by the collective program that serves the axis, else `native`."""
     program = axis.program(operation, vector.nbytes)
     return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
 
 
-def _timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """How long the host waits. NCCL's own watchdog ends a call that hangs; a time-out given to its wait would block
+def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
+    """Return how long the host waits: None on CUDA, where NCCL's watchdog ends a hanging call and a timeout would block
     the host."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Who waits for whom, and where; index: among the messages from the one to the other."""
+    """Return two texts for an error: which rank waits for which, and in which message. `index`: of the message between
+    the two ranks."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -277,8 +283,9 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class _Entered:
-    """A call that has been recorded; calling it says how to name it in an error: who waits, where. payload: bytes."""
+class _RecordedCall:
+    """A recorded collective call; calling it returns two texts for an error: which rank waits, and in which call.
+    `payload`: bytes."""
 
     operation: str
     axis: Axis
@@ -287,8 +294,8 @@ class _Entered:
     index: int = 0  # among the calls of the group, once it is posted
 
     def post(self, tensor: torch.Tensor, uneven: bool) -> int:
-        """Write it to the ring of calls; its number there. uneven: without the number of rows, which is another in
-        every call. Of a call that a planted fault skips, others see nothing."""
+        """Write the call to the flight recorder's ring and return its number there. `uneven`: omit the number of rows,
+        which differs between ranks."""
         axis, calls = self.axis, self.axis.communicator.calls
         group = axis.calls_group
         shape = ("...", *tensor.shape[1:]) if uneven else tensor.shape
@@ -297,24 +304,26 @@ class _Entered:
         return number
 
     def __call__(self) -> tuple[str, str]:
+        """Return two texts for an error: which rank had no answer from which, and in which call."""
         axis = self.axis
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
         return who, f"{self.site} ({self.operation} over axis {axis.name}, its call {self.index})"
 
 
-def _enter(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_Entered, Fault | None]:
-    """Record the call; returns it, and the fault planted here."""
+def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_RecordedCall, Fault | None]:
+    """Record a call of `payload` bytes, of which this rank sends `sent`; return it and the fault injected at it, if
+    any."""
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
-    call = _Entered(operation, axis, site, payload)
+    call = _RecordedCall(operation, axis, site, payload)
     return call, faults.at(site, operation) if faults.active is not None else None
 
 
-def _run(
+def _post_call(
     post: Callable[[], transport.Posted],
-    call: _Entered,
+    call: _RecordedCall,
     fault: Fault | None,
     axis: Axis,
     output: torch.Tensor,
@@ -322,7 +331,8 @@ def _run(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post the transfers; `then` runs once they have come through, before a planted fault spoils the result."""
+    """Post a recorded call's transfers and return its handle; `then` runs when they are complete, before an injected
+    fault corrupts `output`."""
     number = call.post(output, uneven)
     try:
         if (around := axis.communicator.around) is None:
@@ -332,11 +342,11 @@ def _run(
                 works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise lost(call, error) from error
-    handle = Handle(works, call, _timeout(axis, output), axis.communicator, number).then(finish).then(then)
+    handle = Handle(works, call, _host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
     if async_op:
-        calls_under_way[handle] = axis.communicator
+        calls_in_flight[handle] = axis.communicator
     else:
         handle.wait()
     return handle

@@ -1,4 +1,4 @@
-"""Custom operators that run without torch's compiler until something else has loaded it, which takes over a second."""
+"""Custom operators that do not load torch's compiler, which takes over a second, unless something else has."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ COMPILER = "torch._dynamo"
 
 
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """As `torch.library.custom_op(name, mutates_args=(), schema=schema)`; None: the schema of the annotations."""
+    """Return a decorator like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: from
+    annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
+        """Register `function` as a custom operator."""
         operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         # torch keeps the kernel out of graphs that are compiled, for which it loads the compiler at the first call.
         kernels: dict[str | None, Callable[..., Any]] = getattr(operator, "_backend_fns", {})
@@ -27,11 +29,12 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, or what it wraps while there is no compiler to keep it from."""
+    """Return a kernel that calls the undecorated function until torch's compiler is loaded, `kernel` afterwards."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)
     def run(*arguments: Any, **options: Any) -> Any:
+        """Call the kernel, undecorated while torch's compiler is not loaded."""
         return (kernel if COMPILER in sys.modules else plain)(*arguments, **options)
 
     return run

@@ -1,4 +1,4 @@
-"""Faults planted at collective call sites, so that `verify --mutate` can show that it would notice them."""
+"""Fault injection at collective call sites, with which `verify --mutate` shows that it detects errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _REMEMBER = "remember"  # not a fault: the call before the stale one
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One spoilt call site. `position`: the place in the group of the rank whose part `drop` loses. `call`: the only
-    call that is spoilt, counted from 1 since the fault was planted; None: all of them."""
+    """One fault to inject at a call site. `position`: rank in the group whose part "drop" loses; `call`: number of the
+    call, counted from 1 since injection (None: every call); `groups`: groups of a "wrong group" (empty: the right
+    ranks, shifted by one)."""
 
     site: str
     operation: str
@@ -37,17 +38,19 @@ class Fault:
 
 
 class NamedAxis(Protocol):
-    """An axis of the mesh as faults see it: they are matched by its name."""
+    """A mesh axis, matched by its name."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the axis, such as "dp"."""
 
 
 AxisType = TypeVar("AxisType", bound=NamedAxis)
 
 
 class Faults(Generic[AxisType]):
-    """The fault planted in this process, if any. All ranks of a group plant the same one, so that nothing hangs."""
+    """The fault injected in this process, if any. All ranks of a group inject the same one, so that nothing hangs.
+    `struck`: number of calls whose result was corrupted."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None
@@ -57,7 +60,7 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def plant(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Plant a fault (None: take it away again). `other`: the wrong group of this rank (`Mesh.plant` makes it)."""
+        """Inject a fault (None: remove it). `other`: this rank's axis for a "wrong group" (made by `Mesh.plant`)."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
@@ -65,7 +68,7 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def at(self, site: str, operation: str) -> Fault | None:
-        """The fault to be served at this call, or None."""
+        """Return the fault to inject at this call, or None."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -76,8 +79,8 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def over(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """The axis over which a call is made, and True if its ranks are taken in another order: `axis` in its own
-        order, unless `fault` says otherwise. `ordered`: the order makes a difference to the call."""
+        """Return the axis over which to make a call, and True if its ranks are shifted by one: `axis` and False unless
+        `fault` is a "wrong group". `ordered`: rank order affects the call's result."""
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:
@@ -86,7 +89,7 @@ class Faults(Generic[AxisType]):
         return (axis, True) if self.other is None else (self.other, False)
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
-        """Change the finished result in place as the fault says (double, stale)."""
+        """Corrupt the finished result in place by the fault's kind (double, stale)."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):

@@ -1,5 +1,4 @@
-"""The handle of a communication call under way: what every call of `comm/` returns, and how an answer that never comes
-is reported."""
+"""Handles of collective calls in flight, and the error that reports a call without an answer."""
 
 from __future__ import annotations
 
@@ -10,13 +9,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from meshwright.comm.mesh import Communicator, calls_under_way
+from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
 
 
 class Handle:
-    """A call under way. `wait` may be called again; the result is there after the first, or the first one's error."""
+    """Handle of a collective call in flight. `wait` may be called repeatedly; it returns when the result is valid, or
+    raises the first error again."""
 
     __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
 
@@ -37,7 +37,7 @@ class Handle:
         self._timeout = timeout
 
     def then(self, finish: Callable[[], Any] | None) -> Handle:
-        """Run `finish` when the call has been waited for."""
+        """Add a callback that runs when the call has been waited for; return the handle."""
         if finish is not None:
             self._finishers.append(finish)
         return self
@@ -48,7 +48,7 @@ class Handle:
             raise self._error
         works, finishers = self._works, self._finishers
         self._works, self._finishers = (), []
-        calls_under_way.pop(self, None)
+        calls_in_flight.pop(self, None)
         begun = time.perf_counter()
         if works and self._communicator is not None:
             self._communicator.calls.wait(self._call)
@@ -68,10 +68,9 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Let the transfers come through, for nobody: of a call whose result is not wanted any more. What is lost then,
-        nobody misses."""
+        """Wait (on gloo up to `seconds`) for the transfers of an abandoned call, ignoring errors."""
         works, self._works, self._finishers = self._works, (), []
-        calls_under_way.pop(self, None)
+        calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):
             for work in works:
                 work.wait() if self._timeout is None else work.wait(timedelta(seconds=seconds))
@@ -84,7 +83,7 @@ DONE = Handle()
 
 
 def lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
-    """The error of a call that had no answer; `what` says who waits, and where."""
+    """Return the RankLost error of an unanswered call; `what` returns who waits, and where."""
     get_process_writer().give_up()
     who, where = what() if what else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # of a program, which knows better who waits for whom

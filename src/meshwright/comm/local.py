@@ -1,4 +1,4 @@
-"""Ranks on this machine, quickly: forked from a server that has torch loaded, joined over gloo, many calls per start.
+"""Local ranks: processes of this machine, forked from a server that has torch loaded and connected over gloo.
 
     with LocalRanks(4) as ranks:
         results = ranks.run("package.module:function", argument)   # one result per rank
@@ -43,14 +43,15 @@ PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dyn
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a rank's exception, as its cause."""
+    """Traceback text of an exception on a local rank, set as its cause."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
 
 
 class LocalRanks:
-    """`world_size` processes with torch.distributed (gloo) initialised and `threads` threads each."""
+    """Pool of `world_size` local processes with torch.distributed (gloo) initialised and `threads` threads each.
+    `timeout`: default seconds of a `run`."""
 
     def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0) -> None:
         self.world_size = world_size
@@ -62,7 +63,7 @@ class LocalRanks:
         self._rings: dict[int, int] = {}  # the file of each rank's calls
 
     def __enter__(self) -> LocalRanks:
-        self._start()
+        self._start_ranks()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,19 +71,19 @@ class LocalRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids by rank."""
+        """Process IDs by rank."""
         return tuple(self._pids)
 
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call `function(*args)` on every rank ("package.module:function" or a function of an importable module) and
+        """Call `function(*args)` on every rank ("package.module:function" or a function of an importable module);
         return the results by rank.
 
-        An exception of a rank is raised here, with the rank's traceback as its cause; a rank that has not answered
-        within `timeout` seconds, or has died, is named in a RankLost, with the collective call where ranks parted.
-        After either the ranks are started afresh.
+        A rank's exception is raised here, with the rank's traceback as its cause. RankLost names a rank that died or
+        did not answer within `timeout` seconds, and the collective call where ranks diverged. After either the ranks
+        are restarted.
         """
         if not self._connections:
-            self._start()
+            self._start_ranks()
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__qualname__}"
         try:
@@ -91,13 +92,14 @@ class LocalRanks:
         except OSError as error:
             self.close()
             raise RankLost(f"a local rank has ended before {function} began: {error}") from error
-        return self._collect(function, self.timeout if timeout is None else timeout)
+        return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
-        """What the ranks' records of their collective calls say now."""
+        """Return a snapshot of the ranks' collective-call records."""
         return Snapshot.take(self._rings)
 
-    def _collect(self, function: str, timeout: float) -> list[Any]:
+    def _collect_results(self, function: str, timeout: float) -> list[Any]:
+        """Return the results by rank of the running call `function`; raise for failed, dead and silent ranks."""
         answers: dict[int, tuple[str, Any, str]] = {}
         died: list[int] = []
         deadline = time.monotonic() + timeout
@@ -135,7 +137,8 @@ class LocalRanks:
         silent = [str(rank) for rank in range(self.world_size) if rank not in answers]
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
 
-    def _start(self) -> None:
+    def _start_ranks(self) -> None:
+        """Fork the ranks and connect to them."""
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         for rank in range(self.world_size):
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
@@ -163,7 +166,7 @@ class LocalRanks:
         self._connections = [connections[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the ranks; `run` would start new ones."""
+        """End the ranks; the next `run` starts new ones."""
         for connection in self._connections:
             connection.close()
         for pid in self._pids:
@@ -178,17 +181,18 @@ class LocalRanks:
 
 
 def start_server() -> None:
-    """Have the server load torch from now on, while the caller does something else. `LocalRanks` does so itself."""
+    """Start the server in advance, so that it loads torch in the background. `LocalRanks` does so itself."""
     _Server.running()
 
 
 class _Server:
-    """The process that has torch loaded and forks ranks. One for this process, started when first needed."""
+    """Server process that has torch loaded and forks ranks; one per process, started on first use."""
 
     _instance: _Server | None = None
 
     @classmethod
     def running(cls) -> _Server:
+        """Return the running server, starting it if necessary."""
         if cls._instance is None or cls._instance.process.poll() is not None or cls._instance.owner != os.getpid():
             cls._instance = cls()
         return cls._instance
@@ -207,6 +211,7 @@ class _Server:
         atexit.register(self.stop)
 
     def fork(self, order: tuple[Any, ...]) -> list[int]:
+        """Fork ranks by `order` (arguments of `_run_rank_process` after the rank); return their process IDs."""
         try:
             self.connection.send(order)
             return self.connection.recv()  # type: ignore[no-any-return]
@@ -214,6 +219,7 @@ class _Server:
             raise RankLost(f"the server of local ranks has ended: {error}") from error
 
     def stop(self) -> None:
+        """Close the connection and wait until the server has ended."""
         if self.owner == os.getpid():
             self.connection.close()
             self.process.wait()
@@ -223,7 +229,8 @@ class _Server:
 
 
 def serve(descriptor: int) -> None:
-    """The server's main loop: fork ranks as ordered over the socket `descriptor`, until its other end is closed."""
+    """Run the server's main loop: fork ranks by orders received on socket `descriptor`, until its other end is
+    closed."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
@@ -239,7 +246,7 @@ def serve(descriptor: int) -> None:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _rank(rank, *order)
+                _run_rank_process(rank, *order)
             pids.append(pid)
         connection.send(pids)
 
@@ -247,9 +254,10 @@ def serve(descriptor: int) -> None:
 # --- in a rank
 
 
-def _rank(
+def _run_rank_process(
     rank: int, directory: str, key: bytes, world_size: int, threads: int, timeout: float, path: list[str], cwd: str
 ) -> None:
+    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns."""
     status = 1
     try:
         _end_with_parent()
@@ -271,7 +279,7 @@ def _rank(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
-            _answer(connection)
+            _serve_calls(connection)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -281,14 +289,15 @@ def _rank(
         os._exit(status)
 
 
-def _answer(connection: Connection) -> None:
+def _serve_calls(connection: Connection) -> None:
+    """Receive calls and send back ("ok", result) or ("error", exception, traceback), until the connection closes."""
     while True:
         try:
             name, args = connection.recv()
         except (EOFError, OSError):
             return
         try:
-            result = ("ok", _find(name)(*args), "")
+            result = ("ok", _import_function(name)(*args), "")
             connection.send_bytes(pickle.dumps(result))
         except Exception as error:
             text = traceback.format_exc()
@@ -299,7 +308,8 @@ def _answer(connection: Connection) -> None:
             connection.send(("error", error, text))
 
 
-def _find(name: str) -> Callable[..., Any]:
+def _import_function(name: str) -> Callable[..., Any]:
+    """Import the function named "package.module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -308,7 +318,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (where there is no Linux, the closed connection does)."""
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere the closed connection ends it)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""One rank's part of a checked collective program, brought into the order in which it posts, waits and computes.
+"""Lower a checked collective program to one rank's schedule of posts, waits and local work.
 
-Adjacent slots that travel together become one message. A send is waited for only when its slots are about to change,
-and receives of the next group are posted with this group's sends wherever nothing of this group touches their slots:
-what a rank waits for is then already on its way.
+Adjacent slots that travel together become one message. A send is waited for only before its slots change, and receives
+of the next group are posted with this group's sends where their slots are free, so that data is in flight early.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from meshwright.program.order import Integers
 
 
 class Message(NamedTuple):
-    """Adjacent slots on their way. `size` 0: a signal. `staging`: where they arrive, as a slot of the staging buffer;
-    -1: in their own place. `step`: the first step of the program that it belongs to."""
+    """A message of `size` adjacent slots (0: a signal) from or to `peer`. `staging`: first slot in the staging buffer
+    where it arrives; -1: in place. `step`: the program's first step it belongs to."""
 
     number: int
     peer: int
@@ -31,19 +30,19 @@ class Message(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Wait until a message has arrived."""
+    """Schedule entry: wait until a received message has arrived."""
 
     message: Message
 
 
 class Leave(NamedTuple):
-    """Wait until a message that was sent has left its slots."""
+    """Schedule entry: wait until a sent message no longer needs its slots."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Add staged slots to the slots from `slot` on."""
+    """Schedule entry: add staged slots from `staging` on to the slots from `slot` on."""
 
     slot: int
     size: int
@@ -51,7 +50,7 @@ class Reduce(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Copy the slots from `source` on to those from `slot` on, or with `combine` add them."""
+    """Schedule entry: copy the slots from `source` on to those from `slot` on; with `combine` add them."""
 
     slot: int
     size: int
@@ -61,7 +60,8 @@ class Local(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """Wait for what is in `before`; post `receives`, `sends` and `ahead` (receives of the next group); do `after`."""
+    """One group of a rank's schedule, in order: wait for `before`; post `receives`, `sends` and `ahead` (receives of
+    the next group); execute `after`."""
 
     before: list[Leave] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """All groups of a rank. messages: how many; staging: slots of the staging buffer; sent: slots put on the wire."""
+    """Schedule of one rank: its groups, number of messages, slots of the staging buffer, and number of slots sent."""
 
     groups: list[Group]
     messages: int
@@ -81,13 +81,14 @@ class RankProgram:
 
 
 def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProgram:
-    """The part of `rank`. Without `merge` every slot travels alone, for memory in which slots are not adjacent."""
+    """Lower the program for `rank`. `merge`: join adjacent slots to messages; False for memory in which slots are not
+    adjacent."""
     steps = checked.program.steps
     own = steps.of_rank(rank)
     groups = [Group() for _ in range(int(steps.group[own[-1]]) + 1 if len(own) else 0)]
-    arriving: list[list[_Part]] = [[] for _ in groups]
+    arriving: list[list[_TransferEnd]] = [[] for _ in groups]
     messages = 0
-    for parts in _messages(checked, rank, merge):
+    for parts in _group_into_messages(checked, rank, merge):
         first, count = parts[0], sum(part.size for part in parts)
         message = Message(messages, int(steps.peer[first.step]), first.slot, count, -1, first.step)
         messages += 1
@@ -97,7 +98,7 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
         else:
             groups[group].receives.append(message)
             arriving[group] += [part._replace(message=message) for part in parts]
-    staging = _arrivals(groups, arriving)
+    staging = _schedule_arrivals(groups, arriving)
     for step in own:
         kind = Kind(int(steps.kind[step]))
         if kind in (Kind.COPY, Kind.COMBINE):
@@ -108,13 +109,14 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
             ]
     for group_ in groups:
         group_.sends.sort(key=lambda message: (message.step, message.slot))
-    _waits(groups)
+    _schedule_waits(groups)
     sent = sum(message.size for group_ in groups for message in group_.sends)
     return RankProgram(groups, messages, staging, sent)
 
 
-class _Part(NamedTuple):
-    """This rank's end of one transfer of the program, as part of a message."""
+class _TransferEnd(NamedTuple):
+    """This rank's end of one transfer of the program, as part of a message. `offset`: slots of the message before
+    it."""
 
     step: int
     slot: int
@@ -125,10 +127,10 @@ class _Part(NamedTuple):
     message: Message | None = None
 
 
-def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_Part]]:
-    """The transfers that `rank` takes part in, joined to messages. Both ends come to the same ones: transfers join that
-    follow each other between two ranks, in one group, and are adjacent at both ends. Messages between the same ranks in
-    the same direction come in the order in which they are sent."""
+def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
+    """Yield the transfers that `rank` takes part in, grouped into messages. Both ends group alike: consecutive
+    transfers between two ranks, in one group, adjacent at both ends. Messages of one rank pair and direction come in
+    sending order."""
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
     send, receive = checked.sends[here], checked.receives[here]
@@ -148,8 +150,8 @@ def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[li
     for slot, step in ends:
         joins &= (s.group_index[step][1:] == s.group_index[step][:-1]) & (s.peer[step][1:] == s.peer[step][:-1])
         joins &= slot[1:] == (slot + count)[:-1]
-        joins &= _region(program, slot)[1:] == _region(program, slot)[:-1]
-    parts: list[_Part] = []
+        joins &= _region_of_slot(program, slot)[1:] == _region_of_slot(program, slot)[:-1]
+    parts: list[_TransferEnd] = []
     for index in range(len(send)):
         if index and not joins[index - 1]:
             yield parts
@@ -158,20 +160,21 @@ def _messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[li
         slot, step = ends[0] if outgoing else ends[1]
         reduces = s.kind[receive[index]] == Kind.REDUCE
         offset = parts[-1].offset + parts[-1].size if parts else 0
-        parts.append(_Part(int(step[index]), int(slot[index]), int(count[index]), outgoing, bool(reduces), offset))
+        parts.append(
+            _TransferEnd(int(step[index]), int(slot[index]), int(count[index]), outgoing, bool(reduces), offset)
+        )
     if parts:
         yield parts
 
 
-def _region(program: CollectiveProgram, slot: Integers) -> Integers:
-    """0 for data, 1 for output, 2 for scratch: they need not lie beside each other."""
+def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
+    """Return 0 for data slots, 1 for output, 2 for scratch; the regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
-def _arrivals(groups: list[Group], arriving: list[list[_Part]]) -> int:
-    """Give what is reduced its place in the staging buffer, and write down what happens when messages arrive: sums are
-    formed in the order of the steps. Even and odd groups have an area each, as two groups may be under way. Returns
-    the size of the staging buffer."""
+def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
+    """Assign staging slots to reduced messages, and append the work after arrival to each group, sums in the order of
+    steps. Even and odd groups have separate areas, as two may be in flight. Return the number of staging slots."""
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
     for number, (group, parts) in enumerate(zip(groups, arriving, strict=True)):
@@ -200,13 +203,13 @@ def _arrivals(groups: list[Group], arriving: list[list[_Part]]) -> int:
     return base + max(sizes[1::2], default=0)
 
 
-def _waits(groups: list[Group]) -> None:
-    """Put in where sends are waited for, and bring receives forward."""
+def _schedule_waits(groups: list[Group]) -> None:
+    """Insert waits for sends where their slots change, and post receives early."""
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:
-        """Wait for those that read slots which are about to change."""
-        over = [message for message in leaving if _overlap(message.slot, message.size, slot, count)]
+        """Return waits for the sends that read any of `count` slots from `slot` on."""
+        over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)
         return [Leave(message) for message in over]
@@ -229,16 +232,17 @@ def _waits(groups: list[Group]) -> None:
             after.append(event)
         group.after = after
         if number + 1 < len(groups):
-            _bring_forward(group, groups[number + 1], touched)
+            _post_early(group, groups[number + 1], touched)
     if groups:
         groups[-1].after += [Leave(message) for message in leaving]
 
 
-def _bring_forward(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
-    """Post receives of the following group with this one. Those from one rank stay in order."""
+def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
+    """Post receives of `following` already in `group`, where their slots are not in `touched`. Those from one rank stay
+    in order."""
     held: set[int] = set()
     for message in following.receives:
-        in_use = message.staging < 0 and any(_overlap(message.slot, message.size, *other) for other in touched)
+        in_use = message.staging < 0 and any(_slots_overlap(message.slot, message.size, *other) for other in touched)
         if in_use or message.peer in held:
             held.add(message.peer)
         else:
@@ -246,5 +250,6 @@ def _bring_forward(group: Group, following: Group, touched: list[tuple[int, int]
     following.receives = [message for message in following.receives if message not in group.ahead]
 
 
-def _overlap(slot: int, count: int, other: int, others: int) -> bool:
+def _slots_overlap(slot: int, count: int, other: int, others: int) -> bool:
+    """True if the slot ranges [slot, slot + count) and [other, other + others) overlap."""
     return slot < other + others and other < slot + count

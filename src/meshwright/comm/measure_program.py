@@ -1,5 +1,4 @@
-"""Runs a collective program on processes of this machine, beside torch.distributed's own call for the same operation:
-the same result, exactly, and how long both take."""
+"""Run a collective program on local processes, check that its result equals torch.distributed's, and time both."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def measure(
 ) -> dict[str, Any]:
     """Run the program on gloo processes of this machine, one thread each, alternating with torch.distributed's call.
 
-    total_bytes: of the operation's whole vector, rounded up to whole elements (and equal shares, where ranks have
-    shares). world: processes to run on, as many as the program has ranks; new ones unless given.
+    total_bytes: size of the operation's vector, rounded up to elements (and to equal shares where ranks own shares).
+    world: local ranks to run on, as many as the program has; default: new ones.
 
     Returns exact (the same integers came out; compared before anything is timed), measured_seconds, native_seconds
     (medians of the slowest rank), ratio (median over the runs of native / measured: above 1 the program is faster),
@@ -57,7 +56,7 @@ def measure(
             f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; take fewer ranks, "
             "or leave out the run"
         )
-    numel = elements(checked, total_bytes, getattr(torch, dtype).itemsize)
+    numel = count_elements(checked, total_bytes, getattr(torch, dtype).itemsize)
     needed = program.ranks * numel * max(4, getattr(torch, dtype).itemsize) * COPIES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -72,11 +71,12 @@ def measure(
     finally:
         if world is None:
             ranks.close()
-    return combined(checked, numel * getattr(torch, dtype).itemsize, answers)
+    return combine_answers(checked, numel * getattr(torch, dtype).itemsize, answers)
 
 
-def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Elements of the vector that is run on."""
+def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
+    """Return the number of vector elements in `total_bytes`, rounded up to equal shares where ranks own shares.
+    `itemsize`: bytes of an element."""
     if total_bytes < 0:
         raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
     numel = max(1, -int(-total_bytes // itemsize))
@@ -84,8 +84,9 @@ def elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> i
     return -(-numel // ranks) * ranks if checked.program.operation in OWNED else numel
 
 
-def combined(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` returns, from the answers of all ranks."""
+def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the answers of all ranks of `measure_rank` to the result of `measure`. `total_bytes`: size of the
+    vector."""
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
@@ -115,15 +116,16 @@ def measure_rank(
     device: str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """One rank's part, wherever its process group reaches: exact, seconds of each run (ours, theirs), bytes_sent."""
+    """Measure one rank of a program in any process group. Returns exact (bool), seconds of each run (ours, theirs),
+    bytes_sent, backend, native."""
     executable = Executable(checked, group, timeout_seconds, device=device)
     name, native = NATIVE[checked.program.operation]
-    exact = _same(executable, native, numel, device)
+    exact = _matches_native(executable, native, numel, device)
     vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
     output = torch.empty_like(vector) if checked.program.has_output else None
     calls: dict[str, Callable[[], Any]] = {
-        "ours": lambda: _ours(executable, None if checked.program.operation == "barrier" else vector, output),
-        "theirs": lambda: _theirs(executable, native, vector),
+        "ours": lambda: _run_program(executable, None if checked.program.operation == "barrier" else vector, output),
+        "theirs": lambda: _run_native(executable, native, vector),
     }
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     for turn in range(repeats + 2):
@@ -145,8 +147,8 @@ def measure_rank(
     }
 
 
-def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the program, as a call that others can see."""
+def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
+    """Run the collective program once, recorded in the flight recorder."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
@@ -155,31 +157,31 @@ def _ours(executable: Executable, vector: torch.Tensor | None, output: torch.Ten
     calls.done(number)
 
 
-def _same(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
-    """Whether the program gives what torch.distributed gives, on whole numbers."""
+def _matches_native(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
+    """True if the program and torch.distributed give equal results on integers."""
     program = executable.program
     if program.operation == "barrier":
-        _ours(executable, None, None)
+        _run_program(executable, None, None)
         return True
     dtype = torch.float64 if program.reduction == "mean" else torch.int32
     start = (torch.arange(numel, device=device) * 7 + 13 * executable.rank).remainder_(31).sub_(15).to(dtype)
     mine, theirs = start.clone(), start.clone()
     output = torch.empty_like(mine) if program.has_output else None
-    _ours(executable, mine, output)
-    result = _theirs(executable, native, theirs)
-    place = promised(executable, numel)
+    _run_program(executable, mine, output)
+    result = _run_native(executable, native, theirs)
+    place = defined_slice(executable, numel)
     return torch.equal((mine if output is None else output)[place], result[place])
 
 
-def _theirs(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
-    """The result of torch.distributed's call. Gloo has most of them for host memory alone."""
+def _run_native(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's call `native` on `vector` and return the result; via host memory where gloo needs it."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     result = native(executable, there)
     return (there if result is None else result).to(vector.device)
 
 
-def promised(executable: Executable, numel: int) -> slice:
-    """The part of the vector that the operation promises to this rank."""
+def defined_slice(executable: Executable, numel: int) -> slice:
+    """Return the slice of the vector that the operation defines on this rank."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -195,65 +197,78 @@ def promised(executable: Executable, numel: int) -> slice:
 
 
 def _receiver(executable: Executable) -> int:
+    """Return the receiving rank of a send-receive."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 
 
 def _reduction(executable: Executable) -> Any:
+    """Return the torch.distributed ReduceOp of the program's reduction."""
     operations = {"minimum": dist.ReduceOp.MIN, "maximum": dist.ReduceOp.MAX}
     return operations.get(executable.program.reduction, dist.ReduceOp.SUM)
 
 
-def _mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
+def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
+    """Divide a sum by the number of ranks if the reduction is a mean."""
     return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
 
 
-def _share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+def _rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Return this rank's equal share of the vector."""
     return vector.view(executable.program.ranks, -1)[executable.rank]
 
 
 def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's all_reduce on the vector in place and return it."""
     dist.all_reduce(vector, op=_reduction(e), group=e.group)
-    return _mean(e, vector)
+    return _divide_if_mean(e, vector)
 
 
 def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's reduce to the root in place and return the vector."""
     dist.reduce(vector, group_dst=e.program.root, op=_reduction(e), group=e.group)
-    return _mean(e, vector)
+    return _divide_if_mean(e, vector)
 
 
 def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    share = torch.empty_like(_share(e, vector))
+    """Run torch.distributed's reduce-scatter; return the vector with the result in this rank's share."""
+    share = torch.empty_like(_rank_share(e, vector))
     _native_reduce_scatter(share, vector, op=_reduction(e), group=e.group)
-    _share(e, vector).copy_(_mean(e, share))
+    _rank_share(e, vector).copy_(_divide_if_mean(e, share))
     return vector
 
 
 def _all_gather(e: Executable, vector: torch.Tensor) -> None:
-    _native_all_gather(vector, _share(e, vector).clone(), group=e.group)
+    """Run torch.distributed's all-gather of the ranks' shares into the vector."""
+    _native_all_gather(vector, _rank_share(e, vector).clone(), group=e.group)
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's broadcast from the root in place."""
     dist.broadcast(vector, group_src=e.program.root, group=e.group)
 
 
 def _scatter(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's scatter of the root's vector into the ranks' shares."""
     parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.scatter(_share(e, vector), parts, group_src=e.program.root, group=e.group)
+    dist.scatter(_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
 
 
 def _gather(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's gather of the ranks' shares into the root's vector."""
     parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.gather(_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
+    dist.gather(_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
 
 
 def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's all_to_all_single and return the result."""
     result = torch.empty_like(vector)
     dist.all_to_all_single(result, vector, group=e.group)
     return result
 
 
 def _send_receive(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's send on the root and recv on the receiving rank."""
     if e.rank == e.program.root:
         dist.send(vector, group_dst=_receiver(e), group=e.group)
     elif e.rank == _receiver(e):
@@ -261,6 +276,7 @@ def _send_receive(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _barrier(e: Executable, vector: torch.Tensor) -> None:
+    """Run torch.distributed's barrier; the vector is unused."""
     dist.barrier(group=e.group)
 
 

@@ -1,4 +1,4 @@
-"""The mesh: which rank stands where on every axis of a layout, and the process group it talks to there."""
+"""Device mesh: this rank's coordinates on every axis of a layout, and the process group of each axis."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica":
 """What the axes of experts are where these are spread like all else."""
 
 
-class UnderWay(Protocol):
-    """A call that was posted and that nobody has waited for yet."""
+class CallInFlight(Protocol):
+    """A collective call in flight that has not been waited for."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Return when the call is complete."""
 
-    def settle(self, seconds: float) -> None: ...
+    def settle(self, seconds: float) -> None:
+        """Wait up to `seconds` for the call, ignoring errors."""
 
 
-calls_under_way: dict[UnderWay, Communicator] = {}
+calls_in_flight: dict[CallInFlight, Communicator] = {}
 """They are held here until they are waited for, though their caller may have dropped them: a transfer whose buffer is
 freed before it is through stands in its connection for good, and with it every later message from that rank."""
 
@@ -44,8 +46,8 @@ SETTLING_SECONDS = 10.0
 
 
 class Communicator:
-    """What all axes of one process share: the record of calls, the ring that others read when a rank is lost, the
-    planted fault, the programs that serve in place of the backend's own calls, how long a call may wait."""
+    """Shared communication state of one process: call records, flight-recorder ring, injected fault, collective
+    programs that replace backend calls, and timeout."""
 
     def __init__(
         self,
@@ -66,10 +68,11 @@ class Communicator:
         """While a profile is taken: what a call is posted in, by its site, so that a device's kernels bear its name."""
 
     @contextmanager
-    def noted(
+    def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
-        """What all `ranks` do together inside is one call, which the process waits for."""
+        """Context of a joint operation of all `ranks`, recorded as one call in the flight recorder; converts
+        RuntimeError to RankLost."""
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
@@ -85,7 +88,8 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as one rank sees it: the global `ranks` along it, in order, and its own place `rank` among them."""
+    """One mesh axis as seen by one rank: the global `ranks` along it, in order, and this rank's index `rank` among
+    them."""
 
     name: str
     ranks: tuple[int, ...]
@@ -95,31 +99,33 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def trivial(self) -> bool:
-        """Calls over this axis are skipped: it has one rank."""
+        """True if calls over this axis are skipped because it has one rank."""
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """The program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here, if one does."""
+        """Return the collective program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here,
+        or None."""
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
 
     @cached_property
     def backends(self) -> dict[str, str]:
-        """The backend that carries this axis's calls, by type of device ("cpu", "cuda")."""
+        """Backend of this axis's calls by device type ("cpu", "cuda")."""
         return group_backends(self.group)
 
     @cached_property
     def calls_group(self) -> int:
-        """The number under which the ring of calls counts those of this axis's ranks. Axes over the same ranks share
-        it, as they share connections: the order of their calls counts."""
+        """Flight-recorder number of this axis's set of ranks. Axes over the same ranks share it, because they share
+        connections."""
         return self.communicator.calls.group(self.ranks)
 
     @property
     def key(self) -> str:
-        """The name under which a compiled block finds this axis again (custom operators take no objects)."""
+        """Name by which custom operators, which take no objects, find this axis."""
         return f"{self.name}{self.ranks}"
 
 
@@ -129,17 +135,17 @@ last. It serves them all: their groups join the same ranks."""
 
 
 def axis_of(key: str) -> Axis:
-    """The axis that `Axis.key` names."""
+    """Return the axis with key `key` (`Axis.key`)."""
     return _axes[key][-1]
 
 
 class Mesh:
-    """All axes of one rank.
+    """Device mesh of a layout: every axis as seen by one rank.
 
-    `tp cp dp pp ep etp`: the axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: the ranks
-    that share ZeRO's shards (`data`, or groups of N inside it with `hsN`). `replica`: the ranks that hold the same
-    shard in the other sharding groups. `expert_data expert_shard expert_replica`: the same for experts that are spread
-    over ep x etp; else those three themselves. `world`: everybody.
+    `tp cp dp pp ep etp`: axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: ranks that ZeRO
+    shards over (`data`, or with `hsN` groups of N inside it). `replica`: ranks with the same shard in other sharding
+    groups. `expert_data expert_shard expert_replica`: the same for experts under ep x etp, else equal to those three.
+    `world`: all ranks.
     """
 
     tp: Axis
@@ -184,15 +190,18 @@ class Mesh:
 
     @property
     def record(self) -> Record:
+        """Record of this process's collective calls."""
         return self.communicator.record
 
     @property
     def faults(self) -> Faults[Axis]:
+        """Injected fault of this process."""
         return self.communicator.faults
 
     @classmethod
     def single(cls, layout: Layout | None = None, device: torch.device | str = "cpu") -> Mesh:
-        """One device: every axis has size 1 and every collective call returns its input. Needs no process group."""
+        """Build the mesh of one device: every axis has size 1, collective calls return their input, no process group is
+        needed."""
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
@@ -206,8 +215,8 @@ class Mesh:
         timeout_seconds: float = 600.0,
         programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> Mesh:
-        """The mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the same
-        programs for its axes, if any (`collectives.named.named_programs`)."""
+        """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the
+        same collective programs for its axes, if any (`collectives.named.named_programs`)."""
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
         world_size = dist.get_world_size()
@@ -219,10 +228,11 @@ class Mesh:
         made: list[dist.ProcessGroup] = []
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            """Return the process group of `ranks`, created once; None if this rank is not in it or it has one rank."""
             if len(ranks) == 1:
                 return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
-                with communicator.noted(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
+                with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
                     group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
@@ -235,8 +245,8 @@ class Mesh:
         return mesh
 
     def neighbours(self, name: str, size: int) -> Axis:
-        """The block of `size` consecutive places of the axis `name` in which this rank stands. Every rank of the world
-        calls it, with the same arguments."""
+        """Return the axis over this rank's block of `size` consecutive ranks of axis `name`. Every rank calls it, with
+        the same arguments."""
         axis: Axis = getattr(self, name)
         if size == axis.size:
             return axis
@@ -250,8 +260,8 @@ class Mesh:
         return found
 
     def among(self, name: str, places: Sequence[int]) -> Axis | None:
-        """The ranks at some places of the axis `name`; None where this rank is not one of them. Every rank of the world
-        calls it, with the same arguments."""
+        """Return the axis over the ranks at indices `places` of axis `name`; None on other ranks. Every rank calls it,
+        with the same arguments."""
         found = None
         for ranks in self.layout.groups(name):
             chosen = tuple(ranks[place] for place in places)
@@ -262,8 +272,8 @@ class Mesh:
         return found
 
     def plant(self, fault: Fault | None) -> None:
-        """Plant a fault in this process (None: take it away again). Every rank calls it, with the same one: the groups
-        that it needs are made here."""
+        """Inject a fault in this process (None: remove it). Every rank calls it with the same one, because it creates
+        process groups."""
         other = None
         if fault is not None and fault.kind == "wrong group":
             for ranks in fault.groups:
@@ -273,9 +283,9 @@ class Mesh:
         self.faults.plant(fault, other)
 
     def close(self) -> None:
-        """Give the connections of this mesh's own groups back (those of the world stay), once what is under way on them
-        is through. Every rank calls it."""
-        for call in [call for call, whose in calls_under_way.items() if whose is self.communicator]:
+        """Wait for calls in flight and destroy this mesh's own process groups (not the world's). Every rank calls
+        it."""
+        for call in [call for call, whose in calls_in_flight.items() if whose is self.communicator]:
             call.settle(SETTLING_SECONDS)
         self.communicator.programs.close()
         for key, axes in list(_axes.items()):  # what holds a group keeps its connections and threads

@@ -1,7 +1,7 @@
-"""The programs that serve the axes of a mesh in place of the backend's own calls, and the thread that runs them.
+"""Collective programs that replace the backend's calls on mesh axes, and the thread that runs them.
 
-On CPU tensors one thread of the process runs programs in the order in which they were posted, the same on every rank,
-while the process computes. On CUDA tensors under NCCL programs are queued on a stream of their own.
+On CPU tensors one thread runs programs in posting order, the same on every rank, while the process computes. On CUDA
+tensors under NCCL programs are queued on their own stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.program.check_collective import CheckedCollective
 
 
 class Work:
-    """A run under way, as torch.distributed's own: `wait` raises what went wrong."""
+    """A program run in flight, like torch.distributed's Work: `wait` raises its error."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
@@ -29,7 +29,7 @@ class Work:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Run it, and keep what it raises for those who wait."""
+        """Run the program and store its exception for `wait`."""
         try:
             self._run()
         except BaseException as error:
@@ -37,24 +37,25 @@ class Work:
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when it is done; each of its own waits has a time-out."""
+        """Return when the run is done. `timeout` is ignored: each of the program's own waits has one."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
 
-class _OnStream:
-    """A run that is queued on a stream: later work of the current stream waits for it."""
+class _StreamWork:
+    """A program run queued on a CUDA stream."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        """Make later work of the current stream wait for the run."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
 class NamedPrograms:
-    """What serves the axes of one process. Made of nothing, it leaves every call to the backend."""
+    """Collective programs of one process by (axis, operation). Empty, it leaves every call to the backend."""
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """What serves `operation` (all_reduce ...) on the named axis for a vector of `size` bytes, if anything does."""
+        """Return the program that serves `operation` ("all_reduce" ...) on axis `axis` for a vector of `size` bytes, or
+        None."""
         named = self.named.get((axis, operation))
         if named is None:
             return None
@@ -85,30 +87,32 @@ class NamedPrograms:
             self._executables[key] = (checked, made)
         return self._executables[key][1]
 
-    def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _OnStream:
-        """Have a program run on `tensor`; returns at once."""
+    def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
+        """Queue `run`, which runs a program on `tensor`; return its work handle at once. `batched`: NCCL, on a CUDA
+        stream."""
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 run()
                 tensor.record_stream(self._stream)
-                return _OnStream(self._stream.record_event())
+                return _StreamWork(self._stream.record_event())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="collective programs", daemon=True)
+            self._thread = threading.Thread(target=self._run_posted_programs, name="collective programs", daemon=True)
             self._thread.start()
         work = Work(run)
         self._queue.put(work)
         return work
 
     def close(self) -> None:
-        """End the thread, when everything posted is done."""
+        """End the thread after everything posted is done."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
         self._executables.clear()
 
-    def _work(self) -> None:
+    def _run_posted_programs(self) -> None:
+        """Run posted programs in order (main loop of the thread)."""
         while (work := self._queue.get()) is not None:
             work.start()

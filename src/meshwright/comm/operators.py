@@ -1,8 +1,8 @@
-"""Collective calls inside the model, as conjugate pairs: in backward an operator runs its conjugate.
+"""Differentiable collective operators of the model, as conjugate pairs: backward of each runs its conjugate.
 
-`OPERATORS` states each operator once: its forward, the result that it allocates, its conjugate. Registration, fake
-implementation and autograd are generated from that. They are custom operators, so that bytes are recorded and planted
-faults served inside compiled blocks too. On an axis of size 1 each returns its input.
+`OPERATORS` defines each operator once: its forward, the result it allocates, its conjugate; registration, fake
+implementation and autograd are generated from it. They are custom operators, so that bytes are recorded and faults
+injected inside compiled blocks too. On an axis of size 1 each returns its input. `site`: label of the call in traces.
 """
 
 from __future__ import annotations
@@ -18,77 +18,79 @@ from meshwright.comm.mesh import Axis, axis_of
 
 
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Enter a region where each rank computes its share from the whole `x`: forward x, backward the sum of the ranks'
-    gradients (Megatron-LM's f: arXiv 1909.08053, section 3)."""
-    return _call("copy_to", x, axis, site)
+    """Enter a tensor-parallel region: forward returns `x`, backward all-reduces the gradient over `axis` (Megatron-LM's
+    f: arXiv 1909.08053, section 3)."""
+    return _call_operator("copy_to", x, axis, site)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Leave such a region: forward the sum of the ranks' `x`, backward the gradient as it is (Megatron-LM's g)."""
-    return _call("reduce_from", x, axis, site)
+    """Leave a tensor-parallel region: forward all-reduces (sums) `x` over `axis`, backward passes the gradient through
+    unchanged (Megatron-LM's g)."""
+    return _call_operator("reduce_from", x, axis, site)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Forward the ranks' `x` concatenated along `dim`; backward the sum of the ranks' gradients, each its own slice
-    (sequence parallel: arXiv 2205.05198, section 4.2.2, g)."""
-    return _call("gather_from", x, axis, site, dim)
+    """All-gather `x` along `dim` in forward, reduce-scatter the gradient in backward (sequence parallel: arXiv
+    2205.05198, section 4.2.2, g)."""
+    return _call_operator("gather_from", x, axis, site, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Forward this rank's slice along `dim` of the sum of the ranks' `x`; backward the gradients concatenated
-    (sequence parallel: arXiv 2205.05198, section 4.2.2, the conjugate of g)."""
-    return _call("reduce_scatter_to", x, axis, site, dim)
+    """Reduce-scatter `x` along `dim` in forward, all-gather the gradient in backward (sequence parallel: arXiv
+    2205.05198, section 4.2.2, conjugate of g)."""
+    return _call_operator("reduce_scatter_to", x, axis, site, dim)
 
 
 def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Forward this rank's slice of `x` (the same on all ranks) along `dim`; backward the gradients concatenated."""
-    return _call("split_to", x, axis, site, dim)
+    """Return this rank's slice along `dim` of an `x` equal on all ranks; backward all-gathers the gradient."""
+    return _call_operator("split_to", x, axis, site, dim)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """Forward part i of `x` along dim `split` goes to rank i, and what arrives is concatenated along dim `join`;
-    backward the gradients return alike (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1)."""
-    return _call("all_to_all", x, axis, site, split, join)
+    """All-to-all: part i of `x` along dim `split` goes to rank i, received parts are concatenated along dim `join`;
+    backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1)."""
+    return _call_operator("all_to_all", x, axis, site, split, join)
 
 
 def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Forward the ranks' `x` concatenated along `dim`; backward this rank's slice of the gradient, which is the same on
-    all ranks (the conjugate of `split_to`)."""
-    return _call("join_from", x, axis, site, dim)
+    """All-gather `x` along `dim` in forward; backward returns this rank's slice of the gradient, which is equal on all
+    ranks (conjugate of `split_to`)."""
+    return _call_operator("join_from", x, axis, site, dim)
 
 
 def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
-    """Forward source_sizes[i] rows of `x` to the i-th rank and output_sizes[i] rows from it, in the order of the ranks;
-    backward the gradients of received rows to their senders."""
-    return _call("exchange", x, axis, site, source_sizes, output_sizes)
+    """All-to-all of uneven parts: send source_sizes[i] rows (dim 0) of `x` to rank i and receive output_sizes[i] rows
+    from it; backward returns the gradients of received rows to their senders."""
+    return _call_operator("exchange", x, axis, site, source_sizes, output_sizes)
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Forward the ranks' `x` concatenated along dim 0, sizes[i] rows of the i-th; backward the sum of the ranks'
-    gradients of this rank's rows."""
-    return _call("gather_rows", x, axis, site, sizes)
+    """All-gather along dim 0 with sizes[i] rows of rank i; backward reduce-scatters the gradient."""
+    return _call_operator("gather_rows", x, axis, site, sizes)
 
 
 def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Forward this rank's rows of the sum of the ranks' `x`, sizes[i] rows for the i-th; backward the gradients
-    concatenated."""
-    return _call("reduce_scatter_rows", x, axis, site, sizes)
+    """Reduce-scatter along dim 0 with sizes[i] rows for rank i; backward all-gathers the gradient."""
+    return _call_operator("reduce_scatter_rows", x, axis, site, sizes)
 
 
-def _call(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments: int | list[int]) -> torch.Tensor:
+def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments: int | list[int]) -> torch.Tensor:
+    """Call the custom operator `name`; on an axis of size 1 return `x`."""
     return x if axis.trivial else getattr(torch.ops.meshwright, name)(x, axis.key, site, *arguments)
 
 
 # --- forward of each operator, given the axis, the call site and the operator's own arguments
 
 
-def _sum(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
+def _forward_all_reduce(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
+    """Forward of `reduce_from`: all-reduced copy of `x`."""
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, axis, site)
     return total
 
 
-def _gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
+def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
+    """Forward of `gather_from` and `join_from`: all-gather along `dim`."""
     parts = x.new_empty((axis.size, *x.shape))
     if axis.communicator.faults.active is not None:
         parts.zero_()  # a skipped call must not leave the right values of an earlier one
@@ -96,38 +98,46 @@ def _gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # copies unless all dims before `dim` are 1
 
 
-def _sum_slice(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
+def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
+    """Forward of `reduce_scatter_to`: reduce-scatter along `dim`."""
     parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
     collectives.reduce_scatter(mine, parts, axis, site)
     return mine
 
 
-def _slice(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
+def _forward_split(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
+    """Forward of `split_to`: copy of this rank's slice along `dim`."""
     return x.chunk(axis.size, dim)[axis.rank].clone()
 
 
-def _swap(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
+def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
+    """Forward of `all_to_all`."""
     parts = torch.stack(x.chunk(axis.size, split))
     arrived = torch.empty_like(parts)
     collectives.all_to_all(arrived, parts, axis, site)
     return torch.cat(arrived.unbind(), dim=join)
 
 
-def _exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
-    arrived = _rows(x, sum(output_sizes))
+def _forward_exchange(
+    x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
+) -> torch.Tensor:
+    """Forward of `exchange`."""
+    arrived = _empty_rows(x, sum(output_sizes))
     collectives.all_to_all(arrived, x.contiguous(), axis, site, output_sizes, source_sizes)
     return arrived
 
 
-def _gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    whole = _rows(x, sum(sizes))
+def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
+    """Forward of `gather_rows`."""
+    whole = _empty_rows(x, sum(sizes))
     collectives.all_gather_rows(whole, x.contiguous(), axis, site, sizes)
     return whole
 
 
-def _sum_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    mine = _rows(x, sizes[axis.rank])
+def _forward_reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
+    """Forward of `reduce_scatter_rows`."""
+    mine = _empty_rows(x, sizes[axis.rank])
     collectives.reduce_scatter_rows(mine, x.contiguous(), axis, site, sizes)
     return mine
 
@@ -135,21 +145,25 @@ def _sum_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch
 # --- shapes of results
 
 
-def _rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+def _empty_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return an empty tensor like `x` with `rows` rows (dim 0)."""
     return x.new_empty((rows, *x.shape[1:]))
 
 
-def _longer(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _empty_gathered(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Return an empty tensor like `x`, `axis.size` times as long in `dim`."""
     return x.new_empty([size * axis.size if at == dim else size for at, size in enumerate(x.shape)])
 
 
-def _shorter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Return an empty tensor like `x`, with 1 / `axis.size` of its length in `dim`."""
     return x.new_empty([size // axis.size if at == dim else size for at, size in enumerate(x.shape)])
 
 
 class Operator(NamedTuple):
-    """One operator. `conjugate`: the one that takes its gradient, with the same arguments in reverse; `result`: an
-    empty tensor like its result; `arguments`: their declarations in the operator's schema, after x, axis and site."""
+    """Definition of a collective operator. `conjugate`: name of the operator that computes its gradient, with the
+    arguments reversed; `result`: returns an empty tensor like its result; `arguments`: schema declarations after x,
+    axis and site."""
 
     conjugate: str
     forward: Callable[..., torch.Tensor]
@@ -160,40 +174,50 @@ class Operator(NamedTuple):
 DIM, SIZES = ", SymInt dim", ", SymInt[] sizes"
 OPERATORS = {
     "copy_to": Operator("reduce_from", lambda x, axis, site: x.clone(), lambda x, axis: torch.empty_like(x)),
-    "reduce_from": Operator("copy_to", _sum, lambda x, axis: x.new_empty(x.shape)),
-    "gather_from": Operator("reduce_scatter_to", _gather, _longer, DIM),
-    "reduce_scatter_to": Operator("gather_from", _sum_slice, _shorter, DIM),
-    "split_to": Operator("join_from", _slice, _shorter, DIM),
-    "join_from": Operator("split_to", _gather, _longer, DIM),
+    "reduce_from": Operator("copy_to", _forward_all_reduce, lambda x, axis: x.new_empty(x.shape)),
+    "gather_from": Operator("reduce_scatter_to", _forward_all_gather, _empty_gathered, DIM),
+    "reduce_scatter_to": Operator("gather_from", _forward_reduce_scatter, _empty_split, DIM),
+    "split_to": Operator("join_from", _forward_split, _empty_split, DIM),
+    "join_from": Operator("split_to", _forward_all_gather, _empty_gathered, DIM),
     "all_to_all": Operator(
         "all_to_all",
-        _swap,
-        lambda x, axis, split, join: _longer(_shorter(x, axis, split), axis, join),
+        _forward_all_to_all,
+        lambda x, axis, split, join: _empty_gathered(_empty_split(x, axis, split), axis, join),
         ", SymInt split, SymInt join",
     ),
     "exchange": Operator(
         "exchange",
-        _exchange,
-        lambda x, axis, source_sizes, output_sizes: _rows(x, sum(output_sizes)),
+        _forward_exchange,
+        lambda x, axis, source_sizes, output_sizes: _empty_rows(x, sum(output_sizes)),
         ", SymInt[] source_sizes, SymInt[] output_sizes",
     ),
-    "gather_rows": Operator("reduce_scatter_rows", _gather_rows, lambda x, axis, sizes: _rows(x, sum(sizes)), SIZES),
-    "reduce_scatter_rows": Operator("gather_rows", _sum_rows, lambda x, axis, sizes: _rows(x, sizes[axis.rank]), SIZES),
+    "gather_rows": Operator(
+        "reduce_scatter_rows", _forward_gather_rows, lambda x, axis, sizes: _empty_rows(x, sum(sizes)), SIZES
+    ),
+    "reduce_scatter_rows": Operator(
+        "gather_rows", _forward_reduce_scatter_rows, lambda x, axis, sizes: _empty_rows(x, sizes[axis.rank]), SIZES
+    ),
 }
 
 
 def _register(name: str, operator: Operator) -> None:
+    """Register an operator with torch: custom op, fake implementation and autograd."""
+
     def forward(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
+        """Run the operator's forward on the axis with key `axis`."""
         return operator.forward(x, axis_of(axis), site, *arguments)
 
     def fake(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
+        """Return an empty result tensor (fake implementation)."""
         return operator.result(x, axis_of(axis), *arguments)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
+        """Save axis, site and arguments for backward."""
         _, ctx.axis, site, *arguments = inputs
         ctx.site, ctx.arguments = site + ".backward", arguments[::-1]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the conjugate operator's result on the gradient."""
         conjugate = getattr(torch.ops.meshwright, operator.conjugate)
         return conjugate(gradient, ctx.axis, ctx.site, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
 

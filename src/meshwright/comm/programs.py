@@ -1,7 +1,7 @@
-"""Runs collective programs on tensors over torch.distributed: prepared once for a rank, run many times.
+"""Run collective programs on tensors over torch.distributed: prepared once per rank, run many times.
 
-On CPU tensors a long vector is cut into segments. The program runs on each of them by itself, on a few at a time: while
-one segment is on its way another is added up, and what is added up is still in the cache.
+On CPU tensors a long vector is cut into segments, a few of which run at a time: while one segment is in transfer
+another is reduced, still in cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A part of the vector that the program runs on by itself, in chunks of `n` elements."""
+    """A part of the vector that the program processes by itself, in chunks of `n` elements; `finish` runs
+    afterwards."""
 
     plan: RankProgram
     n: int
@@ -48,13 +49,14 @@ class _Segment:
 
 
 class Buffers:
-    """Memory beside the vector, kept from run to run. Programs that never run at the same time may share it."""
+    """Scratch buffers reused from run to run. Programs that never run concurrently may share them."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """`numel` elements with the dtype and device of `like`; the content of before, if anything."""
+        """Return a buffer of `numel` elements with the dtype and device of `like`; contents are those of its last use,
+        or undefined. `lane`: index of the concurrent segment."""
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -62,12 +64,12 @@ class Buffers:
 
 
 class Executable:
-    """A checked program as one rank runs it. All ranks of `group` make it and run it, in the same order.
+    """A checked collective program, executable on one rank. All ranks of `group` construct and run it, in the same
+    order.
 
-    group: a process group with as many ranks as the program, in its order; None: the world.
-    timeout_seconds: how long one wait may last (CPU tensors); then `RankLost` says who waits for whom, in which step.
-    device: where the vectors are.
-    batched: whether each group is posted as one call, in the order of the current stream (NCCL).
+    `group`: process group with as many ranks as the program (None: the world). `timeout_seconds`: limit of one wait
+    (CPU tensors), after which RankLost names the waiting ranks and the step. `device`: device of the vectors. `batched`
+    (attribute): each group is posted as one call, in the order of the current stream (NCCL).
     """
 
     def __init__(
@@ -95,19 +97,19 @@ class Executable:
 
     @property
     def name(self) -> str:
-        """`all-reduce ring`."""
+        """Operation and algorithm, such as "all-reduce ring"."""
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes that this rank puts on the wire for a vector of `numel` elements, padding included."""
+        """Return the bytes that this rank sends for a vector of `numel` elements, padding included."""
         return cutting.compute_sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
 
     def run(self, vector: torch.Tensor | None, output: torch.Tensor | None = None) -> None:
-        """Run in place on `vector`, the operation's whole vector, contiguous (None: barrier). All-to-all leaves its
-        result in `output`. In all-gather, gather, scatter and reduce-scatter a rank's share stands at the rank's place;
-        what the operation does not promise, such as the other shares after a reduce-scatter, is undefined afterwards.
+        """Run in place on the contiguous `vector`, the operation's whole vector (None: barrier). All-to-all writes to
+        `output`. In all-gather, gather, scatter and reduce-scatter a rank's share is at its rank's position; elements
+        that the operation does not define are undefined afterwards.
 
         Raises RankLost, and UserError for vectors that the program cannot take.
         """
@@ -119,70 +121,84 @@ class Executable:
         if vector.numel() == 0:
             return
         if vector.is_cpu or self.batched:
-            self._run(vector.view(-1), None if output is None else output.view(-1))
+            self._run_flat(vector.view(-1), None if output is None else output.view(-1))
             return
         host = vector.cpu().view(-1)  # gloo moves host memory
         result = host if output is None else torch.empty_like(host)
-        self._run(host, None if output is None else result)
+        self._run_flat(host, None if output is None else result)
         (vector if output is None else output).view(-1).copy_(result)
 
-    def _run(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+    def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+        """Run on a flat vector in memory that the backend can send."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
             cuts = cutting.split_segments(self.program, vector.numel(), vector.element_size(), whole=self.batched)
-            self._advance([self._part(vector, *cut) for cut in cuts])
-        elif self._in_place(vector.numel()):
-            self._advance(self._pieces(vector, output))
+            self._run_segments([self._make_segment(vector, *cut) for cut in cuts])
+        elif self._chunks_divide_shares(vector.numel()):
+            self._run_segments(self._split_shares(vector, output))
         else:
-            self._padded(vector, output)
+            self._run_padded(vector, output)
         if self.program.reduction == "mean":
-            self._divide(vector)
+            self._divide_by_ranks(vector)
 
-    def _advance(self, segments: list[_Segment]) -> None:
+    def _run_segments(self, segments: list[_Segment]) -> None:
+        """Run the segments, on gloo several at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
             return
-        lanes = [self._lane(lane, segments[lane::UNDER_WAY]) for lane in range(min(UNDER_WAY, len(segments)))]
+        lanes = [self._run_lane(lane, segments[lane::UNDER_WAY]) for lane in range(min(UNDER_WAY, len(segments)))]
         # Each lane one group further in turn. No circle of ranks can wait for each other: a group that a rank has not
         # posted stands, there and in the program, behind the one that the rank waits in.
         while lanes:
             lanes = [lane for lane in lanes if next(lane, False)]
 
-    def _lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """One segment after another, with a pause in each group, when its transfers are under way. A lane's messages
-        have a tag of their own, so that their order says which receive each is for."""
+    def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
+        """Run one lane's segments in turn, yielding True in each group after its transfers are posted. Each lane has
+        its own message tag."""
         tag = TAG + lane
         for segment in segments:
-            memory = self._memory(segment, lane)
-            staging = self._beside("staging", lane, segment, segment.plan.staging)
+            memory = self._slot_memory(segment, lane)
+            staging = self._scratch_memory("staging", lane, segment, segment.plan.staging)
             works: list[Any] = [None] * segment.plan.messages
             for group in segment.plan.groups:
                 for sent in group.before:
-                    self._wait(works, sent.message)
+                    self._wait_for_message(works, sent.message)
                 for message in group.receives:
-                    self._post(works, message, self.group.recv, self._where(message, memory, staging), tag)
+                    self._post_message(
+                        works, message, self.group.recv, self._message_memory(message, memory, staging), tag
+                    )
                 for message in group.sends:
-                    self._post(works, message, self.group.send, self._where(message, memory, staging), tag)
+                    self._post_message(
+                        works, message, self.group.send, self._message_memory(message, memory, staging), tag
+                    )
                 for message in group.ahead:
-                    self._post(works, message, self.group.recv, self._where(message, memory, staging), tag)
+                    self._post_message(
+                        works, message, self.group.recv, self._message_memory(message, memory, staging), tag
+                    )
                 yield True
                 for event in group.after:
                     if isinstance(event, (Arrive, Leave)):
-                        self._wait(works, event.message)
+                        self._wait_for_message(works, event.message)
                     else:
-                        self._apply(event, memory, staging)
+                        self._apply_locally(event, memory, staging)
             if segment.finish is not None:
                 segment.finish()
 
     def _run_in_batches(self, segment: _Segment) -> None:
-        """Each group as one call, as NCCL wants it: one ncclGroup, in the order of the current stream."""
-        memory, staging = self._memory(segment, 0), self._beside("staging", 0, segment, segment.plan.staging)
+        """Run a segment with one batched call per group, as NCCL requires (one ncclGroup), in the order of the current
+        stream."""
+        memory, staging = (
+            self._slot_memory(segment, 0),
+            self._scratch_memory("staging", 0, segment, segment.plan.staging),
+        )
         early: list[Message] = []
         for group in segment.plan.groups:
             transfers = [
-                dist.P2POp(call, self._where(message, memory, staging), group=self.group, group_peer=message.peer)
+                dist.P2POp(
+                    call, self._message_memory(message, memory, staging), group=self.group, group_peer=message.peer
+                )
                 for call, messages in ((dist.irecv, early + group.receives), (dist.isend, group.sends))
                 for message in messages
             ]
@@ -191,33 +207,35 @@ class Executable:
             early = group.ahead
             for event in group.after:
                 if isinstance(event, (Reduce, Local)):
-                    self._apply(event, memory, staging)
+                    self._apply_locally(event, memory, staging)
         if segment.finish is not None:
             segment.finish()
 
-    def _where(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """What a message is read from or written to."""
+    def _message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
+        """Return the memory that a message is read from or written to."""
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
 
-    def _post(
+    def _post_message(
         self, works: list[Any], message: Message, call: Callable[..., Any], tensor: torch.Tensor, tag: int
     ) -> None:
+        """Post a message by `call` (send or receive) and store its work handle in `works`. Raises RankLost."""
         try:
             works[message.number] = call([tensor], message.peer, tag)
         except RuntimeError as error:  # a connection that is gone fails at once
-            raise self._lost(message, error) from error
+            raise self._rank_lost(message, error) from error
 
-    def _wait(self, works: list[Any], message: Message) -> None:
+    def _wait_for_message(self, works: list[Any], message: Message) -> None:
+        """Wait until a posted message is complete. Raises RankLost."""
         try:
             works[message.number].wait(self._timeout)
         except RuntimeError as error:
-            raise self._lost(message, error) from error
+            raise self._rank_lost(message, error) from error
         works[message.number] = None
 
-    def _lost(self, message: Message, error: RuntimeError) -> RankLost:
-        """Who waits for whom."""
+    def _rank_lost(self, message: Message, error: RuntimeError) -> RankLost:
+        """Return the RankLost error of a message: which rank waits for which, in which step."""
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
@@ -227,7 +245,8 @@ class Executable:
             f"({self.program.describe(message.step)}) of {self.name}{among}: {reason[:200]}"
         )
 
-    def _apply(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
+    def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
+        """Execute a local copy or reduction on slots."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, Local) and not event.combine:
@@ -235,8 +254,8 @@ class Executable:
         else:
             self._combine(target, source, out=target)
 
-    def _divide(self, vector: torch.Tensor) -> None:
-        """Sums to means, where this rank has sums."""
+    def _divide_by_ranks(self, vector: torch.Tensor) -> None:
+        """Divide this rank's sums by the number of ranks, in place."""
         operation, size = self.program.operation, vector.numel() // self.program.ranks
         if operation == "reduce-scatter":
             vector = vector[self.rank * size : (self.rank + 1) * size]
@@ -245,8 +264,9 @@ class Executable:
 
     # --- memory
 
-    def _part(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """A segment of a vector that belongs to nobody. A last one that chunks do not divide runs in a padded copy."""
+    def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
+        """Return the segment of `n`-element chunks from `start` on, for operations without shares. A last one that
+        chunks do not divide runs in a padded copy."""
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
@@ -256,15 +276,15 @@ class Executable:
         padded[part.numel() :] = 0
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
-    def _in_place(self, numel: int) -> bool:
-        """Whether chunks are exact parts of the shares."""
+    def _chunks_divide_shares(self, numel: int) -> bool:
+        """True if chunks divide the ranks' shares of `numel` elements exactly."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
         )
 
-    def _pieces(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Segments of a vector in shares: a piece of every chunk each."""
+    def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
+        """Return segments of a vector of shares; each takes the same range of every chunk."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
@@ -278,14 +298,14 @@ class Executable:
             _Segment(
                 self._slot_by_slot,
                 min(length, n - start),
-                _single(vector, n, start, length),
-                None if output is None else _single(output, n, start, length),
+                _strided_slots(vector, n, start, length),
+                None if output is None else _strided_slots(output, n, start, length),
             )
             for start in range(0, n, length)
         ]
 
-    def _padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run on a copy in which every share is filled up to whole chunks."""
+    def _run_padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
+        """Run on a copy in which every share is padded to whole chunks."""
         n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
@@ -295,19 +315,20 @@ class Executable:
         for rank, place in enumerate(places):
             padded[place] = vector[rank * share : (rank + 1) * share]
         data, after = _adjacent(padded, n), None if output is None else _adjacent(result, n)
-        self._advance([_Segment(self._adjacent, n, data, after)])
+        self._run_segments([_Segment(self._adjacent, n, data, after)])
         for rank, place in enumerate(places):
             target[rank * share : (rank + 1) * share] = result[place]
 
-    def _memory(self, segment: _Segment, lane: int) -> Memory:
-        """All slots of a segment: data, output, scratch."""
+    def _slot_memory(self, segment: _Segment, lane: int) -> Memory:
+        """Return the memory of all slots of a segment: data, output, scratch."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
-        scratch = self._beside("scratch", lane, segment, program.scratch)
+        scratch = self._scratch_memory("scratch", lane, segment, program.scratch)
         chunks, first_scratch = program.chunks, program.first_scratch
 
         def memory(slot: int, count: int) -> torch.Tensor:
+            """Return `count` adjacent slots from `slot` on."""
             if slot < chunks:
                 return data(slot, count)
             if slot >= first_scratch:
@@ -317,17 +338,17 @@ class Executable:
 
         return memory
 
-    def _beside(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Slots of a lane's own, kept from run to run."""
+    def _scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
+        """Return the memory of a lane's scratch slots, reused from run to run."""
         return _adjacent(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
-    """Slots of n elements, one after another."""
+    """Return the memory of slots of n elements, one after another."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
-def _single(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """The same piece of each chunk of n elements."""
+def _strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
+    """Return the memory of slots that are the same range, from `start` on, of each chunk of n elements."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -1,4 +1,4 @@
-"""What every collective call site did: calls and bytes."""
+"""Records of collective calls: number of calls and bytes by call site."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(slots=True)
 class SiteRecord:
-    """Totals of one call site on one axis since the record was last cleared. Bytes are this rank's."""
+    """Totals of one call site on one axis since the last `clear`: calls, payload bytes and bytes sent by this rank."""
 
     site: str
     operation: str
@@ -20,13 +20,13 @@ class SiteRecord:
 
 
 class Record:
-    """Counts the collective calls of one process, by site, operation and axis. Noting one costs a look-up."""
+    """Collective-call counters of one process, by site, operation and axis."""
 
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one call."""
+        """Count one call of a site, with its payload and the bytes sent by this rank."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
@@ -35,15 +35,15 @@ class Record:
         entry.sent_bytes += sent_bytes
 
     def clear(self) -> None:
-        """Forget the totals."""
+        """Reset the totals."""
         self.sites.clear()
 
     def sent_bytes(self) -> int:
-        """Bytes this rank has put on the wire since the last `clear`."""
+        """Return the bytes this rank has sent since the last `clear`."""
         return sum(entry.sent_bytes for entry in self.sites.values())
 
     def sent_by_site(self) -> dict[str, int]:
-        """The same by call site; those that sent nothing are left out."""
+        """Return the bytes sent by call site, without sites that sent nothing."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:
@@ -51,7 +51,7 @@ class Record:
         return sent
 
     def sent_by_axis(self) -> dict[str, int]:
-        """The same by axis of the mesh; what only some of its ranks send each other ("tp/2", "pp[0,3]") is there."""
+        """Return the bytes sent by mesh axis; sub-axes ("tp/2", "pp[0,3]") count for their axis."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:
@@ -60,8 +60,8 @@ class Record:
         return sent
 
     def table(self) -> list[dict[str, str | int]]:
-        """One JSON-able line per call site and operation, in the order of their first call; of a site that calls on
-        several axes, all together under the first one's name."""
+        """Return one JSON-able entry per call site and operation, in the order of their first call; axes of one site
+        are added up under the first one's name."""
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
             line = lines.get((entry.site, entry.operation))
@@ -75,6 +75,6 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What an earlier `sent_by_site`, or `sent_by_axis`, lacks of a later one."""
+    """Return the difference of two results of `sent_by_site` or `sent_by_axis`, without zeros."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

@@ -1,7 +1,7 @@
-"""How a collective is carried: by the program that serves its axis, if there is one; else by NCCL's own calls, or on
-gloo by sends and receives straight between the final buffers.
+"""Transport of collectives: by the collective program that serves an axis, else by NCCL's own calls, or on gloo by
+sends and receives between the final buffers.
 
-Each function posts the transfers and returns (works, finish): the result is there once every work has been waited for
+Each function posts the transfers and returns (works, finish): the result is valid once every work has been waited for
 and `finish`, if any, has run.
 """
 
@@ -24,8 +24,8 @@ MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receive
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One end of a transfer between two ranks: `tensor` goes to the rank at place `peer` of an axis, or comes from it.
-    `name`: what it is, for a report ("2RECV_F3")."""
+    """One end of a point-to-point transfer: `tensor` is sent to the rank at index `peer` of an axis, or received from
+    it (`arrives`). `name`: label in reports ("2RECV_F3")."""
 
     tensor: torch.Tensor
     peer: int
@@ -35,7 +35,7 @@ class Message:
 
 
 def native(axis: Axis, tensor: torch.Tensor) -> bool:
-    """True where the backend's own reduce-scatter, all-gather are used: not for CPU tensors of several gloo ranks."""
+    """True if the backend's own reduce-scatter and all-gather are used: not for CPU tensors of several gloo ranks."""
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
@@ -45,12 +45,14 @@ _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """output[n] = sum over ranks of source[rank * n : (rank + 1) * n]. A program forms its sums in `source`."""
+    """Post output[n] = sum over ranks of source[rank * n : (rank + 1) * n]. A collective program overwrites
+    `source`."""
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
         mine = source.view(axis.size, -1)[axis.rank]
 
         def run() -> None:
+            """Run the program and copy this rank's slice to `output`."""
             program.run(source)
             if mine.data_ptr() != output.data_ptr():
                 output.view(-1).copy_(mine)
@@ -62,9 +64,10 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
         return [_native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
     arrived = [parts[rank] if rank == axis.rank else torch.empty_like(parts[rank]) for rank in range(axis.size)]
-    works = _exchange(list(parts), arrived, axis)
+    works = _post_exchange(list(parts), arrived, axis)
 
     def finish() -> None:
+        """Add up the received parts in rank order, this rank's own first."""
         # This rank's own part first (`output` may be its memory), then the others in their order: always the same sum.
         others = [part for rank, part in enumerate(arrived) if rank != axis.rank]
         total = torch.add(parts[axis.rank], others[0], out=output.view(-1))
@@ -75,7 +78,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """output = concatenation over ranks of source. `source` may be this rank's place in `output`."""
+    """Post output = concatenation of the ranks' `source`, which may be a view of its slice of `output`."""
     program = axis.program("all_gather", output.nbytes)
     if program is None and native(axis, source):
         whole, part = output.view(-1), source.view(-1)
@@ -85,11 +88,11 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
         parts[axis.rank].copy_(source.view(-1))
     if program is not None:
         return [axis.communicator.programs.post(lambda: program.run(output), output, program.batched)], None
-    return _exchange([source.view(-1)] * axis.size, list(parts), axis), None
+    return _post_exchange([source.view(-1)] * axis.size, list(parts), axis), None
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-    """Sum or maximum over the ranks, in place. Programs form sums."""
+    """Post an all-reduce in place; `op`: "sum" or "max". Collective programs serve sums alone."""
     program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
     if program is not None:
         return [axis.communicator.programs.post(lambda: program.run(tensor), tensor, program.batched)], None
@@ -98,7 +101,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
 
 
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
-    """The tensor of the rank at place `source` of the axis, in place."""
+    """Post a broadcast in place from the rank at index `source` of the axis."""
     return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
 
 
@@ -109,13 +112,14 @@ def all_to_all(
     output_sizes: list[int] | None,
     source_sizes: list[int] | None,
 ) -> Posted:
-    """Part i of `source` (along dim 0) goes to rank i, whose part for this rank arrives at place i of `output`."""
+    """Post an all-to-all along dim 0: part i of `source` goes to rank i, whose part for this rank becomes part i of
+    `output`."""
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
-    """Post all messages together. Contiguous tensors; for each message its own (works, finish)."""
+    """Post all messages together; return (works, finish) for each. Tensors are contiguous."""
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [
@@ -144,7 +148,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """`source` goes to the next rank of the axis, that of the rank before arrives in `output`."""
+    """Post a ring shift: `source` goes to the next rank of the axis, that of the previous rank arrives in `output`."""
     if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
         output.copy_(source)
         return [], None
@@ -155,26 +159,27 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """output = the ranks' `source` along dim 0, sizes[i] rows of rank i: the backends' own calls take equal parts."""
+    """Post an uneven all-gather along dim 0, sizes[i] rows of rank i, by an all-to-all."""
     copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
     return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """output = sum over ranks of their rows for this rank; always in the order of the ranks."""
+    """Post an uneven reduce-scatter along dim 0, sizes[i] rows for rank i; ranks are added in order."""
     arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
     works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
 
     def finish() -> None:
+        """Add up the received parts in rank order."""
         torch.sum(arrived.unflatten(0, (axis.size, output.shape[0])), dim=0, out=output)
 
     return works, finish
 
 
-def _exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
-    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; starting at one's right-hand
-    neighbour, so that not everybody sends to the same rank first. The group's own methods: around them `dist.isend`
-    and `irecv` look the group up again, which takes as long as a small message does."""
+def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
+    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once, each rank starting with
+    its right neighbour; return the works. Calls the group's own methods, because `dist.isend` and `irecv` look it up
+    again."""
     works: list[Any] = []
     group, tag = axis.group, 0
     assert group is not None

@@ -1,5 +1,4 @@
-"""The collective calls of a rank while a profile is taken: the ring of calls, and beside it when each was posted,
-waited for and done, however many they are."""
+"""Profiling of a rank's collective calls: records when each was posted, waited for and done."""
 
 from __future__ import annotations
 
@@ -9,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.mesh import Communicator, calls_under_way
+from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.flight_recorder.call_ring import CallWriter
 
 
 @dataclass(slots=True)
 class WatchedCall:
-    """One call. Times are nanoseconds since 1970 on this host's clock. waited: since when the process waits for it."""
+    """Times of one collective call, in nanoseconds since 1970 on this host's clock. `waited`: when the process began to
+    wait for it."""
 
     site: str
     operation: str
@@ -27,7 +27,7 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Stands in the place of a communicator's `calls`, and passes everything on."""
+    """Proxy for a communicator's `calls` that records times and forwards everything."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -38,20 +38,20 @@ class WatchedCalls:
         return getattr(self._calls, name)
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """As `CallWriter.post`."""
+        """Record a posted call; arguments as in `CallWriter.post`."""
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())
         self.seen.append(call)
         return number
 
     def wait(self, number: int) -> None:
-        """As `CallWriter.wait`."""
+        """Record the start of a wait, as `CallWriter.wait`."""
         if (call := self._numbers.get(number)) is not None:
             call.waited = time.time_ns()
         self._calls.wait(number)
 
     def done(self, number: int) -> None:
-        """As `CallWriter.done`."""
+        """Record the end of a call, as `CallWriter.done`."""
         self._calls.done(number)
         if (call := self._numbers.get(number)) is not None:
             call.done = time.time_ns()
@@ -59,8 +59,8 @@ class WatchedCalls:
 
 @contextmanager
 def watching(communicator: Communicator) -> Iterator[list[WatchedCall]]:
-    """The calls of `communicator` that are posted inside, as they come. At the end those still under way are waited
-    for, unless an error ends it."""
+    """Context that yields a list of the communicator's calls, appended as they are posted. On exit waits for calls in
+    flight, unless an error occurred."""
     calls = communicator.calls
     watched = WatchedCalls(calls)
     communicator.calls = watched  # type: ignore[assignment]
@@ -72,6 +72,6 @@ def watching(communicator: Communicator) -> Iterator[list[WatchedCall]]:
 
 
 def settle_calls(communicator: Communicator) -> None:
-    """Wait for all calls under way; who made one finds it done. Raises RankLost."""
-    for call in [call for call, whose in calls_under_way.items() if whose is communicator]:
+    """Wait for all of the communicator's calls in flight. Raises RankLost."""
+    for call in [call for call, whose in calls_in_flight.items() if whose is communicator]:
         call.wait()

@@ -1,4 +1,4 @@
-"""Groups of ranks other than those that an axis has, over which a planted fault has a call made."""
+"""Wrong process groups for an axis, over which an injected fault makes a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from meshwright.layout import Layout
 
 
 def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
-    """All groups of an axis by its name, also of "tp/2" (neighbours on tp) and "pp[0,3]" (places on pp)."""
+    """Return all groups of an axis by its name, including "tp/2" (blocks of neighbours on tp) and "pp[0,3]" (ranks at
+    indices of pp)."""
     if match := re.fullmatch(r"(\w+)/(\d+)", name):
         size = int(match[2])
         whole = layout.groups(match[1])
@@ -20,12 +21,11 @@ def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Groups in place of those of axis `name`, of the same ranks and sizes: neighbouring ranks; where those are the
-    right ones, ranks of the same place in their groups. Mixed are only ranks whose calls are `alike` (one value a rank)
-    and, unless the axis does so too, of one stage: others would wait for calls that are never made, or of other sizes.
+    """Return groups of the same ranks and sizes as those of axis `name`, but wrong: neighbouring ranks, or where those
+    are right, ranks of equal index in their groups. Only ranks with equal `alike` (one value per rank) and, unless the
+    axis spans stages, of one stage are mixed: others would wait for calls that are never made.
 
-    Where there is one group alone, its halves, unless they are to be `equal` in size to the group or would be single
-    ranks: then none.
+    A single group is halved, unless groups must be `equal` in size or halves would be single ranks: then none.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

@@ -20,7 +20,7 @@ from meshwright.launcher.device import one_device
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
-from meshwright.parallel.inference import SplitModel, reading_layout
+from meshwright.parallel.inference import SplitModel, parse_inference_layout
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.recipe import DataRecipe, load_recipe
 from meshwright.spec.config import ModelConfig
@@ -55,7 +55,7 @@ def run_evaluation(
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = config_from_path(directory)
-    reading = None if layout is None else reading_layout(layout, config)
+    reading = None if layout is None else parse_inference_layout(layout, config)
     prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
     if reading is None:
         nats, count = _on_one_device(directory, tokens, device, progress)

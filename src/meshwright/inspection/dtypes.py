@@ -1,4 +1,4 @@
-"""Element types by the names that safetensors gives them, and how their bytes become numbers."""
+"""Element types by their safetensors names, and conversion of their bytes to numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """`bits` of an element; `read` makes numbers of raw bytes [n], None where they are not read as numbers."""
+    """An element type of `bits` bits; `read` converts raw bytes [n] to an array of values, None if its values are not
+    read."""
 
     bits: int
     read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
 
 
-def _plain(kind: str) -> ElementType:
+def _numpy_type(kind: str) -> ElementType:
+    """Return the little-endian element type of a NumPy dtype string, such as "f4"."""
     dtype = np.dtype(kind).newbyteorder("<")
     return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
 
 
-def _bfloat16(raw: NDArray[np.uint8]) -> NDArray[Any]:
+def _read_bfloat16(raw: NDArray[np.uint8]) -> NDArray[Any]:
+    """Convert raw bytes of bfloat16 values to float32."""
     return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _small_floats(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
-    """The value of each byte of an 8-bit float (Micikevicius et al. 2022, arXiv:2209.05433, table 1)."""
+def _float8_values(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
+    """Return the float32 value of each of the 256 codes of an 8-bit float (Micikevicius et al. 2022, arXiv:2209.05433,
+    table 1). `infinities`: the highest exponent encodes infinities and NaNs (E5M2)."""
     codes = np.arange(256)
     sign = np.where(codes >= 128, -1.0, 1.0)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
@@ -45,15 +49,18 @@ def _small_floats(exponent_bits: int, mantissa_bits: int, infinities: bool) -> N
     return (sign * value).astype(np.float32)
 
 
-def _table(values: NDArray[np.float32]) -> ElementType:
+def _lookup_type(values: NDArray[np.float32]) -> ElementType:
+    """Return the 8-bit element type whose codes have the given values [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 
 ELEMENT_TYPES: dict[str, ElementType] = {
-    "BOOL": _plain("?"), "U8": _plain("u1"), "I8": _plain("i1"), "U16": _plain("u2"), "I16": _plain("i2"),
-    "U32": _plain("u4"), "I32": _plain("i4"), "U64": _plain("u8"), "I64": _plain("i8"),
-    "F16": _plain("f2"), "BF16": ElementType(16, _bfloat16), "F32": _plain("f4"), "F64": _plain("f8"),
-    "F8_E4M3": _table(_small_floats(4, 3, infinities=False)), "F8_E5M2": _table(_small_floats(5, 2, infinities=True)),
+    "BOOL": _numpy_type("?"), "U8": _numpy_type("u1"), "I8": _numpy_type("i1"),
+    "U16": _numpy_type("u2"), "I16": _numpy_type("i2"), "U32": _numpy_type("u4"), "I32": _numpy_type("i4"),
+    "U64": _numpy_type("u8"), "I64": _numpy_type("i8"), "F16": _numpy_type("f2"),
+    "BF16": ElementType(16, _read_bfloat16), "F32": _numpy_type("f4"), "F64": _numpy_type("f8"),
+    "F8_E4M3": _lookup_type(_float8_values(4, 3, infinities=False)),
+    "F8_E5M2": _lookup_type(_float8_values(5, 2, infinities=True)),
     "F8_E8M0": ElementType(8), "F4": ElementType(4), "F6_E2M3": ElementType(6), "F6_E3M2": ElementType(6),
     "C64": ElementType(64),
 }  # fmt: skip

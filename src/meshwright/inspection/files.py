@@ -1,5 +1,5 @@
-"""Which tensors a path holds: one safetensors file, shards with an index, or torch's `.bin` read without its pickle's
-code. Only headers are read; every mistake in them is one line that names the file."""
+"""Find the tensors of a model path: a safetensors file, shards with an index, or torch's `.bin`, read without executing
+its pickle. Only headers are read; every error in them is one line that names the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. `offset`: of its first byte in the file; `bytes`: of its values."""
+    """One tensor of a file. `offset`: of its first byte in the file; `bytes`: size of its values."""
 
     name: str
     file: Path
@@ -36,23 +36,22 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class TensorFiles:
-    """The tensors of a path, by file in the order of the names of files and of their places in them.
-
-    `unindexed`: tensors that lie in a shard and are not in the index.
-    """
+    """All tensors of a path, ordered by file name and offset. `unindexed`: names of tensors in a shard that the index
+    does not list."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.directory = path if path.is_dir() else path.parent
-        self.files, indexed = _files_of(path)
+        self.files, indexed = _find_model_files(path)
         self._pickled: dict[Path, dict[str, Any]] = {}
         self.entries: list[TensorEntry] = []
         for file in self.files:
-            self.entries += self._of_pickle(file) if file.suffix == ".bin" else read_header(file)
+            self.entries += self._read_torch_file(file) if file.suffix == ".bin" else read_header(file)
         self.unindexed: list[str] = []
         seen: dict[str, Path] = {}
         for entry in self.entries:
@@ -66,7 +65,7 @@ class TensorFiles:
             self.unindexed = [name for name in seen if name not in indexed]
 
     def raw(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """The bytes of a tensor, 1-D, mapped: a page of the file is read when it is accessed."""
+        """Return the bytes of a tensor as a 1-D memory map; pages are read on access."""
         if not entry.bytes:
             return np.zeros(0, dtype=np.uint8)
         if entry.file in self._pickled:
@@ -76,8 +75,8 @@ class TensorFiles:
             return np.asarray(tensor.view(torch.uint8).numpy())
         return np.memmap(entry.file, dtype=np.uint8, mode="r", offset=entry.offset, shape=(entry.bytes,))
 
-    def _of_pickle(self, file: Path) -> Iterator[TensorEntry]:
-        """The tensors of a file that `torch.save` wrote. Only tensors and plain containers are unpickled."""
+    def _read_torch_file(self, file: Path) -> Iterator[TensorEntry]:
+        """Yield the tensors of a file written by `torch.save`; only tensors and plain containers are unpickled."""
         import torch
 
         try:
@@ -96,15 +95,16 @@ class TensorFiles:
             raise UserError(f"{file}: holds no tensors")
         self._pickled[file] = tensors
         for name, tensor in tensors.items():
-            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _torch_names():
+            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _torch_dtype_names():
                 raise UserError(f"{file}: tensor {name} is of a kind that is not read here ({tensor.dtype})")
-            kind = _torch_names()[tensor.dtype]
+            kind = _torch_dtype_names()[tensor.dtype]
             offset = tensor.storage_offset() * tensor.itemsize
             yield TensorEntry(name, file, kind, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """The tensors of a safetensors file in the order of their places. Nothing but its header is read."""
+    """Return the tensors of a safetensors file, sorted by offset, from its header alone. Raises UserError for a damaged
+    file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -121,7 +121,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         if not isinstance(header, dict):
             raise ValueError("no object")
         header.pop("__metadata__", None)
-        entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
+        entries = [_parse_entry(file, name, said, 8 + length) for name, said in header.items()]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
     entries.sort(key=lambda entry: (entry.offset, entry.name))
@@ -135,7 +135,8 @@ def read_header(file: Path) -> list[TensorEntry]:
     return entries
 
 
-def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
+def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
+    """Parse one tensor's header entry `said`. `begin`: offset of the first tensor byte in the file."""
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
@@ -157,11 +158,11 @@ def _entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEnt
     return TensorEntry(name, file, dtype, shape, begin + first, end - first)
 
 
-def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """The files of a path that hold tensors, and where the index says that each tensor is, if there is one."""
+def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    """Return the model files of a path, and the file of each tensor name by the index, if there is one."""
     if path.is_file():
         if path.name.endswith(INDEX_SUFFIXES):
-            return _indexed(path)
+            return _read_index(path)
         if path.suffix not in (".safetensors", ".bin"):
             raise UserError(f"{path}: not a model file; .safetensors, .bin, an index or a directory of these is needed")
         return [path], None
@@ -171,7 +172,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     for suffix, pattern in zip(INDEX_SUFFIXES, (".safetensors", ".bin"), strict=True):
         indexes = [path / name for name in names if name.endswith(suffix)]
         if indexes:
-            return _indexed(indexes[0])
+            return _read_index(indexes[0])
         found = [path / name for name in names if name.endswith(pattern) and (path / name).is_file()]
         if pattern == ".bin":
             found = [file for file in found if file.name.startswith(("pytorch_model", "adapter_model"))]
@@ -180,7 +181,8 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
     raise UserError(f"{path}: no model in it: no .safetensors file and no pytorch_model.bin")
 
 
-def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the shard files of an index, and the file of each tensor name."""
     try:
         weight_map = read_json(index)["weight_map"]
         places = {str(name): index.parent / file for name, file in weight_map.items()}
@@ -198,7 +200,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors of nested dictionaries, their keys joined by dots."""
+    """Yield the names and tensors of nested dictionaries; names are keys joined by dots."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -208,7 +210,8 @@ def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _tensors_in(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _torch_names() -> dict[Any, str]:
+def _torch_dtype_names() -> dict[Any, str]:
+    """Return the safetensors name of each torch dtype."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Which rank of a layout would hold which layers of a model, and how many bytes: by the rules that training goes by."""
+"""Layers and bytes that each rank of a layout would hold of a model, by the rules of training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MOST_RANKS = 100_000
 
 
 def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
-    """Each rank of the layout with what it holds.
+    """Return the layers, experts and bytes that each rank of a layout would hold.
 
-    dtype: of the files, by which parameters count where the layout names no precision; sequence: tokens of a row, for
+    `dtype`: of the files, the parameter precision unless the layout names one; `sequence`: tokens of a sequence, for
     which stages are balanced. The result: `layout`, `precision`, `ranks`: [{rank, its coordinates, stages, layers,
-    embedding, head, experts (numbers, where ep spreads them), elements, bytes, training_bytes}]. elements: of the
-    parameters that it keeps between steps, padding included; bytes: of these; training_bytes: what a training step with
-    AdamW keeps, by kind. `UserError` where the model cannot be on the layout.
+    embedding, head, experts (indices, with ep), elements, bytes, training_bytes}]. elements, bytes: of the parameters
+    kept between steps, padding included; training_bytes: persistent memory of training with AdamW, by kind. Raises
+    UserError if the layout does not fit the model.
     """
     layout = Layout.parse(layout_text)
     if layout.world_size > MOST_RANKS:
@@ -36,8 +36,8 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
     kept = DTYPES[STORED.get(precision, precision)]
     table = parameter_table(config)
     partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
-    places = [_place(partition, layout, place, kept) for place in range(layout.pp)]
-    experts = [_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
+    places = [_describe_stage(partition, layout, place, kept) for place in range(layout.pp)]
+    experts = [_held_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
     ranks = []
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -47,8 +47,8 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
     return {"layout": str(layout), "precision": precision, "ranks": ranks}
 
 
-def _place(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """What every rank at a place of the pipeline holds."""
+def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
+    """Return the stages, layers and bytes of each rank at pipeline rank `place`. `dtype`: of the parameters."""
     stages, units = partition.held(place), partition.units_at(place)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
@@ -65,6 +65,7 @@ def _place(partition: Partition, layout: Layout, place: int, dtype: str) -> dict
     }
 
 
-def _experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
+def _held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
+    """Return the indices of the experts that rank `place` of ep holds."""
     held = {row.expert[0] for row in table.rows if row.expert is not None and row.place(layout) == place}
     return sorted(held)

@@ -1,4 +1,4 @@
-"""A model's files as JSON: shards, tensors with first values and statistics, and which rank would hold what."""
+"""JSON report on a model's files: shards, tensors with first values and statistics, and placement on ranks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def inspect_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """What lies at `path`: a run directory (its newest whole checkpoint), a checkpoint, a Hugging Face directory, an
-    index, a `.safetensors` or a `.bin` file.
+    """Return a JSON-able report on the model at `path`: a run directory (its newest complete checkpoint), a checkpoint,
+    a Hugging Face directory, an index, a `.safetensors` or a `.bin` file.
 
-    names: globs; tensors that match none are left out of `tensors`, not of the sums. values: how many first values of
-    each; with_statistics: whether every value is read (headers always are). Tensors are read one after another, in
-    blocks; `progress(done, total)` hears of bytes. layout: adds `placement` (see `placement.placement`).
-    `UserError`: nothing that is a model, a file that is cut or missing, a type nobody knows, a glob without a match.
+    `names`: globs that select `tensors` (sums cover all). `layout`: adds `placement` (see `placement.placement`) for
+    `sequence` tokens. `values`: number of first values of each tensor; `with_statistics`: read every value (headers
+    always are). `progress(done, total)`: bytes read, of all to read. Raises UserError for no model, a truncated or
+    missing file, an unknown dtype, a glob without a match.
     """
     path = _model_directory(Path(path), log)
     files = TensorFiles(path)
-    chosen = [entry for entry in files.entries if _wanted(entry.name, names)]
+    chosen = [entry for entry in files.entries if _matches_globs(entry.name, names)]
     if names and not chosen:
         close = nearest(names[0], [entry.name for entry in files.entries])
         first = files.entries[0].name if files.entries else "none is there"
@@ -48,14 +48,14 @@ def inspect_model(
     total, done = sum(entry.bytes for entry in chosen), 0
     tensors = []
     for entry in chosen:
-        tensors.append(_tensor(files, entry, values, with_statistics))
+        tensors.append(_describe_tensor(files, entry, values, with_statistics))
         done += entry.bytes
         progress(done, total)
     held = Counter(entry.file for entry in files.entries)
     types: Counter[str] = Counter()
     for entry in files.entries:
         types[entry.dtype] += entry.bytes
-    config, why_not = _config(files.directory)
+    config, why_not = _read_config(files.directory)
     document: dict[str, Any] = {
         "path": str(path),
         "files": [{"file": file.name, "tensors": held[file], "bytes": file.stat().st_size} for file in files.files],
@@ -65,7 +65,7 @@ def inspect_model(
         "tensors_in_all": len(files.entries),
         "tensors": tensors,
         "not_in_index": files.unindexed,
-        "not_finite": {tensor["name"]: count for tensor in tensors if (count := _not_finite(tensor))},
+        "not_finite": {tensor["name"]: count for tensor in tensors if (count := _count_not_finite(tensor))},
         "family": config.family if config else None,
         "config_problem": why_not if config is None and (files.directory / "config.json").is_file() else None,
         "parameters_of_config": parameter_table(config).numel if config else None,
@@ -79,7 +79,7 @@ def inspect_model(
 
 
 def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
-    """The directory of the checkpoint that a run directory or a checkpoint's name means, else the path itself."""
+    """Return the directory of the checkpoint that a run or checkpoint directory stands for, else the path itself."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
         from meshwright.checkpoint.catalogue import find_checkpoint
 
@@ -87,11 +87,13 @@ def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
     return path
 
 
-def _wanted(name: str, globs: Sequence[str]) -> bool:
+def _matches_globs(name: str, globs: Sequence[str]) -> bool:
+    """True if a tensor name matches any glob, or there are none."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics: bool) -> dict[str, Any]:
+def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics: bool) -> dict[str, Any]:
+    """Return the report on one tensor. `values`: number of first values."""
     found: dict[str, Any] = {
         "name": entry.name,
         "file": entry.file.name,
@@ -111,14 +113,14 @@ def _tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics
     return found
 
 
-def _not_finite(tensor: Mapping[str, Any]) -> int:
-    """How many values of a tensor are NaN or infinite, as far as they were read."""
+def _count_not_finite(tensor: Mapping[str, Any]) -> int:
+    """Return the number of NaN and infinite values of a tensor's report, 0 without statistics."""
     found = tensor.get("statistics") or {"nan": 0, "infinite": 0}
     return int(found["nan"] + found["infinite"])
 
 
-def _config(directory: Path) -> tuple[ModelConfig | None, str]:
-    """The architecture that lies beside the tensors; None and why there is none."""
+def _read_config(directory: Path) -> tuple[ModelConfig | None, str]:
+    """Return the model configuration beside the tensors, or None, and why there is none."""
     if not (directory / "config.json").is_file():
         return None, f"{directory} has no config.json"
     try:

@@ -1,4 +1,4 @@
-"""Statistics of a tensor in one pass over blocks of it: memory stays that of a block, however large the tensor."""
+"""Statistics of a tensor in one pass over blocks; memory is that of one block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BLOCK = 1 << 20  # elements
 
 
 def first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float | int | bool] | None:
-    """The first `count` values of a tensor, None for types whose values are not read."""
+    """Return the first `count` values of a tensor, or None for types whose values are not read. `dtype`: safetensors
+    name."""
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:
         return None
@@ -23,10 +24,11 @@ def first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float |
 
 
 def statistics(raw: NDArray[np.uint8], dtype: str) -> dict[str, Any] | None:
-    """`mean`, `std` (of all values, not of a sample), `min` and `max` of the finite values, and how many are `zeros`,
-    `nan` and `infinite`. None for types whose values are not read; the first four are None without a finite value.
+    """Return `mean`, `std` (population), `min` and `max` of the finite values (None without any), and the number of
+    `zeros`, `nan` and `infinite`; None for types whose values are not read. `raw`: the tensor's bytes; `dtype`: its
+    safetensors name.
 
-    Means and squares of blocks are joined as by Chan, Golub and LeVeque 1979, so nothing cancels.
+    Means and squares of blocks are combined as by Chan, Golub and LeVeque 1979, so nothing cancels.
     """
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:

@@ -14,15 +14,16 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import KeyValueCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import attend_both_ways
+from meshwright.model.scaled_dot_product import attend_bidirectionally
 from meshwright.spec.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """Attention of `heads` query heads over `kv_heads` key-value heads (Ainslie et al. 2023, arXiv:2305.13245).
+    """Grouped-query attention with `heads` query heads and `kv_heads` key-value heads on this rank (Ainslie et al.
+    2023, arXiv:2305.13245).
 
-    Query, key and value are one product: `qkv.weight` is [(N + 2K) D, H], queries first. A query head and its keys may
-    be normed before they are turned (Henry et al. 2020, arXiv:2010.04245; Qwen3).
+    Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], queries first. Queries and keys may be
+    normalised before the rotary embedding (QK norm: Henry et al. 2020, arXiv:2010.04245; Qwen3).
     """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
@@ -47,7 +48,9 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """`rotation`: cosine and sine of each token's position, None where positions are learned."""
+        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position, None
+        with learned positions; `visible`: attention mask of `visibility` (encoder: of `bidirectional_mask`); `cache`:
+        KV cache whose layer `layer` is extended."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
@@ -60,7 +63,7 @@ class Attention(nn.Module):
             assert self.context.size == 1, "a cache holds whole rows"
             k, v = cache.append(layer, k, v)
         if self.encoder:
-            out_BNSD = attend_both_ways(q, k, v, visible)
+            out_BNSD = attend_bidirectionally(q, k, v, visible)
         else:
             out_BNSD = self.context.attend(q, k, v, visible)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

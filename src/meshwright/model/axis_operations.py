@@ -19,17 +19,19 @@ Function = Callable[..., Any]
 
 
 class TokenAxis(Protocol):
-    """An axis whose ranks hold different tokens of the same rows."""
+    """A parallel axis whose ranks hold different tokens of the same sequences."""
 
     name: str
     size: int
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """The sum of the ranks' `x`; backward the gradient as it is."""
+        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
+        call in traces."""
 
 
 class TensorOperations:
-    """Where ranks meet that split matrix products: before column-parallel products, after row-parallel ones."""
+    """Communication of tensor parallelism: `enter` precedes column-parallel products, `leave` follows row-parallel
+    ones. This base class is for one device: every method returns its input. `site`: label of the call in traces."""
 
     name = "tp"
     size = 1
@@ -40,35 +42,38 @@ class TensorOperations:
     """Between `leave` and `enter` each rank holds S / size tokens of a row."""
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """The input of a column-parallel product, [B, S, H] on every rank."""
+        """Return the input of a column-parallel product, [B, S, H] on every rank (all-gathered with sequence
+        parallelism)."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """The sum of the ranks' partial results of a row-parallel product (with sequence parallelism a slice of it)."""
+        """Return the sum of the ranks' partial results of a row-parallel product (with sequence parallelism this rank's
+        token slice of it)."""
         return x_BSH
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """The sum of the ranks' `x`; backward the gradient as it is."""
+        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged."""
         return x
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """The ranks' `x` concatenated along `dim`; backward the slice of the summed gradient."""
+        """Return the ranks' `x` concatenated along `dim`; backward returns this rank's slice of the summed gradient."""
         return x
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """This rank's slice of tokens that all ranks hold, [B, S / size, H]."""
+        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks."""
         return x_BSH
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """The inverse of `split_tokens`: all ranks' slices, [B, S, H]."""
+        """Invert `split_tokens`: return the ranks' token slices concatenated, [B, S, H]."""
         return x_BSH
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
-        """Replace `x` by its sum (op="max": its maximum) over the ranks, without autograd."""
+        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd."""
 
 
 class ContextOperations:
-    """Attention over rows whose tokens are split over ranks."""
+    """Attention with context parallelism, which splits the tokens of each sequence over ranks. This base class is for
+    one device."""
 
     name = "cp"
     size = 1
@@ -76,22 +81,24 @@ class ContextOperations:
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
     ) -> torch.Tensor | None:
-        """Argument `visible` of `attend` for `tokens` tokens of every row on this rank."""
+        """Return the argument `visible` of `attend` for the `tokens` tokens of every sequence that this rank holds.
+        `window`: sliding-window size in tokens; `cached`: tokens already in the KV cache."""
         return visibility(documents, tokens, window, device, cached)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]."""
+        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """The sum of the ranks' `x`; backward the gradient as it is."""
+        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
+        call in traces."""
         return x
 
 
 class TokenDispatcher(Protocol):
-    """Sends tokens to the ranks that hold their experts, and results back. Its calls cannot be compiled."""
+    """Dispatches tokens to the ranks that hold their experts and combines the results. Its calls cannot be compiled."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
@@ -99,15 +106,17 @@ class TokenDispatcher(Protocol):
     """Ranks that split the width of each expert."""
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Rows sorted by expert, which end at `ends_E`, to their experts: the rows [R, H] of the experts held here,
-        sorted by them, where each expert's end, and the routes back for `combine`."""
+        """Send token copies `x_NH`, sorted by expert (expert e ends at index `ends_E[e]`), to the ranks of their
+        experts. Return the copies [R, H] received for the local experts, sorted by expert, the end index of each local
+        expert, and the routes that `combine` needs."""
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
-        """The results of dispatched rows (partial sums over `width_ranks`), [N, H] in the order before `dispatch`."""
+        """Return expert outputs `y_RH` (partial sums over `width_ranks`) to the ranks of their tokens: [N, H] in the
+        order before `dispatch`."""
 
 
 class Recompute:
-    """Which activations of a block are saved for backward: here all that autograd asks for."""
+    """Activation checkpointing of a block. This base class recomputes nothing: autograd saves what it needs."""
 
     kind = "none"
 
@@ -117,7 +126,8 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """`function`, compiled if there are options for torch.compile, inside of `around` then."""
+        """Return `function`; if `compile_options` are given, compiled by torch.compile with them and wrapped by
+        `around`."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_parts(
@@ -127,14 +137,14 @@ class Recompute:
         compile_options: dict[str, Any],
         around: Callable[[Function], Function],
     ) -> tuple[Function, Function]:
-        """Two consecutive parts of a function, of which only the first can be compiled."""
+        """Wrap two consecutive parts of a function, of which only `first` can be compiled; return both."""
         return self.wrap(first, compile_options, around), self.wrap(second)
 
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """All operations of a model that involve other ranks, and its recomputation. `dispatcher`: None where experts are
-    split by columns over the tensor axis, as all MLPs."""
+    """All communication of a model, and its activation checkpointing. `dispatcher`: None where experts are split by
+    columns over the tensor axis, as any MLP."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

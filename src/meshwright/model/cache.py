@@ -11,7 +11,8 @@ from meshwright.spec.config import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values per layer, in buffers that double when they are full. All rows have the same length."""
+    """KV cache of every layer, in buffers whose capacity (tokens) doubles when they are full. All sequences have the
+    same length. `rows`: number of sequences."""
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0  # tokens that every layer has seen; the transformer advances it after its last layer
@@ -20,15 +21,17 @@ class KeyValueCache:
         self._rows, self._capacity = rows, capacity
 
     def append(self, layer: int, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add new tokens to a layer; returns the keys and values that they may see, [B, K, C, D], as views.
+        """Append new tokens to the cache of `layer`; return the keys and values that they may attend to, [B, K, C, D],
+        as views.
 
-        With a sliding window a single new token gets only the tokens inside it; several get all, to be masked.
+        With a sliding window a single new token gets only the tokens inside it; several new tokens get all, to be
+        masked.
         """
         assert k_BKSD.shape[0] == self._rows, (k_BKSD.shape, self._rows)
         sequence = k_BKSD.shape[2]
         length = self.length + sequence
         buffers = tuple(
-            _room(old, new, self.length, length, self._capacity)
+            _grow_buffer(old, new, self.length, length, self._capacity)
             for old, new in zip(self._buffers[layer] or (None, None), (k_BKSD, v_BKSD), strict=True)
         )
         self._buffers[layer] = (buffers[0], buffers[1])
@@ -39,7 +42,9 @@ class KeyValueCache:
         return buffers[0][:, :, oldest:length], buffers[1][:, :, oldest:length]
 
 
-def _room(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
+def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
+    """Return a cache buffer with at least `needed` tokens: `old` if it is large enough, else a larger copy of its
+    `used` tokens."""
     if old is not None and old.shape[2] >= needed:
         return old
     size = max(capacity, needed if old is None else max(needed, 2 * old.shape[2]))

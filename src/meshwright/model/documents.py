@@ -16,12 +16,13 @@ from meshwright.model.pairs import Pairs
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where documents begin in the rows of a batch. Documents of one row do not see each other; positions restart.
+    """Document boundaries in the packed sequences of a batch. Documents of one sequence do not attend to each other,
+    and positions restart in each.
 
-    `starts_BS`: for each token the place in its row where its document begins. None: every row is one document, and
-    attention takes its fast path (plain causal). `places_C`: where in the row the tokens are that this rank has, if
-    it does not have all; everything else is said of whole rows. `pairs`: which documents are a chosen and a rejected
-    response to the same prompt, where that is what is learnt from.
+    `starts_BS`: for each token the index in its sequence where its document begins; None: every sequence is one
+    document, and attention is plain causal. `places_C`: with context parallelism the sequence indices of this rank's
+    tokens (everything else describes unsharded sequences). `pairs`: for preference training, the pairs of chosen and
+    rejected responses.
     """
 
     starts_BS: torch.Tensor | None = None
@@ -30,7 +31,7 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
-        """From a number per token; a document goes on as long as its number repeats."""
+        """Build from one document number per token: a document extends as long as its number repeats."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -41,7 +42,8 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """From the places where documents begin, one ascending list per row; a row always begins one at 0."""
+        """Build from the start indices of documents, one ascending list per sequence of `sequence` tokens; index 0
+        always starts one."""
         ids = torch.zeros(len(starts), sequence, dtype=torch.int64)
         for row, places in enumerate(starts):
             assert all(0 <= place < sequence for place in places), (row, places, sequence)
@@ -49,7 +51,7 @@ class Documents:
         return cls.from_ids(ids.cumsum(dim=1))
 
     def to(self, device: torch.device | str) -> Documents:
-        """The same on another device."""
+        """Return a copy whose tensors are on `device`."""
         if self.starts_BS is None and self.places_C is None and self.pairs is None:
             return self
         starts_BS, places_C = (None if each is None else each.to(device) for each in (self.starts_BS, self.places_C))
@@ -57,15 +59,16 @@ class Documents:
         return Documents(starts_BS, places_C, pairs)
 
     def at(self, places_C: torch.Tensor) -> Documents:
-        """The same rows for a rank that has the tokens at these places of each."""
+        """Return the documents for a context-parallel rank that holds the tokens at sequence indices `places_C`."""
         return Documents(self.starts_BS, places_C, None if self.pairs is None else self.pairs.at(places_C))
 
     def in_pairs(self, pairs: Pairs) -> Documents:
-        """The same documents, of which two and two belong together."""
+        """Return a copy with `pairs`: documents 2k and 2k + 1 are a chosen and a rejected response."""
         return replace(self, pairs=pairs)
 
     def positions_BS(self) -> torch.Tensor | None:
-        """The position in its document of each token that is here, [B or 1, C]; None: 0, 1, 2 ... in every row."""
+        """Return the position ID of each token of this rank within its document, [B or 1, C]; None stands for 0, 1, 2
+        ... in every sequence."""
         places_C = self.places_C
         if self.starts_BS is None:
             return None if places_C is None else places_C[None]
@@ -74,10 +77,10 @@ class Documents:
         return places_C - self.starts_BS[:, places_C]
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """The first place in its row that each token of whole rows may attend to (the last is itself), [B or 1, S].
+        """Return the lowest sequence index that each token may attend to (the highest is its own), [B or 1, S].
 
-        A sliding `window` lets a token see itself and the `window` - 1 tokens before it. None: everything before it,
-        in every row.
+        A sliding `window` lets a token attend to itself and the `window` - 1 tokens before it. None: no lower limit.
+        `sequence`: tokens of an unsharded sequence.
         """
         if window is None or window >= sequence:
             return self.starts_BS

@@ -23,7 +23,7 @@ from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
 from meshwright.model.loss import IGNORED, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
-from meshwright.model.scaled_dot_product import both_ways
+from meshwright.model.scaled_dot_product import bidirectional_mask
 from meshwright.model.units import NoUnits, Units
 from meshwright.spec.config import ModelConfig
 
@@ -31,7 +31,8 @@ NO_UNITS = NoUnits()
 
 
 class EncoderBlock(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017, arXiv:1706.03762, section 3.1)."""
+    """Post-norm transformer block: norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017,
+    arXiv:1706.03762, section 3.1)."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -41,12 +42,13 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+        """Return the block's output [B, S, H]. `added`: additive attention mask of `bidirectional_mask`, or None."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 
 class _VocabularyBias(nn.Module):
-    """What is added to the scores of the tokens; their matrix is the embedding's."""
+    """Bias [V] of the masked-language-model head, whose weight is the embedding's."""
 
     def __init__(self, vocabulary: int, **options: Any) -> None:
         super().__init__()
@@ -54,12 +56,12 @@ class _VocabularyBias(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder with the head that `config.head` names: "masked" predicts tokens that are masked, "classes" classifies
-    rows (or documents, where rows pack several), "none" has a pooler alone. Called, it gives a summed loss; `logits`,
-    `hidden` and `pooled` give what `transformers` gives. There is no dropout.
+    """BERT-style encoder with the head `config.head`: "masked" predicts masked tokens, "classes" classifies sequences
+    (or documents of packed sequences), "none" has a pooler alone. `forward` returns a summed loss; `logits`, `hidden`
+    and `pooled` return what `transformers` returns. There is no dropout.
 
-    Its parameters are left unset: `initialise` or `load_encoder` fills them, or an engine. `recompute`: what the
-    backward pass computes again, as in `AxisOperations`.
+    Parameters are uninitialised: `initialise`, `load_encoder` or an engine fills them. `recompute`: activation
+    checkpointing, as in `AxisOperations`.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class Encoder(nn.Module):
         self.compiled = False
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile blocks and what is done to each logit (torch.compile; `options` go to it), as of a `Transformer`."""
-        weight_gradients.stay_out_of_graphs()
+        """Compile the blocks and the elementwise part of the loss with torch.compile, which gets `options`."""
+        weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self._recompute.wrap(EncoderBlock.forward, options)
         self.compiled = True
@@ -110,22 +112,22 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum of the losses (nats, a scalar in float32 at least) over targets that are not -100.
+        """Return the sum of the losses (nats, a scalar in float32 or float64) over targets that are not -100.
 
-        `targets`: of head "masked" the true token at each masked place, [B, S]; of "classes" the class of each row,
-        [B], or of each document, [D]. Only masked places go through the head.
+        `targets`: of head "masked" the true token at each masked position, [B, S]; of head "classes" the class of each
+        sequence, [B], or of each document, [D]. Only masked positions go through the head.
         """
-        x_BSH = self._blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
+        x_BSH = self._forward_blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
         x_BSH = units.enter("head", x_BSH)
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
-            states_MH = self._transformed(x_BSH.flatten(0, 1)[places_M])
+            states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
             loss = linear_cross_entropy(
                 states_MH, self.embedding.weight, targets.flatten()[places_M], SINGLE_DEVICE.tensor,
                 bias_V=self.head.bias, compiled=self.compiled,
             )  # fmt: skip
         elif self.config.head == "classes":
-            logits = self._classified(x_BSH, documents)
+            logits = self._class_logits(x_BSH, documents)
             wide = logits.to(at_least_float32(logits.dtype))
             loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
         else:
@@ -140,14 +142,13 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the last block gives, [B, S, H]. `attention_mask_BS`: 0 at padding, which nobody sees;
-        `token_types_BS`: the segment of each token (0 unless given); `documents`: those of a packed row do not see each
-        other, and positions restart."""
-        return self._blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        """Return the last block's output, [B, S, H]. `attention_mask_BS`: 0 at padding, which no token attends to;
+        `token_types_BS`: segment of each token (default 0); `documents`: boundaries in packed sequences."""
+        return self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """tanh of a linear map of each row's first token, [B, H]; with several documents in a row of each document's,
-        [D, H], row by row."""
+        """Return the pooler output: tanh of a linear map of each sequence's first token, [B, H], or of each document's
+        in packed sequences, [D, H]."""
         if not self.config.pooled:
             raise UserError(f'an encoder of head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:
@@ -165,22 +166,24 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Scores in the model's type: of head "masked" of each token at each place, [B, S, V]; of "classes" of each
-        class, [B, C] (or [D, C])."""
-        hidden_BSH = self._blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        """Return logits in the model's dtype: of head "masked" [B, S, V], of head "classes" [B, C] (packed documents:
+        [D, C])."""
+        hidden_BSH = self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
         if self.config.head == "masked":
-            return F.linear(self._transformed(hidden_BSH), self.embedding.weight, self.head.bias)
+            return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
         if self.config.head == "classes":
-            return self._classified(hidden_BSH, documents)
+            return self._class_logits(hidden_BSH, documents)
         raise UserError('an encoder of head "none" has no logits: it gives `hidden` and `pooled`')
 
-    def _transformed(self, x: torch.Tensor) -> torch.Tensor:
+    def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the transform of the masked-language-model head: norm(activation(linear(x)))."""
         return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
 
-    def _classified(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    def _class_logits(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return the class logits [B, C] or [D, C] of the last block's output."""
         return self.classifier(self.pooled(x_BSH, documents))  # type: ignore[no-any-return]
 
-    def _blocks(
+    def _forward_blocks(
         self,
         tokens_BS: torch.Tensor,
         documents: Documents | None,
@@ -188,7 +191,7 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None,
         token_types_BS: torch.Tensor | None,
     ) -> torch.Tensor:
-        """From tokens to what the last block gives, [B, S, H]."""
+        """Run embeddings and all blocks; return the last block's output, [B, S, H]."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
             raise UserError(
@@ -209,7 +212,7 @@ class Encoder(nn.Module):
             x_BSH = units.enter(unit, x_BSH)
             x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
         x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
-        added = both_ways(documents, attention_mask_BS, x_BSH.dtype)
+        added = bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
         for layer, block in enumerate(self.layers):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))

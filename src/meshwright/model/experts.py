@@ -24,8 +24,8 @@ from meshwright.spec.config import ModelConfig
 
 
 class Mixture(nn.Module):
-    """sum over the chosen experts of weight * expert(x), plus the expert that all tokens share (Shazeer et al. 2017,
-    arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9)."""
+    """Mixture-of-experts layer: the sum over a token's experts of weight * expert(x), plus the shared expert (Shazeer
+    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9)."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -39,32 +39,38 @@ class Mixture(nn.Module):
     def forward(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output, and, given how many targets each row has, what balances its experts in the loss."""
+        """Return the layer's output [B, S, H] and, given `counted_B` (number of targets of each sequence), its
+        load-balancing loss, else None."""
         if self.expert_parallel:
-            return self._expert_parallel(x_BSH, counted_B)
+            return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
-        y_BSH, loss = self._routed(x_BSH, counted_B)
+        y_BSH, loss = self._forward_routed(x_BSH, counted_B)
         if self.shared is not None:
-            y_BSH = y_BSH + self._shared(x_BSH)
+            y_BSH = y_BSH + self._forward_shared(x_BSH)
         if loss is not None:  # ranks of tp balance the same tokens: each does its part
             loss = loss / self.tensor.size
         return self.tensor.leave(y_BSH, "mlp.output"), loss
 
-    def _expert_parallel(
+    def _forward_expert_parallel(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """With expert parallelism: only the shared expert meets the other ranks of tp, as any MLP."""
+        """Run the layer with expert parallelism; only the shared expert is tensor-parallel. Returns what `forward`
+        does."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
-        y_BSH, loss = self._routed(own_BSH, counted_B)
+        y_BSH, loss = self._forward_routed(own_BSH, counted_B)
         if not slices:
             y_BSH = self.tensor.join_tokens(y_BSH, "experts.output")
         if self.shared is not None:
-            shared_BSH = self._shared(self.tensor.enter(x_BSH, "mlp.input"))
+            shared_BSH = self._forward_shared(self.tensor.enter(x_BSH, "mlp.input"))
             y_BSH = y_BSH + self.tensor.leave(shared_BSH, "mlp.output")
         return y_BSH, loss
 
-    def _routed(self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward_routed(
+        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Route the tokens through their experts; return the output [B, S, H] and the load-balancing loss (None without
+        `counted_B`)."""
         x_TH = x_BSH.flatten(0, 1)
         scores_TE = self.router.scores(x_TH)
         weights_TK, chosen_TK = self.router.choose(scores_TE)
@@ -75,17 +81,19 @@ class Mixture(nn.Module):
             loss = self.router.balance(scores_TE, chosen_TK, counted_B, *parts)
         return y_TH.view_as(x_BSH), loss
 
-    def _shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def _forward_shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the output of the shared expert, times its sigmoid gate if it has one."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
         return y_BSH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and how much each of them counts.
+    """Top-K router: chooses the experts of each token and their weights.
 
-    Softmax over all experts (Mixtral, Qwen) or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), then
-    the K highest. A bias moves the choice alone, not the weights (Wang et al. 2024, arXiv:2408.15664, eq. 3).
+    Scores are a softmax over all experts (Mixtral, Qwen) or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437, section
+    2.1.2); the K highest are chosen. The bias changes only the choice, not the weights (Wang et al. 2024,
+    arXiv:2408.15664, eq. 3).
     """
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
@@ -95,14 +103,14 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Each expert's score, above 0, in float32 at least."""
+        """Return the score of each expert for each token, [T, E], positive, in float32 or float64."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             return F.linear(x_TH.to(wide), self.weight.to(wide)).sigmoid()
         return F.linear(x_TH, self.weight).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers of each token's experts."""
+        """Return the weights [T, K] and the indices [T, K] of each token's experts."""
         count = self.config.experts_per_token
         if self.bias is None:
             weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
@@ -116,15 +124,15 @@ class Router(nn.Module):
     def balance(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """This layer's addition to the summed loss, that its experts may be used alike.
+        """Return this layer's load-balancing term of the summed loss (scalar).
 
-        The auxiliary loss of a row is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
-        (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. A row weighs as much as it
-        has targets: divided by the targets of the whole step, neither micro-batches nor ranks change it. Ranks of
-        the axes `parts` have some tokens of a row each: an expert's load is that of all, its mean score a sum of their
-        parts.
+        The auxiliary loss of a sequence is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
+        (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. It is weighted by the
+        sequence's number of targets `counted_B`: divided by the targets of the whole step, neither micro-batches nor
+        ranks change it. Ranks of the axes `parts` hold different tokens of a sequence: loads and mean scores are summed
+        over them.
 
-        A bias gets as its gradient what its expert has above the mean load; the term itself is 0.
+        The gradient of a router bias is its expert's load minus the mean load; the bias adds 0 to the value.
         """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
@@ -146,7 +154,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs, stacked: `up.weight` is [E x 2F, H], of each expert first gate, then up; `down.weight` [E x H, F]."""
+    """Routed expert MLPs, stacked: `up.weight` is [E x 2F, H], each expert's gate before its up projection;
+    `down.weight` is [E x H, F]."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -158,33 +167,38 @@ class Experts(nn.Module):
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's expert outputs, [T, H]. `weights_TK`, `chosen_TK`: weights and
+        indices of its experts."""
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
         inverse_N = invert_permutation(order_N)
         experts_E = torch.arange(self.experts, device=x_TH.device)
         ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
-        sorted_NH = _ToExperts.apply(x_TH, order_N, inverse_N, chosen)
+        sorted_NH = _CopyToExperts.apply(x_TH, order_N, inverse_N, chosen)
         if self.dispatcher is None:
-            y_NH = self._mlps(sorted_NH, ends_E)
+            y_NH = self._apply_experts(sorted_NH, ends_E)
         else:
             received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
-            y_NH = self.dispatcher.combine(self._mlps(received_RH, ends_L), routes)
+            y_NH = self.dispatcher.combine(self._apply_experts(received_RH, ends_L), routes)
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N).view(tokens, chosen, -1)
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
-    def _mlps(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Each row through its expert (of those held here), or this rank's part of that."""
-        gate_NF, up_NF = _product(x_NH, self.up, ends_E).chunk(2, dim=-1)
-        return _product(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
+    def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Apply to each token copy the MLP of its expert (of the local experts; this rank's partial sum, where widths
+        are split). `ends_E`: end index of each expert's copies."""
+        gate_NF, up_NF = _expert_linear(x_NH, self.up, ends_E).chunk(2, dim=-1)
+        return _expert_linear(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
 
 
-def _product(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
+def _expert_linear(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
+    """Multiply each token copy by its expert's matrix of `stacked`; `ends_E`: end index of each expert's copies."""
     return grouped_linear(x_NX, stacked.weight, ends_E, stacked.weight_gradients)
 
 
 class SharedExpert(nn.Module):
-    """down(activation(gate) * up) for every token; ranks of tp hold columns of it and meet at the layer's end."""
+    """MLP down(activation(gate) * up) that every token passes; tensor-parallel by columns, the caller sums over the
+    ranks."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -194,24 +208,28 @@ class SharedExpert(nn.Module):
         self.down = Linear(width, config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return this rank's partial sum of the MLP output [T, H]."""
         gate_TF, up_TF = self.up(x_TH).chunk(2, dim=-1)
         return self.down(activate(gate_TF, self.activation) * up_TF)
 
 
-class _ToExperts(torch.autograd.Function):
-    """A copy of each token for each of its experts, sorted by expert. The way back is a gather too: no sum in an order
-    that nobody fixes."""
+class _CopyToExperts(torch.autograd.Function):
+    """Copies each token once per expert, sorted by expert, [N, H]. Its backward is a gather, so the order of sums is
+    fixed."""
 
     @staticmethod
     def forward(
         context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, chosen: int
     ) -> torch.Tensor:
+        """Return `x_TH` copied `chosen` times per token and sorted by expert, [N, H]. `order_N`: sorting permutation,
+        `inverse_N`: its inverse."""
         context.save_for_backward(inverse_N)
         context.chosen = chosen
         return x_TH.index_select(0, order_N // chosen)
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the tokens [T, H]: the sum over each token's copies."""
         (inverse_N,) = context.saved_tensors
         d_TKH = d_NH.index_select(0, inverse_N).unflatten(0, (-1, context.chosen))
         return d_TKH.sum(dim=1), None, None, None

@@ -1,10 +1,10 @@
-"""Matrix products of experts: rows of one expert lie together, each group is multiplied by its own matrix.
+"""Grouped matrix products of experts: token copies sorted by expert, each group multiplied by its expert's matrix.
 
-On CUDA, in bf16 and widths that it takes, PyTorch's grouped product does all groups at once, and nobody on the host
-need know how large they are. Elsewhere it is one product after another, as PyTorch does it on a CPU too. An expert
-without rows costs nothing; its gradient is zero.
+On CUDA in bf16 PyTorch's grouped_mm computes all groups in one kernel, without a host synchronisation. Elsewhere there
+is one product per expert. The gradient of an expert without tokens is zero.
 
-Shapes: N rows sorted by expert, E experts, X and Y any sizes in and out. `ends_E` (int32): where an expert's rows end.
+Shapes: N token copies sorted by expert, E experts, X and Y input and output size. `ends_E` (int32): end index of each
+expert's copies.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multi
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """x Wᵀ of each row with its expert's W: [N, Y]."""
+    """Return x Wᵀ of each token copy with its expert's matrix W, [N, Y]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
+        return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
-def _product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    if _at_once(x_NX, weight_EYX):
+def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Compute `grouped_product` without autograd."""
+    if _supports_grouped_mm(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
-    for expert, rows in _groups(ends_E):
+    for expert, rows in _expert_slices(ends_E):
         torch.mm(x_NX[rows], weight_EYX[expert].T, out=y_NY[rows])
     return y_NY
 
 
-_forward = custom_operator("meshwright::grouped_product")(_product)
+_forward = custom_operator("meshwright::grouped_product")(_compute_grouped_product)
 
 
 @custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """dy W."""
-    if _at_once(dy_NY, weight_EYX):
+    """Return dy W, the gradient of the input, [N, X]."""
+    if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
-    for expert, rows in _groups(ends_E):
+    for expert, rows in _expert_slices(ends_E):
         torch.mm(dy_NY[rows], weight_EYX[expert], out=dx_NX[rows])
     return dx_NX
 
 
 @custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """dyᵀ x over the rows of each expert: [E, Y, X]."""
-    if _at_once(dy_NY, x_NX):
+    """Return dyᵀ x over the token copies of each expert, [E, Y, X]."""
+    if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
     idle = set(range(len(ends_E)))  # most have rows: to zero all of them first would write the whole once more
-    for expert, rows in _groups(ends_E):
+    for expert, rows in _expert_slices(ends_E):
         torch.mm(dy_NY[rows].T, x_NX[rows], out=dw_EYX[expert])
         idle.discard(expert)
     for expert in idle:
@@ -65,14 +66,14 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
     return dw_EYX
 
 
-def _at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these on their device."""
+def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if PyTorch's grouped_mm supports these operands: CUDA, bf16, aligned strides."""
     aligned = all(size * a.element_size() % ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[1:]))
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
-def _groups(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and those."""
+def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has token copies, with the slice of its copies."""
     start = 0
     for expert, stop in enumerate(ends_E.tolist()):
         if stop > start:
@@ -81,25 +82,30 @@ def _groups(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 
 @_forward.register_fake
-def _(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _fake_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the result's shape (fake implementation for torch.compile)."""
     return x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
 
 
 @_input_gradient.register_fake
-def _(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _fake_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the result's shape (fake implementation for torch.compile)."""
     return dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
 
 
 @_weight_gradient.register_fake
-def _(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _fake_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the result's shape (fake implementation for torch.compile)."""
     return x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Save the inputs for backward (`setup_context` of register_autograd)."""
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Return the gradients of input and weight (`backward` of register_autograd)."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     operators = torch.ops.meshwright
     return (
@@ -109,4 +115,4 @@ def _differentiate(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.T
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

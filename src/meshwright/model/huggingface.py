@@ -1,4 +1,5 @@
-"""Models as Hugging Face directories: `config.json` and safetensors, one file or several with an index."""
+"""Read and write models as Hugging Face directories: `config.json` and safetensors files, sharded ones with an
+index."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 
 class CheckpointFiles:
-    """The tensors of a directory, by name; read when asked for.
+    """Tensors of a Hugging Face directory by name, read on demand.
 
-    Raises UserError, naming the file and the tensor, when a file is missing, cut, or does not hold what the index says.
+    Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -52,7 +53,7 @@ class CheckpointFiles:
             what = "is a file" if self.directory.exists() else "does not exist"
             raise UserError(f"{directory}: {what}; a Hugging Face model directory is needed")
         self._files: dict[Path, Any] = {}
-        self._place = self._find()
+        self._place = self._locate_tensors()
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,26 +61,23 @@ class CheckpointFiles:
         return frozenset(self._place)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        with _reading(self._place[name], name):
+        """Return a tensor's shape without reading its values."""
+        with _convert_read_errors(self._place[name], name):
             return tuple(self._open(self._place[name]).get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, in the type it has on disk."""
-        with _reading(self._place[name], name):
+        """Read an unsharded tensor in its dtype on disk."""
+        with _convert_read_errors(self._place[name], name):
             return self._open(self._place[name]).get_tensor(name)
 
     def dtype(self, name: str) -> str:
-        """Element type of a tensor as safetensors calls it ("F32"), without reading it."""
-        with _reading(self._place[name], name):
+        """Return a tensor's safetensors dtype name ("F32") without reading its values."""
+        with _convert_read_errors(self._place[name], name):
             return str(self._open(self._place[name]).get_slice(name).get_dtype())
 
     def read_weights(self, name: str) -> torch.Tensor:
-        """A whole tensor of finite floating-point values, in the type it has on disk.
-
-        Raises UserError where its element type is another, and where a value is NaN or infinite: the smallest and the
-        largest value, one pass over what was just read, are NaN or infinite then.
-        """
+        """Read an unsharded floating-point tensor in its dtype on disk. Raises UserError for another dtype and for NaN
+        or infinite values."""
         self.check_weights(name)
         value = self.read(name)
         if value.numel():
@@ -93,7 +91,7 @@ class CheckpointFiles:
         return value
 
     def check_weights(self, name: str) -> None:
-        """Raise UserError where a tensor's element type is none of `WEIGHT_TYPES`."""
+        """Raise UserError unless a tensor's dtype is one of `WEIGHT_TYPES`."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_TYPES:
             raise UserError(
@@ -102,13 +100,14 @@ class CheckpointFiles:
             )
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the path of the file that contains a tensor."""
         return self._place[name]
 
-    def _find(self) -> dict[str, Path]:
+    def _locate_tensors(self) -> dict[str, Path]:
+        """Return the file of each tensor name, from the index or the single safetensors file of the directory."""
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
-            return self._from_index(index)
+            return self._locate_by_index(index)
         if single.is_file():
             return dict.fromkeys(self._open(single).keys(), single)
         old = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
@@ -119,9 +118,10 @@ class CheckpointFiles:
             )
         raise UserError(f"{self.directory}: no {SINGLE_FILE} and no {INDEX_FILE} in it")
 
-    def _from_index(self, index: Path) -> dict[str, Path]:
+    def _locate_by_index(self, index: Path) -> dict[str, Path]:
+        """Return the file of each tensor name listed in `index`; raises UserError where index and files disagree."""
         try:
-            weight_map = read_json(index, object_pairs_hook=partial(_without_repeats, index))["weight_map"]
+            weight_map = read_json(index, object_pairs_hook=partial(_reject_duplicate_keys, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
         except OSError as error:
             raise UserError(f"{index}: cannot be read: {(error.strerror or str(error)).lower()}") from None
@@ -146,22 +146,23 @@ class CheckpointFiles:
         return places
 
     def _open(self, path: Path) -> Any:
+        """Return the open safetensors file at `path`, opened once."""
         if path not in self._files:
-            with _reading(path):
+            with _convert_read_errors(path):
                 self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is such a file; a name that no file can have is none."""
+    """True if `path` is a file; False also for a name that the file system rejects."""
     try:
         return path.is_file()
     except (OSError, ValueError):
         return False
 
 
-def _without_repeats(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises UserError where it has a key twice: json keeps the last one in silence."""
+def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object from its key-value pairs; raise UserError for a duplicate key, which json would ignore."""
     made: dict[str, Any] = {}
     for name, value in pairs:
         if name in made:
@@ -170,8 +171,8 @@ def _without_repeats(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any
     return made
 
 
-class _reading:
-    """Turns what safetensors and the file system raise into one line that names the file."""
+class _convert_read_errors:
+    """Context manager that converts safetensors and file-system errors to a UserError naming the file."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name
@@ -188,10 +189,10 @@ class _reading:
 def load_huggingface(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, ModelConfig]:
-    """The model in a directory, its values cast to `dtype`.
+    """Load the decoder in a directory, its parameters cast to `dtype`; return the model and its configuration.
 
-    Raises UserError when the directory, its configuration or a file of it is missing or damaged, and when tensors are
-    missing, left over, or shaped otherwise than the configuration says.
+    Raises UserError when a file or the configuration is missing or damaged, and when tensors are missing, unexpected,
+    or of another shape than the configuration implies.
     """
     files = CheckpointFiles(directory)
     config = config_from_path(directory)
@@ -204,7 +205,7 @@ def load_huggingface(
     table = parameter_table(config)
     names = match_rows(files, table, config)
     model = Transformer(config, device=device, dtype=dtype)
-    _fill(model, table, files, names)
+    _load_parameters(model, table, files, names)
     return model, config
 
 
@@ -217,24 +218,23 @@ def load_encoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Encoder, ModelConfig]:
-    """The encoder in a directory, its values cast to `dtype`.
+    """Load the encoder in a directory, its parameters cast to `dtype`; return the model and its configuration.
 
-    `head`: another than that of its configuration ("masked", "classes", "none"), for "classes" with their `labels`;
-    what the files do not have of a head asked for begins as in a new model of this `seed`. Raises what
-    `load_huggingface` raises.
+    `head`: replaces the head of its configuration ("masked", "classes", "none"; "classes" needs `labels`). Head
+    parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
     """
     files = CheckpointFiles(directory)
     config = encoder_config(directory, head, labels)
     table = parameter_table(config)
     names = match_rows(files, table, config, new_head=head is not None)
     model = Encoder(config, device=device, dtype=dtype)
-    _fill(model, table, files, names, seed)
+    _load_parameters(model, table, files, names, seed)
     return model, config
 
 
 def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
-    """The configuration of the encoder in a directory, with another head if one is asked for. Raises UserError where
-    it is no encoder or has no such head."""
+    """Return the configuration of the encoder in a directory, with `head` and `labels` replaced if given. Raises
+    UserError if it is no encoder or has no such head."""
     data = read_config(directory)
     family = FAMILIES.get(str(data.get("model_type")))
     if family is not None and not family.encoder:
@@ -250,10 +250,10 @@ def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequ
     return config_from_huggingface(data, str(directory))
 
 
-def _fill(
+def _load_parameters(
     model: nn.Module, table: ParameterTable, files: CheckpointFiles, names: Mapping[str, str], seed: int = 0
 ) -> None:
-    """Read every row into its place; one that has no name in the files begins as in a new model."""
+    """Load every parameter entry of `table` into the model; entries absent from `names` are initialised from `seed`."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for row in table.rows:
@@ -264,15 +264,16 @@ def _fill(
 def match_rows(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """The name in the files of each row of the table. Raises UserError unless the two fit exactly.
+    """Map the name of each parameter entry of `table` to its name in the files. Raises UserError unless both match
+    exactly.
 
-    Files of a model without its head leave out the first word of every name ("transformer.", "model." or "bert."). A
-    head that is there although the model ties it to the embedding is ignored, as transformers does, and so are other
-    heads of an encoder. `new_head`: rows of the head may be missing, and are left out, or be of other shapes.
+    Files of a base model omit the prefix "transformer.", "model." or "bert.". A head that the model ties to its
+    embedding is ignored, as transformers does, and so are other heads of an encoder. `new_head`: entries of the head
+    that are missing or of another shape are left out of the result.
     """
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
-    written = _written(files, config)
+    written = _map_current_names(files, config)
     names = {}
     for row in table.rows:
         wanted = row.name.removeprefix(prefix) if bare else row.name
@@ -302,8 +303,8 @@ def match_rows(
     return names
 
 
-def _written(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """The tensors of the files: today's name of each, and the name it has there."""
+def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
+    """Map today's name of each tensor to its name in the files, which may be an older one."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:
@@ -313,7 +314,7 @@ def _written(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
 
 
 def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """A row as it lies on disk. `names` is what `match_rows` gave; without it the row's own name is looked up."""
+    """Read a parameter entry as stored on disk. `names`: result of `match_rows`; default: the entry's own name."""
     name = row.name if names is None else names[row.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")
@@ -328,17 +329,18 @@ def save_huggingface(
     tokenizer_from: str | Path | None = None,
     largest_file_bytes: int = LARGEST_FILE_BYTES,
 ) -> None:
-    """Write a whole, unsharded model so that transformers loads it. `dtype`: the type on disk (its own unless said).
+    """Write an unsharded model as a Hugging Face directory that transformers loads. `dtype`: dtype on disk (default:
+    the model's).
 
-    Copies the tokenizer's files from the directory `tokenizer_from`. Several files and an index when one would be
-    larger than `largest_file_bytes`. Each file appears whole or not at all.
+    Copies tokenizer files from `tokenizer_from`. Shards the weights, with an index, above `largest_file_bytes`. Each
+    file is replaced atomically.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     table = parameter_table(model.config)
     parameters = dict(model.named_parameters())
     dtype = dtype or model.embedding.weight.dtype
-    groups = list(_files_of(table, dtype.itemsize, largest_file_bytes))
+    groups = list(_split_into_files(table, dtype.itemsize, largest_file_bytes))
     weight_map: dict[str, str] = {}
     for number, rows in enumerate(groups, start=1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -364,15 +366,15 @@ def save_huggingface(
 
 
 def generation_config(config: ModelConfig) -> dict[str, Any]:
-    """The `generation_config.json` of a model: where a text begins and ends."""
+    """Return the content of `generation_config.json`: the IDs of the begin and end tokens."""
     ends = config.eos_tokens
     end = ends[0] if len(ends) == 1 else list(ends)
     tokens = {"bos_token_id": config.bos_token, "eos_token_id": end if ends else None}
     return {key: value for key, value in tokens.items() if value is not None}
 
 
-def _files_of(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
-    """Rows that go into one file each, in order."""
+def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
+    """Split the parameter entries, in order, into lists of at most `largest` bytes, one per file."""
     rows: list[Row] = []
     size = 0
     for row in table.rows:
@@ -385,6 +387,7 @@ def _files_of(table: ParameterTable, itemsize: int, largest: int) -> Iterator[li
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` as JSON to `path`, atomically."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)

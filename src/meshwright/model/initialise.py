@@ -12,7 +12,8 @@ from meshwright.spec.rows import Row
 
 
 def initial_value(row: Row, seed: int) -> torch.Tensor:
-    """The whole of a row in float32 on the CPU, as it lies on disk (`row.shape`)."""
+    """Return the unsharded initial value of a parameter entry, float32 on the CPU, in its shape on disk
+    (`row.shape`)."""
     if row.initial.kind == "zeros":
         return torch.zeros(row.shape)
     if row.initial.kind == "ones":
@@ -23,7 +24,7 @@ def initial_value(row: Row, seed: int) -> torch.Tensor:
 
 
 def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
-    """Fill a whole, unsharded model."""
+    """Initialise all parameters of an unsharded model from `seed`, in place."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in table.tensors:
@@ -32,12 +33,13 @@ def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
 
 
 def place_row(tensor: torch.Tensor, row: Row, value: torch.Tensor) -> None:
-    """Write a row, as it lies on disk, into its place in the whole engine tensor."""
+    """Copy the value of a parameter entry, oriented as on disk, into its slice of the unsharded (fused) model parameter
+    `tensor`."""
     part = tensor[row.offset : row.offset + row.engine_shape[0]]
     part.copy_(value.T if row.transposed else value)
 
 
 def take_row(tensor: torch.Tensor, row: Row) -> torch.Tensor:
-    """A row, as it lies on disk, out of the whole engine tensor."""
+    """Return a view of a parameter entry, oriented as on disk, in the unsharded (fused) model parameter `tensor`."""
     part = tensor[row.offset : row.offset + row.engine_shape[0]]
     return part.T if row.transposed else part

@@ -1,6 +1,6 @@
-"""Linear maps, norms, the feed-forward network and the embedding.
+"""Linear layers, norms, the MLP and the embedding.
 
-Shapes: B rows, S tokens in a row, H hidden, F intermediate, V vocabulary; X and Y any sizes in and out.
+Shapes: B sequences, S tokens of a sequence, H hidden, F intermediate, V vocabulary; X and Y input and output size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.spec.config import ModelConfig
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b with W [Y, X]; its values are left unset."""
+    """Linear layer y = x Wᵀ + b with W [Y, X]; parameters are uninitialised. `x`, `y`: input and output size."""
 
     weight_gradients: WeightGradients | None = None  # where they are left for later, if they may be
     taps: Taps | None = None  # of the call that runs, where it is compiled
@@ -29,17 +29,20 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b, [..., Y]."""
         return linear(x, self.weight, self.bias, self.weight_gradients, self.taps)
 
 
 class RowParallelLinear(Linear):
-    """A linear map whose product is summed over tensor-parallel ranks before the bias, which is added once."""
+    """Linear layer whose product is summed over tensor-parallel ranks before the bias is added. `site`: label of the
+    call in traces."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
         self.tensor, self.site = tensor, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the summed product plus bias, [..., Y] (with sequence parallelism this rank's token slice)."""
         if self.tensor.trivial:
             return super().forward(x)
         y = linear(x, self.weight, None, self.weight_gradients, self.taps)
@@ -48,7 +51,8 @@ class RowParallelLinear(Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / root mean square(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)."""
+    """RMSNorm over the last dimension: x / root mean square(x) * weight (Zhang & Sennrich 2019, arXiv:1910.07467, eq.
+    4)."""
 
     def __init__(self, size: int, epsilon: float, **options: Any) -> None:
         super().__init__()
@@ -56,13 +60,15 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised `x`, same shape and dtype; computed in float32 or float64."""
         wide = x.to(at_least_float32(x.dtype))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return (wide * scale * self.weight).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450)."""
+    """LayerNorm over the last dimension: (x - mean) / standard deviation * weight + bias (Ba et al. 2016,
+    arXiv:1607.06450)."""
 
     def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -71,18 +77,19 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised `x`, same shape and dtype."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)  # sums in float32 at least
 
 
 def norm(config: ModelConfig, **options: Any) -> nn.Module:
-    """The norm of this architecture over the hidden dimension."""
+    """Build the norm layer that `config` names, over the hidden dimension."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_epsilon, **options)
     return LayerNorm(config.hidden, config.norm_epsilon, config.norm_bias, **options)
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """The nonlinearity that a configuration names."""
+    """Apply the activation function named "silu", "relu", "gelu" or "gelu_tanh"."""
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":
@@ -91,9 +98,10 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate) * up) (SwiGLU and its kin: Shazeer 2020, arXiv:2002.05202), or down(activation(up)).
+    """MLP down(activation(gate) * up) (SwiGLU and variants: Shazeer 2020, arXiv:2002.05202), or ungated
+    down(activation(up)).
 
-    Gate and up are one product: `up.weight` is [2F, H], gate first.
+    Gate and up projections are fused: `up.weight` is [2F, H], gate first.
     """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
@@ -104,6 +112,7 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the MLP output [B, S, H]."""
         up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
         if not self.gated:
             return self.down(activate(up, self.activation))
@@ -112,9 +121,9 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table by number. Their gradients are summed in float32 at least: a frequent token has thousands.
+    """Embedding table [rows, hidden]. Its gradient is summed in float32 or float64.
 
-    With `tensor` each tensor-parallel rank holds a slice of the table and gives zeros for numbers outside it.
+    With `tensor` the table is vocabulary-parallel: each rank holds a slice and returns zeros for IDs outside it.
     """
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
@@ -123,6 +132,7 @@ class Embedding(nn.Module):
         self.tensor = tensor
 
     def forward(self, numbers_BS: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [B, S, H] of the IDs `numbers_BS`."""
         if self.tensor is None or self.tensor.trivial:
             return _Lookup.apply(self.weight, numbers_BS)
         places_BS = numbers_BS - self.tensor.rank * self.weight.shape[0]
@@ -132,14 +142,18 @@ class Embedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
+    """Embedding lookup whose weight gradient is summed in float32 or float64."""
+
     @staticmethod
     def forward(context: Any, weight_VH: torch.Tensor, numbers_BS: torch.Tensor) -> torch.Tensor:
+        """Return the table entries [B, S, H] of the IDs `numbers_BS`."""
         context.save_for_backward(numbers_BS)
         context.rows, context.dtype = weight_VH.shape[0], weight_VH.dtype
         return F.embedding(numbers_BS, weight_VH)
 
     @staticmethod
     def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the table [V, H]."""
         (numbers_BS,) = context.saved_tensors
         wide = gradient_BSH.to(at_least_float32(context.dtype))
         total_VH = torch.ops.aten.embedding_dense_backward(wide, numbers_BS, context.rows, -1, False)

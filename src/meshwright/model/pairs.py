@@ -1,6 +1,7 @@
-"""Documents that come in pairs: to each prompt a chosen and a rejected response, and how probable both are.
+"""Preference pairs: a chosen and a rejected response to each prompt, and their log-probabilities.
 
-Shapes: B rows, S tokens in a row, C of them on this rank, T = B x C, P the most pairs of a row, D = 2 P responses.
+Shapes: B sequences, S tokens of a sequence, C of them on this rank, T = B x C, P maximum pairs of a sequence, D = 2 P
+responses.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ RESPONSES_SITE = "loss.responses"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Of a batch whose documents 2 k and 2 k + 1 are a prompt with the chosen and with the rejected response.
+    """Preference pairs of a batch: documents 2k and 2k + 1 are a prompt with its chosen and its rejected response.
 
-    `response_BC`: of each token that is here the number of its document, D where it belongs to no pair. `counted_BP`:
-    whether a row has so many pairs. `reference_BD`: log-probabilities of the responses under the policy that training
-    began with (nats, float64); zeros while nobody has computed them yet.
+    `response_BC`: document number of each token on this rank, D for tokens outside any pair. `counted_BP`: True for
+    each existing pair. `reference_BD`: log-probabilities of the responses under the reference policy (nats, float64);
+    zeros until computed.
     """
 
     response_BC: torch.Tensor
@@ -28,37 +29,39 @@ class Pairs:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
-        """From a number per token: of a row that begins 0, 0, 1, 2, 3, 3, 4 the first two documents are a pair, so are
-        the next two, and the last one is padding. `most`: P, if other batches have rows with more pairs."""
+        """Build from one document number per token: of numbers 0, 0, 1, 2, 3, 3, 4 documents 0 and 1 are a pair, so are
+        2 and 3, and 4 is padding. `most`: P, where other batches have more pairs per sequence."""
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
         response_BS = torch.where(ids_BS < 2 * pairs_B[:, None], ids_BS, 2 * most).long()
         return cls(response_BS, counted_BP, torch.zeros(len(ids_BS), 2 * most, dtype=torch.float64))
 
-    def known_from(self, reference_BD: torch.Tensor) -> Pairs:
-        """The same with log-probabilities under the reference."""
+    def with_reference(self, reference_BD: torch.Tensor) -> Pairs:
+        """Return a copy with reference log-probabilities `reference_BD` (nats)."""
         assert reference_BD.shape == self.reference_BD.shape, (reference_BD.shape, self.reference_BD.shape)
         return replace(self, reference_BD=reference_BD)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
-        """The same with every tensor changed: brought to another device, cut to some rows."""
+        """Return a copy with `change` applied to every tensor, to move it to a device or select sequences."""
         return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
 
     def at(self, places_C: torch.Tensor) -> Pairs:
-        """For a rank that has the tokens at these places of each row."""
+        """Return the pairs for a context-parallel rank that holds the tokens at sequence indices `places_C`."""
         return replace(self, response_BC=self.response_BC[:, places_C])
 
     @property
     def count(self) -> torch.Tensor:
-        """How many pairs there are."""
+        """Number of pairs in the batch (scalar tensor)."""
         return self.counted_BP.sum()
 
     def log_probabilities(self, losses_T: torch.Tensor) -> torch.Tensor:
-        """Of each response, [B, D]: the sum over its tokens of log p(token | those before it), in float64.
+        """Return the log-probability of each response, [B, D] (nats, float64): the sum over its tokens of log p(token |
+        prefix).
 
-        `losses_T`: minus that of each token. With context parallelism the sum over this rank's tokens of a response. A
-        row's last responses are 0 where it has fewer."""
+        `losses_T`: cross-entropy of each token. With context parallelism the sum covers this rank's tokens alone.
+        Entries of missing pairs are 0.
+        """
         rows, responses = self.reference_BD.shape
         sums = torch.zeros(rows, responses + 1, dtype=torch.float64, device=losses_T.device)
         sums = sums.scatter_add(1, self.response_BC, -losses_T.double().view_as(self.response_BC))

@@ -1,4 +1,4 @@
-"""Permutations of rows whose backward is a permutation too."""
+"""Permutations of tensor rows (dim 0) whose backward is a permutation too."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import torch
 
 
 def invert_permutation(order: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes `order` [N]."""
+    """Return the inverse of the permutation `order` [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class Permuted(torch.autograd.Function):
-    """x[order]. Backward gathers too, by the inverse: no sum whose order is undefined."""
+    """Permutes dim 0: x[order]. Backward gathers by the inverse instead of scattering, so no sum has an undefined
+    order."""
 
     @staticmethod
     def forward(context: Any, x_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
+        """Return x[order], [N, H]. `inverse_N`: inverse permutation of `order_N`."""
         context.save_for_backward(inverse_N)
         return x_NH.index_select(0, order_N)
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of `x`: the output gradient permuted by the inverse."""
         (inverse_N,) = context.saved_tensors
         return d_NH.index_select(0, inverse_N), None, None

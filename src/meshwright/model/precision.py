@@ -6,5 +6,5 @@ import torch
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
+    """Return the accumulation dtype: float64 for float64, float32 for everything narrower."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,6 +1,6 @@
-"""What a model is to learn from pairs of responses: losses of their log-probabilities beside those of a reference.
+"""Preference losses (DPO, IPO) on the log-probabilities of response pairs under policy and reference.
 
-Shapes: B rows, P the most pairs of a row, D = 2 P responses.
+Shapes: B sequences, P maximum pairs of a sequence, D = 2 P responses.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward
 
 
 class PreferenceLoss(NamedTuple):
-    """Sums over pairs: the loss, and (float64 [3], without history) the rewards of chosen and of rejected responses,
-    and how many pairs have the higher reward on the chosen one."""
+    """Sums over pairs: the loss, and detached `figures` (float64 [3]): the rewards of chosen responses, of rejected
+    ones, and the number of pairs whose chosen response has the higher reward."""
 
     loss: torch.Tensor
     figures: torch.Tensor
 
 
 class Rewards(NamedTuple):
-    """Means over pairs: the rewards of chosen and of rejected responses, and the share of pairs in which the chosen one
-    has the higher."""
+    """Means over pairs: reward of the chosen and of the rejected responses, and `accuracy`, the fraction of pairs whose
+    chosen response has the higher reward."""
 
     chosen: float
     rejected: float
@@ -36,22 +36,22 @@ class Rewards(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """By how much the chosen response's reward is higher."""
+        """Mean reward of the chosen minus that of the rejected responses."""
         return self.chosen - self.rejected
 
     def document(self, prefix: str = "") -> dict[str, float]:
-        """As metrics name them, with `prefix` before each name."""
+        """Return the rewards as metrics by name (`REWARDS`), each name preceded by `prefix`."""
         values = (self.margin, self.accuracy, self.chosen, self.rejected)
         return {prefix + name: value for name, value in zip(REWARDS, values, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """The loss of a pair. With h = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected):
+    """Preference loss of a pair, with h = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected):
 
-    - "dpo": -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with `label_smoothing` e, where
-      people are taken to have meant the other response with probability e, that counts 1 - e and -log sigmoid(-beta h)
-      counts e (conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences", eq. 3);
+    - "dpo": -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with `label_smoothing` e, the assumed
+      probability of a swapped label, (1 - e) times that plus e times -log sigmoid(-beta h) (conservative DPO: Mitchell
+      2023, "A note on DPO with noisy preferences", eq. 3);
     - "ipo": (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau).
 
     A response's reward is beta log p / p_ref (arXiv:2305.18290, section 4).
@@ -62,7 +62,7 @@ class Preference:
     label_smoothing: float = 0.0
 
     def __call__(self, log_probabilities_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
-        """Summed over the pairs of a batch, in the type of the log-probabilities."""
+        """Return the loss summed over the pairs of a batch, in the dtype of `log_probabilities_BD` (nats)."""
         ratios_BP2 = (log_probabilities_BD - pairs.reference_BD).unflatten(1, (-1, 2))
         chosen_BP, rejected_BP = ratios_BP2.unbind(dim=2)
         h_BP = chosen_BP - rejected_BP
@@ -79,7 +79,7 @@ class Preference:
 
 
 def preference_of(recipe: Recipe) -> Preference | None:
-    """What a recipe wants to be learnt from pairs of responses; None where it is the next token."""
+    """Return the preference loss that a recipe selects; None for next-token training."""
     train = recipe.train
     if recipe.objective == "next-token":
         return None

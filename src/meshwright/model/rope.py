@@ -16,7 +16,7 @@ from meshwright.spec.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
-    """Angle per position of each of the D/2 pairs (radians), in `dtype`.
+    """Return the rotary angle per position of each of the D/2 dimension pairs (radians), in `dtype`.
 
     The order of operations is that of transformers, so that float32 tables agree to the last bit at any position.
     """
@@ -28,13 +28,13 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor
     if scaling.kind == "linear":
         return 1.0 / wave / scaling.factor
     if scaling.kind == "llama3":
-        return _llama3(1.0 / wave, scaling)
+        return _scale_llama3(1.0 / wave, scaling)
     assert scaling.kind == "yarn", scaling.kind
-    return _yarn(wave, scaling, config)
+    return _yarn_frequencies(wave, scaling, config)
 
 
-def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1: long wavelengths divided by the factor, short ones kept, a ramp between."""
+def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Scale frequencies as Llama 3.1: long wavelengths divided by the factor, short ones unchanged, a ramp between."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wavelengths = 2 * math.pi / frequencies
@@ -43,16 +43,19 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _yarn(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): pairs that turn often are kept, pairs that turn seldom are interpolated."""
+def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
+    """Return YaRN inverse frequencies (arXiv:2309.00071, section 3.2): high-frequency pairs unchanged, low-frequency
+    pairs interpolated. `wave`: base ** (2i / D)."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
-    def pair_that_turns(times: float) -> float:
+    def find_pair_index(times: float) -> float:
+        """Return the (fractional) index of the dimension pair that rotates `times` times within the original context
+        length."""
         turns = positions / (times * 2 * math.pi)
         return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
 
-    low, high = pair_that_turns(scaling.beta_fast or 32.0), pair_that_turns(scaling.beta_slow or 1.0)
+    low, high = find_pair_index(scaling.beta_fast or 32.0), find_pair_index(scaling.beta_slow or 1.0)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.head_dim - 1)
@@ -64,7 +67,7 @@ def _yarn(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torc
 
 
 class RotaryTable:
-    """Cosines and sines of all positions met so far; not part of a model's state.
+    """Cache of rotary cosines and sines for all positions requested so far; not part of a model's state.
 
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
     """
@@ -76,7 +79,7 @@ class RotaryTable:
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [P, D/2] of at least the positions 0 ... length - 1."""
+        """Return cosine and sine [P, D/2] for at least the positions 0 ... length - 1."""
         if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
             angles = torch.outer(positions, self._frequencies)
@@ -86,7 +89,8 @@ class RotaryTable:
     def at(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [B or 1, 1, S, D/2] at the given positions; None means start ... stop - 1 in every row."""
+        """Return cosine and sine [B or 1, 1, S, D/2] at the given positions; None means start ... stop - 1 in every
+        sequence."""
         if positions_BS is None:
             cosine, sine = self.up_to(stop, device)
             return cosine[None, None, start:stop], sine[None, None, start:stop]
@@ -96,17 +100,19 @@ class RotaryTable:
 
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of dimensions (i, i + D/2) by the angle of its position.
+    """Apply the rotary embedding: rotate each pair of dimensions (i, i + D/2) by the angle of its position. Shape and
+    dtype stay.
 
-    In memory a head's tokens are side by side on a CPU; elsewhere a token's heads: the result of PyTorch's kernels,
-    laid out as their queries are, is then what the next product reads, without a copy.
+    In memory the result has a head's tokens side by side on a CPU, elsewhere a token's heads, as PyTorch's attention
+    kernels and the next product read them without a copy.
     """
     if x_BNSD.device.type == "cpu":
-        return _turned(x_BNSD, cosine, sine)
-    return _turned(*(each.transpose(1, 2) for each in (x_BNSD, cosine, sine))).transpose(1, 2)
+        return _rotate_halves(x_BNSD, cosine, sine)
+    return _rotate_halves(*(each.transpose(1, 2) for each in (x_BNSD, cosine, sine))).transpose(1, 2)
 
 
-def _turned(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate the dimension pairs (i, i + D/2) of `x`; cosine and sine broadcast against it."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)

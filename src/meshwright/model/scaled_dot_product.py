@@ -15,11 +15,11 @@ from meshwright.model.tiled_attention import tiled_attention
 def visibility(
     documents: Documents, sequence: int, window: int | None, device: torch.device, cached: int = 0
 ) -> torch.Tensor | None:
-    """What attention needs to know of documents, window and `cached` earlier tokens; None: everything before a token.
+    """Return the causal attention mask for packed documents, a sliding `window` and `cached` earlier tokens; None:
+    plain causal.
 
-    Made once per batch and shared by all layers with the same window. Without a cache on a CPU it is the first visible
-    place of each of the `sequence` tokens of whole rows, [B or 1, S]; else a mask [B or 1, 1, S, C] that is true where
-    a token may look.
+    Built once per batch for all layers with the same window. On a CPU without a cache it is the first visible index of
+    each of the `sequence` tokens, [B or 1, S]; else a boolean mask [B or 1, 1, S, C], True where a token may attend.
     """
     if cached == 0:
         first_BS = documents.first_visible_BS(sequence, window, device)
@@ -41,38 +41,40 @@ def visibility(
 def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D) v of the last S of C tokens, over what `visibility` allows; [B, N, S, D]."""
+    """Return softmax(q kᵀ / √D) v for the last S of C tokens under the mask `visible` of `visibility`, [B, N, S, D]."""
     same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)
     causal = same_length and visible is None
     groups = q_BNSD.shape[1] // k_BKCD.shape[1]
-    if groups > 1 and q_BNSD.device.type == "cuda" and not takes_groups(q_BNSD.dtype, visible is not None):
+    if groups > 1 and q_BNSD.device.type == "cuda" and not supports_grouped_query(q_BNSD.dtype, visible is not None):
         k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
         q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1]
     )
 
 
-def takes_groups(dtype: torch.dtype, masked: bool) -> bool:
-    """Whether a fused kernel of PyTorch on CUDA takes fewer key-value heads than query heads: flash attention does,
-    which has neither wide types nor masks. Without such a kernel all scores of a row would be there at once
+def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
+    """True if a fused CUDA kernel of PyTorch supports grouped-query attention: flash attention does, in 16-bit
+    dtypes without a mask. Other kernels would materialise all scores
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 
-def attend_both_ways(
+def attend_bidirectionally(
     q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSD: torch.Tensor, added: torch.Tensor | None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D + added) v over all tokens of a row; [B, N, S, D]. `added` [B or 1, 1, S or 1, S] hides keys
-    (`both_ways`); None: every token sees every other."""
+    """Return bidirectional attention softmax(q kᵀ / √D + added) v, [B, N, S, D]. `added` [B or 1, 1, S or 1, S]:
+    additive mask of `bidirectional_mask`; None: every token attends to every other."""
     return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=added)
 
 
-def both_ways(documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """What is added to the scores of an encoder: nothing where a token may look, the lowest number there is elsewhere
-    (finite: a row may be padding from end to end). A token sees those of its document whose `attention_mask_BS` is not
-    0. Made once per batch and shared by all layers; None where nothing is hidden."""
+def bidirectional_mask(
+    documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the additive attention mask of an encoder: 0 where a token may attend, else the lowest finite number of
+    `dtype`; None if nothing is masked. A token attends to tokens of its document whose `attention_mask_BS` is not 0.
+    Built once per batch."""
     starts_BS, visible = documents.starts_BS, None
     if starts_BS is not None:
         visible = (starts_BS[:, :, None] == starts_BS[:, None, :])[:, None]

@@ -1,12 +1,13 @@
-"""Causal attention for CPUs: tiles of queries against all keys they may see, a tile's scores kept in the cache.
+"""Tiled causal attention for CPUs: each tile of queries is computed against all its visible keys, with its scores in
+cache.
 
 PyTorch's own CPU kernel spends its time outside matrix products; here a tile is two products around one softmax, and
-keys that no query of a tile may see (later ones, other documents, beyond the window) are never touched. The backward
-pass forms the probabilities again, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135, section 3.1, algorithm
-4), and needs nothing saved beside queries, keys and values. Scores and sums are in float32 at least.
+keys that no query of a tile attends to (later ones, other documents, beyond the window) are never read. Backward
+recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv:2205.14135, section 3.1, algorithm 4), and
+saves only queries, keys and values. Scores and sums are in float32 or float64.
 
-Shapes: B rows, S tokens in a row, N query heads, K key-value heads, G = N / K, D head size. In a tile: P pairs of a row
-and a key-value head, X = G x queries of the tile, L keys that the tile sees.
+Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, G = N / K, D head size. In a tile: P
+pairs of a sequence and a key-value head, X = G x queries of the tile, L visible keys.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """Queries and keys, as many of each, whose places in the row are consecutive: where they lie in their tensors, and
-    the place of the first of each. The keys' places are those of the queries, or all before them."""
+    """A contiguous range of queries and an equally long one of keys: `queries`, `keys` index the tensors;
+    `query_place`, `key_place` are the sequence index of each range's first token. Both indices are equal, or all keys
+    precede all queries."""
 
     queries: slice
     keys: slice
@@ -40,8 +42,8 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries and the keys they see, where they lie in their tensors; `mask`, if there is one, is added to the scores
-    of the last keys, as many as it has."""
+    """One tile of attention: slices of the query and the key tensor, and an additive `mask` [..., queries, m] for the
+    last m keys (None: all visible)."""
 
     queries: slice
     keys: slice
@@ -51,21 +53,22 @@ class Tile(NamedTuple):
 def tiled_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D) v over the keys from `first_BS` (None: 0) to the query itself; query head n reads key-value
-    head n // G. Result [B, N, S, D], laid out in memory as [B, S, N, D]."""
+    """Return softmax(q kᵀ / √D) v over the keys from index `first_BS` (None: 0) to the query's own; query head n reads
+    key-value head n // G. Result [B, N, S, D], in memory [B, S, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # An operator's first call loads the compiler, over a second: the first token of a generation should not wait.
-        return _attend(q_BNSD, k_BKSD, v_BKSD, first_BS)
+        return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
     return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
 
 
-def _attend(
+def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
+    """Compute `tiled_attention` without autograd."""
     q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in groups(q, _whole(q), first_BS):
+    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
         k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
@@ -76,7 +79,7 @@ def _attend(
     return out
 
 
-_forward = custom_operator("meshwright::tiled_attention")(_attend)
+_forward = custom_operator("meshwright::tiled_attention")(_compute_attention)
 
 
 @custom_operator("meshwright::tiled_attention_backward")
@@ -87,11 +90,12 @@ def _backward(
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, given that of the output."""
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
-    for rows, heads, tiles in groups(q, _whole(q), first_BS):
+    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
         k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
@@ -113,8 +117,8 @@ def _backward(
 def scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A tile's masked scores, [P, X, L], in the type of `wide_k_PSD`, `less_PX1` subtracted. `shape`: [rows, heads, G,
-    queries, D]."""
+    """Return a tile's masked scores minus `less_PX1` (if given), [P, X, L], in the dtype of `wide_k_PSD`. `shape`:
+    [sequences, heads, G, queries, D]."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -130,8 +134,8 @@ def scores(
 def groups(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Rows and key-value heads that are worked on together, so that a tile's scores have the right size. `first_BS`:
-    the first place that each query may see."""
+    """Yield slices of sequences and of key-value heads, with their tiles, such that a tile's scores fit in cache.
+    `first_BS`: first visible index of each query."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -151,8 +155,9 @@ def groups(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a span's queries into tiles, as many in each as `triangle` has rows, each with the keys that any of them
-    sees; those that see none are left out."""
+    """Cut a span's queries into tiles of len(`triangle`) queries, each with the range of keys visible to any of them;
+    tiles without visible keys are omitted. `triangle`: additive causal mask; `first_RS`: first visible index of each
+    query."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
@@ -177,52 +182,60 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     return found
 
 
-def _whole(q_BKGSD: torch.Tensor) -> Span:
+def _full_span(q_BKGSD: torch.Tensor) -> Span:
+    """Return the span of all queries and keys."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """[B, K, G, S, D]: query heads beside the key-value head they read."""
+    """Return a view [B, K, G, S, D] that groups query heads by the key-value head they read."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
 def pairs(x: torch.Tensor) -> torch.Tensor:
-    """[P, X, D] of [rows, heads, G, X, D] or [rows, heads, X, D]."""
+    """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, X, D]."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
 def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Empty, of the same shape, a token's heads side by side in memory: what the products around attention take."""
+    """Return an empty tensor of the same shape, stored in memory as [B, S, N, D], as the products around attention read
+    it."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 
 
 @_forward.register_fake
-def _(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None) -> torch.Tensor:
+def _fake_attention(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
+) -> torch.Tensor:
+    """Return an empty tensor of the output's shape (fake implementation for torch.compile)."""
     return like_queries(q_BNSD)
 
 
 @_backward.register_fake
-def _(
+def _fake_backward(
     d_out_BNSD: torch.Tensor,
     q_BNSD: torch.Tensor,
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors of the gradients' shapes (fake implementation for torch.compile)."""
     return like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Save the inputs for backward (`setup_context` of register_autograd)."""
     q_BNSD, k_BKSD, v_BKSD, first_BS = inputs
     ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
     ctx.first_BS = first_BS
 
 
-def _differentiate(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.tiled_attention_backward
     return (*operator(d_out_BNSD, *ctx.saved_tensors, ctx.first_BS), None)
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

@@ -1,10 +1,9 @@
-"""The decoder-only transformer: every family from one description.
+"""Decoder-only transformer for every supported family.
 
-It computes on local tensors and knows nothing of parallelism but the operations it is given (model/axis_operations.py)
-and the units whose parameters come and go (model/units.py). Parameter names are those of the
-parameter table (spec/parameters.py).
+It computes on local tensors; all communication is in the operations passed to it (model/axis_operations.py), and ZeRO
+hooks into its FSDP units (model/units.py). Parameter names are those of the parameter table (spec/parameters.py).
 
-Shapes: B rows, S tokens in a row, T = B x S, H hidden, V vocabulary.
+Shapes: B sequences, S tokens of a sequence, T = B x S, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ NO_UNITS = NoUnits()
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts.
-
-    Also returns what a mixture adds to the loss to balance its experts, if `counted_B` (targets in each row) is given.
-    """
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of
+    experts."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
@@ -56,6 +53,8 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the block's output [B, S, H] and the load-balancing loss of its mixture (None without one or without
+        `counted_B`, the number of targets of each sequence). Other arguments as in `Attention.forward`."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return x_BSH + self.mlp(normed_BSH), None
@@ -70,31 +69,32 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes before the MLP: x + attention(norm(x)), and its norm."""
+        """Return x + attention(norm(x)) and its norm, the input of the MLP, [B, S, H] each."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
         return x_BSH, self.mlp_norm(x_BSH)
 
     def products(self) -> list[Linear]:
-        """Those of all tokens, whichever experts they go to."""
+        """Return the linear layers that every token passes through; experts are left out."""
         of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
         return [self.attention.qkv, self.attention.output, *of_mlp]
 
 
 class StageOutput(NamedTuple):
-    """What a stage makes of a micro-batch: hidden states [B, S, H] (this rank's slice of the tokens with sequence
-    parallelism), of the last stage the summed loss, or the log-probabilities of responses that come in pairs; and what
-    its mixtures add to the summed loss, None if they do not or have done so.
-    """
+    """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
+    rank's token slice); from the last stage the summed loss, or with preference pairs the log-probabilities of
+    responses. `balance`: load-balancing loss to be added to the summed loss, None if there is none or it is already
+    added."""
 
     x: torch.Tensor
     balance: torch.Tensor | None
 
 
 class Transformer(nn.Module):
-    """A language model. Its parameters are left unset: `initialise`, `load_huggingface` or an engine fills them.
+    """Decoder-only language model. Parameters are uninitialised: `initialise`, `load_huggingface` or an engine fills
+    them.
 
-    `axes`: the operations where its ranks meet, and what is recomputed (`parallel.axes.axis_operations` of a mesh).
-    `stages`: those that it holds of a model cut into several (the whole unless given). Names do not change with them.
+    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` of a mesh). `stages`: pipeline
+    stages it holds (default: the whole model); parameter names do not depend on them.
     """
 
     def __init__(
@@ -140,17 +140,15 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, H]: the head's own weight, or the embedding's where they are tied.
-
-        With tensor parallelism this rank's slice, without the rows that fill up the last ones.
-        """
-        weight_VH = self._head.weight
+        """Weight of the output head, [V, H] (the embedding's where they are tied); with tensor parallelism this rank's
+        slice, without padding of the vocabulary."""
+        weight_VH = self._head_module.weight
         real = self.config.vocabulary - self._first_token
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
 
     @property
-    def _head(self) -> Any:
-        """What has the head's weight."""
+    def _head_module(self) -> Any:
+        """Module that owns the weight of the output head."""
         return self.embedding if self.head is None else self.head
 
     def forward(
@@ -160,12 +158,12 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Sum of the token losses (nats, a scalar in float32 at least) over targets that are not -100; of documents in
-        pairs the log-probability of each response, float64 [B, D] (model/pairs.py).
+        """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100;
+        with preference pairs the log-probability of each response, float64 [B, D] (model/pairs.py).
 
-        What balances experts is in its gradient alone: the value is that of the tokens, as in evaluation.
+        Load-balancing losses of experts are in the gradient alone, not in the value.
         """
-        return self.run_stage(self._everything(), None, tokens_BS, targets_BS, documents, units).x
+        return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
     def run_stage(
         self,
@@ -177,9 +175,9 @@ class Transformer(nn.Module):
         units: Units = NO_UNITS,
         at_once: bool = True,
     ) -> StageOutput:
-        """The part of `forward` that `stage` does, given what the stage before it gave (None: it is the first). The
-        last stage adds its balance to its loss, as `forward` does. `at_once`: whether its backward is what follows; if
-        not, the loss keeps no gradient of the head's size until then, unless that is small beside the rest."""
+        """Run the pipeline stage `stage` of `forward` on `x_BSH`, the previous stage's output (None: first stage). The
+        last stage adds its load-balancing loss. `at_once`: its backward follows immediately; if not, the loss does not
+        save the head's gradient until then, unless that is small."""
         balances: list[torch.Tensor] = []
         pairs = None if documents is None else documents.pairs
         counted_B = None
@@ -187,11 +185,13 @@ class Transformer(nn.Module):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
             if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
-        x_BSH = self._blocks(tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH)
+        x_BSH = self._forward_blocks(
+            tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH
+        )
         balance = torch.stack(balances).sum() if balances else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
-        x_BSH = self._final(units.enter("head", x_BSH))
+        x_BSH = self._normalise_for_head(units.enter("head", x_BSH))
         states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
         if pairs is not None:
             losses_T = token_cross_entropy(states_TH, self.head_weight, targets_T, **self._loss_options)
@@ -214,15 +214,17 @@ class Transformer(nn.Module):
         stage: Stage | None = None,
         x_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the head reads: [B, S, H] after the final norm. With a `cache` the tokens follow those it holds.
+        """Return the output of the final norm, the head's input, [B, S, H]. With a `cache` the tokens follow the cached
+        ones.
 
-        `positions` [B, S] replace 0, 1, 2 ... (within each document, or after what the cache holds). `stage`: only that
-        one, given what the stage before it gave; what any but the last gives is for the next one.
+        `positions` [B, S]: position IDs; default 0, 1, 2 ... within each document, or after the cached tokens. `stage`:
+        run this pipeline stage alone on `x_BSH`, the previous stage's output; any but the last returns hidden states
+        for the next.
         """
-        x_BSH = self._blocks(tokens_BS, documents, units, cache, positions, stage=stage, x=x_BSH)
+        x_BSH = self._forward_blocks(tokens_BS, documents, units, cache, positions, stage=stage, x=x_BSH)
         if stage is not None and not stage.last:
             return x_BSH
-        return units.leave("head", self._final(units.enter("head", x_BSH)))
+        return units.leave("head", self._normalise_for_head(units.enter("head", x_BSH)))
 
     def logits(
         self,
@@ -231,41 +233,43 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Scores of the next token, [B, S, V], in the model's type."""
+        """Return the next-token logits, [B, S, V], in the model's dtype."""
         return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
 
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """Scores of the tokens that follow, [B, S, V], given what the head reads."""
-        local_BSV = nn.functional.linear(hidden_BSH, self._head.weight)
+        """Return the next-token logits [B, S, V] of the head's input `hidden_BSH`."""
+        local_BSV = nn.functional.linear(hidden_BSH, self._head_module.weight)
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile blocks, final norm and loss (torch.compile; `options` go to it). Equal blocks share one graph, made
-        for one shape; a batch of another shape, or the first one that packs several documents, adds another."""
-        weight_gradients.stay_out_of_graphs()
+        """Compile blocks, final norm and loss with torch.compile, which gets `options`. Equal blocks share one graph of
+        static shape; another batch shape, or the first batch that packs several documents, compiles another."""
+        weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self.axes.recompute.wrap(Block.forward, options, self._with_taps)
         if self.axes.dispatcher is not None:
-            self._run_block = _apart_from_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
+            self._run_block = _compile_around_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
         self.compiled = self._loss_options["compiled"] = True
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled blocks whose products give their weight gradients to a queue, where there is one."""
+        """Wrap compiled `run_block` such that its weight gradients go to a queue, where there is one."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
+            """Run a compiled block with taps for its linear layers."""
             with tapping(block.products(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
                 return run_block(block, x_BSH, *rest)
 
         return run
 
-    def _everything(self) -> Stage:
+    def _whole_model_stage(self) -> Stage:
+        """Return the stage that spans the whole model; assert that this rank holds all of it."""
         assert self._whole, "this rank holds some stages alone"
         return whole_model(self.config)
 
-    def _blocks(
+    def _forward_blocks(
         self,
         tokens_BS: torch.Tensor,
         documents: Documents | None,
@@ -277,13 +281,13 @@ class Transformer(nn.Module):
         stage: Stage | None = None,
         x: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From tokens (or from `x`, what the stage before gave) to what the last block of the stage gives, [B, S, H];
-        `balances` collects what mixtures add to the loss."""
-        stage = self._everything() if stage is None else stage
+        """Run the stage's embedding and blocks on the tokens (or on `x`, the previous stage's output); return [B, S,
+        H]. `balances`: list that load-balancing losses are appended to."""
+        stage = self._whole_model_stage() if stage is None else stage
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
-        visible = self._visible(documents, set(windows.values()), sequence, tokens_BS.device, cached)
+        visible = self._attention_masks(documents, set(windows.values()), sequence, tokens_BS.device, cached)
         if positions_BS is None:
             positions_BS = documents.positions_BS()
         rotation = None
@@ -314,10 +318,11 @@ class Transformer(nn.Module):
             cache.length += sequence
         return x_BSH
 
-    def _visible(
+    def _attention_masks(
         self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device, cached: int
     ) -> dict[int | None, torch.Tensor | None]:
-        """What each token may see, by window; `sequence` tokens of every row are on this rank."""
+        """Return the attention mask for each sliding-window size of `windows`; this rank holds `sequence` tokens of
+        every sequence, after `cached` ones."""
         context = self.axes.context
         assert context.size == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
         return {window: context.visibility(documents, sequence, window, device, cached) for window in windows}
@@ -325,7 +330,7 @@ class Transformer(nn.Module):
     def _learned_positions(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
-        """Rows of the position table, [B or 1, S, H] (with sequence parallelism this rank's slice of them)."""
+        """Return learned position embeddings, [B or 1, S, H] (with sequence parallelism this rank's token slice)."""
         assert self.positions is not None
         if positions_BS is None:
             positions_BS = torch.arange(start, stop, device=device)[None]
@@ -334,19 +339,20 @@ class Transformer(nn.Module):
             positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
         return self.positions(positions_BS)
 
-    def _final(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the final norm of `x_BSH`, as input of the tensor-parallel head."""
         return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
 
 
-def _apart_from_dispatch(
+def _compile_around_dispatch(
     run_dense: Callable[..., Any],
     recompute: Recompute,
     options: dict[str, Any],
     around: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Runs a block whose experts have ranks of their own: what comes before the mixture is compiled, the mixture is
-    not. A graph that breaks inside of a checkpoint leaves all of the block to be run as it is, and again in the
-    backward pass. `run_dense` runs the others; `around` is what is to be around something compiled."""
+    """Return a function that runs a block: blocks with expert parallelism compile the part before the mixture and run
+    the mixture uncompiled, other blocks go to `run_dense`. A graph break inside a checkpoint would leave the whole
+    block uncompiled. `around`: wrapper of compiled parts."""
     before, mixture = recompute.wrap_parts(Block.attend, Mixture.__call__, options, around)
 
     def apart(
@@ -356,6 +362,7 @@ def _apart_from_dispatch(
         visible: torch.Tensor | None,
         counted_B: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a block with expert parallelism: compiled attention part, uncompiled mixture."""
         x_BSH, normed_BSH = before(block, x_BSH, rotation, visible)
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return x_BSH + y_BSH, balance
@@ -363,6 +370,7 @@ def _apart_from_dispatch(
     spread = recompute.wrap(apart) if recompute.kind == "full" else apart
 
     def run(block: Block, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run any block; arguments and result as in `Block.forward`."""
         found = spread if isinstance(block.mlp, Mixture) else run_dense
         return found(block, *arguments)  # type: ignore[no-any-return]
 

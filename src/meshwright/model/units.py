@@ -1,4 +1,4 @@
-"""Units: the parts of a model whose parameters are gathered and released together (ZeRO hangs on these calls)."""
+"""FSDP units: model parts whose parameters are gathered and released together. ZeRO hooks into these calls."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ X = TypeVar("X", torch.Tensor, None)
 
 
 class Units(Protocol):
-    """Told when the forward pass enters and leaves a unit; what it returns takes the place of `x`, so that the
-    backward pass comes by in the opposite order."""
+    """Hooks that the model calls around each FSDP unit; the returned tensor replaces `x`, so that hooks of backward run
+    in reverse order."""
 
     def enter(self, unit: str, x: X) -> X:
-        """Before the first use of the unit's parameters. `x` is its input; None before the embedding."""
+        """Called before the first use of the unit's parameters. `x`: the unit's input, None before the embedding;
+        returned, possibly wrapped."""
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """After the last use of the unit's parameters. `x` is its output."""
+        """Called after the last use of the unit's parameters. `x`: the unit's output; returned, possibly wrapped."""
 
 
 class NoUnits:
-    """All parameters are always there."""
+    """Hooks that do nothing: all parameters stay unsharded."""
 
     def enter(self, unit: str, x: X) -> X:
+        """Return `x`."""
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
         return x

@@ -1,16 +1,14 @@
-"""Where the weight gradients of products go: straight into the buffer in which they are summed, or, in a split backward
-pass, into a queue for later.
+"""Weight gradients of linear layers: added straight to the accumulation buffer, or queued by a split backward pass.
 
-A linear map y = x Wᵀ needs dy W on the way back, for whoever waits for dx, and dyᵀ x, for which nobody waits before the
-optimizer's step (Qi et al. 2024, arXiv 2401.10241, section 1). While a queue collects, the second product is not
-computed: x and dy are kept until it is. Everything else of a backward pass (norms, biases, embedding, head) is done in
-the first half. When it is computed, it is added to the sum over micro-batches by the product itself, which saves a pass
-over the memory of every weight.
+The backward of y = x Wᵀ needs dy W at once and dyᵀ x not before the optimizer step (zero bubble: Qi et al. 2024, arXiv
+2401.10241, section 1). While a queue collects, dyᵀ x is deferred: x and dy are saved until `run`. All else (norms,
+biases, embedding, head) is differentiated in the first half. The deferred product accumulates into the sum over
+micro-batches itself, which saves one pass over the memory of every weight.
 
-A compiled backward pass can put nothing into a queue: it has results. So a compiled product is given two tensors of its
-own, its taps, whose gradients it says are dy and x; who made the taps puts these two into the queue.
+A compiled backward cannot write to a queue. So a compiled linear layer gets two tensors, its taps, whose gradients it
+declares to be dy and x; the backward of the taps' creator puts them into the queue.
 
-Shapes: N rows, X and Y sizes in and out, E experts.
+Shapes: N rows, X and Y input and output size, E experts.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ Multiply = Callable[..., torch.Tensor]
 
 
 class Sums(Protocol):
-    """Where gradients are summed."""
+    """Accumulation buffers of gradients."""
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient of the parameter's shape."""
@@ -42,13 +40,14 @@ class Sums(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A weight gradient to be computed: of `parameter`, by `multiply(dy, x, *rest)`; None: dyᵀ x."""
+    """Deferred weight gradient of `parameter`: `multiply(*operands)`, or dyᵀ x where `multiply` is None."""
 
     parameter: nn.Parameter
     multiply: Multiply | None
     operands: tuple[torch.Tensor, ...]
 
     def add_to(self, sums: Sums) -> None:
+        """Compute the gradient and add it to `sums`."""
         if self.multiply is None:
             sums.accumulate_product(self.parameter, *self.operands)
         else:
@@ -56,8 +55,8 @@ class _Product:
 
 
 class WeightGradients:
-    """The weight gradients of a model's products on their way to `sums`, and what input gradients have left to do, by
-    backward pass (a key: stage, replica and micro-batch)."""
+    """Queues of deferred weight gradients, one per backward pass (key: stage, replica and micro-batch); computed
+    gradients are added to `sums`."""
 
     def __init__(self, sums: Sums) -> None:
         self._sums = sums
@@ -66,7 +65,8 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Backward passes inside leave their weight gradients to `run(key)`; outside they compute them."""
+        """Context in which backward passes defer their weight gradients until `run(key)`; outside they compute them at
+        once."""
         assert self._collects is None and key not in self._queues, key
         self._collects = self._queues[key] = deque()
         try:
@@ -75,7 +75,8 @@ class WeightGradients:
             self._collects = None
 
     def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """The parameter's gradient is `multiply(*operands)`, in any shape of as many elements; None: dyᵀ x."""
+        """Add to `sums`, or queue, the parameter's gradient `multiply(*operands)`, of any shape with its number of
+        elements; multiply=None: dyᵀ x."""
         product = _Product(parameter, multiply, operands)
         if self._collects is None:
             product.add_to(self._sums)
@@ -83,11 +84,11 @@ class WeightGradients:
             self._collects.append(product)
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
-        """Whose gradients are still to come, in the order in which `run` gives them: that of the backward pass."""
+        """Return the parameters with queued gradients, in the order in which `run` computes them."""
         return [product.parameter for product in self._queues[key]]
 
     def run(self, key: Hashable) -> None:
-        """Compute what was queued; operands are freed as they have been used."""
+        """Compute the queued gradients of `key`, freeing operands as they are used."""
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
@@ -95,8 +96,8 @@ class WeightGradients:
 
 
 def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Have the model's products give their weight gradients to `queue`, those of at least `smallest` elements; None: to
-    autograd, as at first."""
+    """Route the weight gradients of linear layers with at least `smallest` weight elements to `queue`; queue=None: back
+    to autograd."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
             elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -104,7 +105,7 @@ def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, small
 
 
 class Taps(NamedTuple):
-    """Zeros without memory whose gradients are those of a product's result [..., Y], and its input [..., X]."""
+    """Zero-stride zeros whose gradients are a linear layer's output gradient [..., Y] and its input [..., X]."""
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -117,27 +118,32 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """x Wᵀ + b for x [..., X] and W [Y, X]. taps: of compiled products, those of this call."""
+    """Return x Wᵀ + b for x [..., X] and W [Y, X], its weight gradient routed to `queue`. `taps`: those of this call,
+    where it is compiled."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
-        return _apply(_Linear, x, weight, bias, queue)
+        return _apply_function(_Linear, x, weight, bias, queue)
     if taps is None:
         return _uncompiled(_Linear, x, weight, bias, queue)
-    return _apply(_TappedLinear, x, weight, bias, taps.dy, taps.x)
+    return _apply_function(_TappedLinear, x, weight, bias, taps.dy, taps.x)
 
 
 class _Linear(torch.autograd.Function):
+    """Linear layer whose backward puts the weight gradient into a queue."""
+
     @staticmethod
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
+        """Return x Wᵀ + b. `queue`: receives the weight gradient in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `x` and `bias`; put the weight gradient into the queue."""
         x, weight_YX = context.saved_tensors
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         dy_NY = dy.flatten(0, -2)
@@ -148,6 +154,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _TappedLinear(torch.autograd.Function):
+    """Linear layer whose backward returns dy and x as gradients of its taps."""
+
     @staticmethod
     def forward(
         context: Any,
@@ -157,11 +165,13 @@ class _TappedLinear(torch.autograd.Function):
         dy_tap: torch.Tensor,
         x_tap: torch.Tensor,
     ) -> torch.Tensor:
+        """Return x Wᵀ + b; the taps are not read."""
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `x` and `bias`, and dy and x as those of the taps."""
         x, weight_YX = context.saved_tensors
         needs_x, _, needs_bias = context.needs_input_grad[:3]
         dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
@@ -169,23 +179,25 @@ class _TappedLinear(torch.autograd.Function):
 
 
 class _MakeTaps(torch.autograd.Function):
-    """The taps of a product of x [*rows, X]; what they find goes into the queue."""
+    """Creates the taps of a linear layer with input [*rows, X]; its backward puts their gradients into the queue."""
 
     @staticmethod
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
+        """Return two zero-stride tensors of zeros, [*rows, Y] and [*rows, X]."""
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
+        """Put the weight gradient dyᵀ x into the queue; dy and x arrive as gradients of the taps."""
         context.queue.put(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
         return None, None, None
 
 
 class Tapped(Protocol):
-    """A product that takes its weight gradient from taps, where it is compiled."""
+    """Linear layer that can hand its weight gradient over through taps when compiled."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None
@@ -194,7 +206,8 @@ class Tapped(Protocol):
 
 @contextmanager
 def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """A compiled forward inside gives the weight gradients of its products, of [*rows, X] each, to their queues."""
+    """Context in which compiled forwards route the weight gradients of the linear layers `products` to their queues.
+    `rows`: leading shape of their inputs [*rows, X]."""
     products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
@@ -208,47 +221,54 @@ def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]
 def grouped_linear(
     x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
 ) -> torch.Tensor:
-    """x Wᵀ of each row with its expert's W, of which `weight` [E x Y, X] is a stack (model/grouped_product.py)."""
+    """Return x Wᵀ of each token copy with its expert's W; `weight` [E x Y, X] stacks them, `ends_E`: end index of each
+    expert's copies (model/grouped_product.py)."""
     if queue is None or not torch.is_grad_enabled():
-        return grouped_product(x_NX, _stack(weight, ends_E), ends_E)
-    apply = _uncompiled if torch.compiler.is_compiling() else _apply
+        return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
+    apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
     return apply(_GroupedLinear, x_NX, weight, ends_E, queue)
 
 
-def _stack(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """View a stacked weight [E x Y, X] as [E, Y, X]."""
     return weight.view(len(ends_E), -1, weight.shape[1])
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """Grouped linear layer whose backward puts the weight gradient into a queue."""
+
     @staticmethod
     def forward(
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
     ) -> torch.Tensor:
+        """Return x Wᵀ of each token copy with its expert's W, [N, Y]."""
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
-        return torch.ops.meshwright.grouped_product(x_NX, _stack(weight, ends_E), ends_E)  # type: ignore[no-any-return]
+        return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of `x_NX`; put that of the stacked weight into the queue."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
-        dx_NX = operators.grouped_product_input(dy_NY, _stack(weight, ends_E), ends_E) if needs_x else None
+        dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
             context.queue.put(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
         return dx_NX, None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    """Call `function.apply`."""
     return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
-_uncompiled = _apply
+_uncompiled = _apply_function
 
 
-def stay_out_of_graphs() -> None:
-    """Have compiled graphs leave out products without taps that put something into a queue, which a compiled backward
-    pass could not. To be called before anything is compiled, and not sooner: it loads the compiler, over a second."""
+def exclude_from_compiled_graphs() -> None:
+    """Exclude linear layers that write to a queue without taps from compiled graphs, where a compiled backward could
+    not queue. Call it right before the first compilation: it loads the compiler, over a second."""
     global _uncompiled
-    if _uncompiled is _apply:
-        _uncompiled = torch.compiler.disable(_apply)
+    if _uncompiled is _apply_function:
+        _uncompiled = torch.compiler.disable(_apply_function)

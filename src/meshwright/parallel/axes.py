@@ -11,8 +11,9 @@ from meshwright.parallel.tensor import TensorParallel
 
 
 def axis_operations(mesh: Mesh) -> AxisOperations:
-    """The operations of this rank; data and pipeline parallelism are outside of the model
-    (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
+    """Build this rank's tensor, context and expert parallel operations and its activation checkpointing, from which a
+    model is constructed. Data and pipeline parallelism are outside of the model (`parallel/zero_engine.py`,
+    `parallel/pipeline.py`)."""
     layout = mesh.layout
     return AxisOperations(
         tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),

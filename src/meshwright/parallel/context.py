@@ -46,8 +46,8 @@ aten = torch.ops.aten
 
 
 def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """The positions in a row of `sequence` tokens that rank `rank` of cp holds, ascending, [C]. `spec.refuse` checks
-    that chunks are equal."""
+    """Return the sequence indices of the tokens that context-parallel rank `rank` holds, ascending, [C]. `sequence`:
+    tokens of an unsharded sequence; `spec.refuse` checks that chunks are equal."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -57,8 +57,8 @@ def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
 def part_of_rows(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """This rank's tokens and targets of whole rows, [B, S / cp], and the documents with their positions. Without
-    context parallelism the arguments."""
+    """Return this rank's tokens and targets of unsharded sequences, [B, S / cp], and the documents with their sequence
+    indices. Without context parallelism returns its arguments."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     places_C = places_of(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -66,27 +66,29 @@ def part_of_rows(
 
 
 def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """The two of the 2 x `ranks` chunks of a row that a rank holds."""
+    """Return the indices of the two chunks that a rank holds, of the 2 x `ranks` chunks of a sequence (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
 
 
 class ContextParallel(ContextOperations):
-    """What the operations of both methods share."""
+    """Base class of ring and Ulysses attention."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
+        call in traces."""
         return reduce_from(x, self.axis, site)
 
 
 class RingAttention(ContextParallel):
-    """Ring attention over zig-zag chunks."""
+    """Ring attention over zig-zag chunks of each sequence."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
     ) -> torch.Tensor | None:
-        """The first visible position of each token on this rank, [B or 1, C]."""
+        """Return the first visible sequence index of each token on this rank, [B or 1, C]; None: plain causal."""
         assert cached == 0 and documents.places_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.places_C]
@@ -94,26 +96,28 @@ class RingAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, C, D]."""
         return ring_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
 
 
 class UlyssesAttention(ContextParallel):
-    """DeepSpeed-Ulysses over contiguous slices."""
+    """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice and attends over N / cp heads."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
     ) -> torch.Tensor | None:
-        """As of one device with whole rows."""
+        """Return the attention mask of unsharded sequences, as on one device."""
         return visibility(documents, self.size * tokens, window, device, cached)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, C, D]."""
         return ulysses_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
 
 
 def context_operations(mesh: Mesh) -> ContextOperations:
-    """The operations of a layout's context parallelism; without it those of one device."""
+    """Return the context-parallel operations of this rank's mesh; without context parallelism those of one device."""
     if mesh.cp.trivial:
         return ContextOperations()
     return (RingAttention if mesh.layout.cp_method == "ring" else UlyssesAttention)(mesh.cp)
@@ -123,7 +127,8 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """The pairs of chunks in which queries of `rank` see keys of `source`, each holding `tokens` of a row."""
+    """Return the pairs of chunks in which queries of rank `rank` attend to keys of rank `source`. `ranks`: size of cp;
+    `tokens`: tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -143,7 +148,7 @@ def _add_span(
     first_BC: torch.Tensor | None,
     span: Span,
 ) -> None:
-    """Merge the attention of a span's queries over its keys into the result, in place."""
+    """Merge the attention of a span's queries over its keys into `out_BKGCD` and `log_sum_BKGC`, in place."""
     for rows, heads, tiles in groups(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
@@ -166,16 +171,17 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """`_add_span` by PyTorch's flash attention."""
+    """Compute `_add_span` with PyTorch's flash attention."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
-    o, here = _flash(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
+    o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
     into = out_BKGCD[..., span.queries, :], log_sum_BKGC[..., span.queries]
     _merge(*into, o.view(part.shape), here.view(part.shape[:-1]))
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge results over some keys in place into those over others, each weighted by its log-sum-exp."""
+    """Merge attention results over other keys (`more`, `log_sum_more`) into `out` and `log_sum` in place, weighted by
+    log-sum-exp."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -183,8 +189,8 @@ def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum
 
 
 class _SavedQueries(NamedTuple):
-    """This rank's queries in backward. `inner_BKGC`: the result times its gradient, summed over D; `first_BC`: the
-    first position that each sees."""
+    """This rank's queries and their saved activations in backward. `inner_BKGC`: sum over D of output times output
+    gradient; `first_BC`: first visible index of each query."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -202,7 +208,7 @@ def _add_span_gradients(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Add a span's gradients, in place."""
+    """Add the gradients of a span to `dq_BKGCD` and `d_keys_values` [2, B, K, C, D], in place."""
     dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
     for rows, heads, tiles in groups(saved.q, span, saved.first_BC):
         k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
@@ -212,9 +218,9 @@ def _add_span_gradients(
             at = (rows, heads, slice(None), tile.queries)
             part = saved.q[at]
             q_PXD, d_out_PXD = pairs(part), pairs(saved.d_out[at])
-            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _column(saved.log_sum_BKGC[at])).exp_()
+            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _to_column(saved.log_sum_BKGC[at])).exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            less_PX1, v_PDL = _column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
             if dtype == less_PX1.dtype:
                 dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
             else:
@@ -233,7 +239,8 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """`_add_span_gradients` by PyTorch's flash attention, given the result and log-sum-exp of the whole row."""
+    """Compute `_add_span_gradients` with PyTorch's flash attention, from the output and log-sum-exp of the unsharded
+    sequence."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -250,19 +257,21 @@ def _add_span_gradients_fused(
     d_keys_values[1, :, :, span.keys] += dv
 
 
-def _fused(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
-    """True if PyTorch's flash attention is used: it takes no mask and no head over 256; on a CPU tiles are faster."""
+def _supports_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
+    """True if PyTorch's flash attention is used: on CUDA, in 16-bit dtypes, without a mask, heads up to 256 and a
+    multiple of 8."""
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _flash(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return PyTorch's flash attention operator for the device."""
     on_cuda = device.type == "cuda"
     return aten._scaled_dot_product_flash_attention if on_cuda else aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _column(x: torch.Tensor) -> torch.Tensor:
-    """[P, X, 1] of [rows, heads, G, X]."""
+def _to_column(x: torch.Tensor) -> torch.Tensor:
+    """Reshape [sequences, heads, G, X] to [P, X, 1]."""
     return pairs(x[..., None])
 
 
@@ -272,19 +281,21 @@ def _column(x: torch.Tensor) -> torch.Tensor:
 def ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, axis: Axis
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D) v over the keys of all ranks of `axis`, from the position `first_BC` of the row (None: 0) to
-    the query's own. Result [B, N, C, D], laid out in memory as [B, C, N, D]."""
+    """Return softmax(q kᵀ / √D) v over the keys of all ranks of `axis`, from sequence index `first_BC` (None: 0) to the
+    query's own: [B, N, C, D], in memory [B, C, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _attend(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]  # an operator's first call loads the compiler
+        return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[
+            0
+        ]  # an operator's first call loads the compiler
     return torch.ops.meshwright.ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]
 
 
 def ulysses_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None, axis: Axis
 ) -> torch.Tensor:
-    """Causal attention over whole rows, of which each rank of `axis` holds a contiguous slice and computes N / cp
-    heads, [B, N, C, D]; `visible` is that of whole rows. Where there are more ranks than key-value heads, neighbours
-    share one."""
+    """Return causal attention [B, N, C, D] by two all-to-alls: each rank of `axis` attends over unsharded sequences for
+    N / cp heads. `visible`: attention mask of unsharded sequences. With more ranks than key-value heads, neighbouring
+    ranks share a head."""
     copies = max(1, axis.size // k_BKCD.shape[1])
     three = q_BNCD, k_BKCD.repeat_interleave(copies, dim=1), v_BKCD.repeat_interleave(copies, dim=1)
     by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -295,8 +306,8 @@ def ulysses_attention(
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Every rank's KV block [2, B, K, C, D], this rank's first, with its source rank. The next block is in transfer
-    while the caller computes."""
+    """Yield the source rank and KV block [2, B, K, C, D] of every rank, this rank's first. The next block is in
+    transfer while the caller computes. `site`: label of the transfers in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -309,24 +320,25 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
         here = following
 
 
-def _attend(
+def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and the log of each query's sum of exponentials, [B, N, C]."""
+    """Compute ring attention without autograd; return the output and each query's log-sum-exp, [B, N, C]. `key`:
+    `Axis.key`."""
     axis, wide = axis_of(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
         for span in spans(axis.rank, source, axis.size, k.shape[2]):
-            if _fused(q, first_BC):
+            if _supports_flash_attention(q, first_BC):
                 _add_span_fused(out, log_sum, q, k, v, span)
             else:
                 _add_span(out, log_sum, q, k, v, first_BC, span)
     return like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
-_forward = custom_operator("meshwright::ring_attention")(_attend)
+_forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention)
 
 
 @custom_operator("meshwright::ring_attention_backward")
@@ -340,12 +352,13 @@ def _backward(
     first_BC: torch.Tensor | None,
     key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values of ring attention, given that of its output."""
     axis, wide = axis_of(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
     q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)
     saved = _SavedQueries(q, out, d_out, log_sum, inner, first_BC)
-    add = _add_span_gradients_fused if _fused(q_BNCD, first_BC) else _add_span_gradients
+    add = _add_span_gradients_fused if _supports_flash_attention(q_BNCD, first_BC) else _add_span_gradients
     dq = torch.zeros_like(q, dtype=wide)
     # Gradients travel with their KV block, sent on while the next block is computed with.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
@@ -368,15 +381,17 @@ _forward.register_fake(
 _backward.register_fake(lambda d_out, q, k, v, *_: (like_queries(q), like_queries(k), like_queries(v)))
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Save the inputs and outputs for backward (`setup_context` of register_autograd)."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, *ctx.saved_tensors, ctx.first_BC, ctx.key), None, None)
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

@@ -29,8 +29,8 @@ COUNTS_SITE = "experts.counts"
 
 
 class Routes(NamedTuple):
-    """How many rows go where in one dispatch. `sent`, `received`: to and from each rank of ep; `shared`: what each rank
-    of etp received; `counts_GPL`: rows by rank of etp, rank of ep and held expert."""
+    """Row counts of one dispatch. `sent`, `received`: rows to and from each rank of ep; `shared`: rows that each rank
+    of etp received; `counts_GPL`: rows by rank of etp, rank of ep and local expert."""
 
     sent: list[int]
     received: list[int]
@@ -39,7 +39,8 @@ class Routes(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What `combine` needs of a dispatch: its routes, and the order of received rows by expert with its inverse."""
+    """State that `combine` needs of a dispatch: its routes, and the permutation that sorted received rows by expert,
+    with its inverse."""
 
     routes: Routes
     order_R: torch.Tensor
@@ -47,13 +48,16 @@ class Dispatched(NamedTuple):
 
 
 class AllToAllTokenDispatcher:
-    """The token dispatcher of one rank (`model.axis_operations.TokenDispatcher`)."""
+    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`)."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp
         self.expert_ranks, self.width_ranks = ep.size, etp.size
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
+        """Send token copies `x_NH`, sorted by expert (expert e ends at index `ends_E[e]`), to the ranks of their
+        experts. Return the received copies [R, H] sorted by local expert, the end index of each, and the state for
+        `combine`."""
         routes = self._agree_on_routes(ends_E)
         x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -67,13 +71,14 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R), ends_L, Dispatched(routes, order_R, inverse_R)
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Return expert outputs `y_RH` to the ranks of their tokens: [N, H] in the order before `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return exchange(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Send every rank of ep its number of rows by expert, and every rank of etp the numbers of what arrived."""
+        """Exchange the row counts by expert over ep, and the counts of received rows over etp; return the routes."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL = self._share_counts(counts_PL, self.ep)
         counts_GPL = self._share_counts(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, *counts_PL.shape)
@@ -83,10 +88,12 @@ class AllToAllTokenDispatcher:
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """The counts that the ranks of an axis send to this one: row i of `counts` goes to rank i, a single row to all.
+        """Return the counts that each rank of the axis sends to this one, one tensor row per sender: row i of `counts`
+        goes to rank i, a single row to all ranks.
 
-        Each row has one more column, from which a receiver verifies that it is whole, of this call, and its sender and
-        receiver: with wrong sizes ranks would hang or read what was never sent."""
+        A checksum column verifies that each row is intact, of this call, and its sender and receiver: with wrong sizes
+        ranks would hang or read data that was never sent. Raises RanksDisagree.
+        """
         if axis.trivial:
             return counts
         # Of all calls of these ranks: the same number on all of them.

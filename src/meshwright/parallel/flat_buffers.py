@@ -1,8 +1,7 @@
-"""Flat buffers: where the rows of the parameter table lie in them, which slices of rows a rank holds, and a pool of
-buffers for gradients.
+"""Flat buffers: the offsets of parameter entries in them, the slices that a rank holds, and a pool of gradient buffers.
 
 Every FSDP unit is one flat buffer (FSDP's FlatParameter): this rank's slices of its decayed tensors first, then of the
-rest, each row-major in engine orientation, then padding. ZeRO, optimizer and checkpoint speak in ranges of it.
+rest, each row-major in engine orientation, then padding. ZeRO, optimizer and checkpoint use index ranges of it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from meshwright.spec.rows import Part, kept_buffers, padded_numel
 
 
 class Columns(NamedTuple):
-    """Columns [start, stop) of a row seen as a matrix of `of` columns."""
+    """Column range [start, stop) of a parameter entry viewed as a matrix with `of` columns."""
 
     start: int
     stop: int
@@ -30,11 +29,13 @@ class Columns(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Number of columns in the range."""
         return self.stop - self.start
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """The elements of an unsharded row in `columns` (None: all). values [..., row.numel]; returns them flat again."""
+    """Return the elements in `columns` (None: all) of an unsharded flat parameter entry `values` [..., row.numel], flat
+    again."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
@@ -42,11 +43,10 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements [start, stop) of one logical tensor (a row flattened in ENGINE orientation, row-major), or of those of
-    its `columns`, held in the 1-D `tensor` of stop - start elements, which is a view: reading a checkpoint writes into
-    it.
+    """Elements [start, stop) of one parameter entry, flattened row-major in engine orientation (or of its `columns`),
+    held in the 1-D view `tensor`; loading a checkpoint writes into it.
 
-    `kind`: "master", "exp_avg", "exp_avg_sq", "momentum"; `name`: the row's name.
+    `kind`: "master", "exp_avg", "exp_avg_sq", "momentum"; `name`: name of the parameter entry.
     """
 
     kind: str
@@ -57,11 +57,11 @@ class TensorSlice:
     columns: Columns | None = None
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """This slice's elements of an unsharded row, flat in engine orientation in the last dimension."""
+        """Return this slice's elements of unsharded `values`, flat in engine orientation in the last dimension."""
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
     def put(self, values: torch.Tensor) -> None:
-        """Write this slice into an unsharded row, flat in engine orientation."""
+        """Write this slice into unsharded `values`, flat in engine orientation."""
         if self.columns is None:
             values[self.start : self.stop] = self.tensor
         else:
@@ -70,10 +70,10 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Place of a slice of a row in a flat buffer: `numel` elements from `offset` on are those of the flattened row, or
-    of its `columns`, from `begin` on.
+    """A slice of a parameter entry in a flat buffer: `numel` elements at buffer offset `offset` are the entry's flat
+    elements (or those of its `columns`) from index `begin` on.
 
-    `copies` neighbouring ranks of tp hold the same; `partial`: each of them has a partial gradient.
+    `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: each of them has a partial gradient.
     """
 
     row: Row
@@ -85,12 +85,12 @@ class RowSlice:
     partial: bool
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The slice's elements of an unsharded row, flat in engine orientation."""
+        """Return the slice's elements of an unsharded parameter entry, flat in engine orientation."""
         return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
 
 
 class PlacedTensor(NamedTuple):
-    """An engine tensor, its offset in the flat buffer, and the shape of this rank's slice of it."""
+    """An engine tensor, its offset in the flat buffer (elements), and the shape of this rank's slice of it."""
 
     tensor: Tensor
     offset: int
@@ -98,14 +98,14 @@ class PlacedTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Number of elements of this rank's slice."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The layout of one flat buffer on one rank: `padded` elements in all, `numel` without padding, of which weight
-    decay applies to the first `decay_numel`. Where the vocabulary does not divide, the filling of the last ranks'
-    slices belongs to no row."""
+    """Layout of one flat buffer on one rank: `padded` elements, of which `numel` are not padding; weight decay applies
+    to the first `decay_numel`. Vocabulary padding belongs to no parameter entry."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -115,15 +115,16 @@ class FlatLayout:
     padded: int
 
     def within(self, low: int, high: int) -> Iterator[tuple[RowSlice, int, int]]:
-        """The slices of rows that have elements in [low, high) of the buffer, each with its range [first, last)."""
+        """Yield the slices of parameter entries that overlap buffer elements [low, high), each with its overlap [first,
+        last)."""
         for part in self.slices:
             first, last = max(low, part.offset), min(high, part.offset + part.numel)
             if first < last:
                 yield part, first, last
 
-    def copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """[low, high) as few ranges (first, last, number of ranks of tp that hold the same); without padding, and
-        without biases that balance experts, which no norm counts."""
+    def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Split buffer elements [low, high) into ranges (first, last, copies), `copies` being the number of tp ranks
+        that hold the same elements; padding and router balancing biases, excluded from gradient norms, are omitted."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.within(low, high):
             if part.row.balances:
@@ -134,14 +135,14 @@ class FlatLayout:
         return ranges
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The views of an unsharded buffer that are the tensors, in their shapes."""
+        """Return the views of an unsharded buffer that are the engine tensors, in their shapes."""
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the model's parameters views of an unsharded buffer; returns them in the order of `tensors`.
+        """Make the model's parameters views of an unsharded buffer; return them in the order of `tensors`.
 
-        The views get version counters of their own (`.data`): an all-gather that fills the memory again must not look
-        to autograd like a change of the values that it saved.
+        The views have their own version counters (`.data`): an all-gather that refills the memory must not look to
+        autograd like an in-place change of saved tensors.
         """
         bound = []
         for placed, view in zip(self.tensors, self.views(buffer), strict=True):
@@ -159,8 +160,8 @@ class FlatLayout:
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[Row], torch.Tensor]) -> None:
-        """Write values into a shard that begins at `start`. value_of: the unsharded value of a row, as on disk; it is
-        called once for each row of which the shard has elements."""
+        """Write values into a shard whose first element is buffer element `start`. `value_of`: returns the unsharded
+        value of a parameter entry as on disk; called once per entry in the shard."""
         for row, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].row):
             value = value_of(row)
             flat = (value.t() if row.transposed else value).reshape(-1)
@@ -169,7 +170,8 @@ class FlatLayout:
                 shard[first - start : last - start].copy_(mine)
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the values that the model's parameters have now (before `bind`) into a shard that begins at `start`."""
+        """Write the current values of the model's parameters (before `bind`) into a shard whose first element is buffer
+        element `start`."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -178,7 +180,7 @@ class FlatLayout:
 
 
 def buffer_name(unit: str, part: Part) -> str:
-    """The name of the flat buffer of a unit's part."""
+    """Return the name of the flat buffer of part `part` ("dense" or an expert part) of an FSDP unit."""
     return unit if part == "dense" else f"{unit}.{part}"
 
 
@@ -190,8 +192,8 @@ def flat_layout(
     coordinates: Mapping[str, int] | None = None,
     part: Part = "dense",
 ) -> FlatLayout:
-    """The flat buffer of unit `name` (of its `part`) on the rank at `coordinates` of `layout` (on one device, unless
-    given) when it is cut into `shards` shards."""
+    """Return the flat buffer layout of FSDP unit `name` (of its `part`) for the rank at `coordinates` of `layout`
+    (default: one device), padded to a multiple of `shards`."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -199,16 +201,16 @@ def flat_layout(
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
         for row in tensor.rows:
-            slices += _slices_of_row(table, row, layout, coordinates, placed)
+            slices += _row_slices(table, row, layout, coordinates, placed)
     numel, decay_numel = table.unit_numel(name, layout, part), table.unit_decay_numel(name, layout, part)
     padded = padded_numel(numel, shards)
     return FlatLayout(buffer_name(name, part), tuple(tensors), tuple(slices), decay_numel, numel, padded)
 
 
-def _slices_of_row(
+def _row_slices(
     table: ParameterTable, row: Row, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[RowSlice]:
-    """A row's boxes in this rank's slice of its engine tensor."""
+    """Return the slices of a parameter entry that this rank's slice of its engine tensor contains."""
     copies, partial = row.replicas(layout), "tp" in row.gradient_axes(layout)
     slices = []
     for box in table.local_slices(row, layout, coordinates):
@@ -229,9 +231,9 @@ def _slices_of_row(
 def slices_of(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """The slices of rows inside [low, high) of the flat buffer, as views of `values`, whose first element is the
-    buffer's element `start`. `position`: this rank's index on tp, if it is to get only its share of what several ranks
-    of tp hold."""
+    """Return the slices of parameter entries inside buffer elements [low, high), as views of `values`, whose first
+    element is buffer element `start`. `position`: this rank's index on tp, to return only its even share of elements
+    that several tp ranks hold."""
     slices = []
     for part, first, last in flat.within(low, high):
         if position is not None:
@@ -243,14 +245,15 @@ def slices_of(
 
 
 def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """The `index`-th of `shares` nearly equal parts of [start, stop)."""
+    """Return the range of the `index`-th of `shares` nearly equal parts of [start, stop)."""
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares
 
 
 class GradientBufferPool:
-    """Unsharded gradient buffers that exist only during backward passes (ZeRO-2 and 3). Layers' buffers are kept for
-    the next layer, others (an embedding's) freed at once. sizes: of each unit's buffers, in elements, in order."""
+    """Pool of unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of layers are
+    reused for the next layer, others (an embedding's) freed at once. `sizes`: elements of each unit's buffers, in
+    order."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
@@ -258,16 +261,16 @@ class GradientBufferPool:
         self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
 
     def acquire(self, size: int) -> torch.Tensor:
-        """A buffer of `size` elements, not initialised."""
+        """Return an uninitialised buffer of `size` elements."""
         free = self._free.get(size)
         return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nobody uses any more."""
+        """Return an unused buffer to the pool."""
         free = self._free.get(buffer.numel())
         if free is not None and len(free) < self._kept[buffer.numel()]:
             free.append(buffer)
 
     def idle(self) -> list[torch.Tensor]:
-        """The buffers that wait for their next use."""
+        """Return the buffers that are free for reuse."""
         return [buffer for free in self._free.values() for buffer in free]

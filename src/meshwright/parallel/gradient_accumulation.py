@@ -1,8 +1,8 @@
-"""Accumulation of gradients over backward passes: into one unsharded buffer per FSDP unit, whose reduction starts as
-soon as the unit is complete, while the pass goes on below.
+"""Gradient accumulation over backward passes, into one unsharded buffer per FSDP unit. A unit's reduction starts as
+soon as its gradient is complete, while backward continues with earlier layers.
 
-A pass is the backward pass of one micro-batch through one stage. Where it is split (input gradients now, weight
-gradients later), it is paused in between and holds the gradients of units that are not complete yet.
+A pass is the backward pass of one micro-batch through one stage. A split pass (input gradients now, weight gradients
+later) is paused in between and holds the gradients of incomplete units.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from meshwright.parallel.zero import FsdpUnit, GradientReducer
 
 @dataclass(slots=True)
 class BackwardPass:
-    """A running or paused backward pass: its units that are not complete, the stage's last one first, and for each the
-    indices of tensors whose gradients are missing.
+    """State of a running or paused backward pass. `order`: incomplete units, the stage's last first; `missing`: for
+    each the indices of tensors whose gradients are missing.
 
-    held: gradients that wait for the pause, of a split pass; early: those held over it, by unit.
+    `held`: gradients collected until the pause of a split pass; `early`: gradients held over the pause, by unit.
     """
 
     order: list[str]
@@ -33,8 +33,8 @@ class BackwardPass:
 
 
 class GradientAccumulator:
-    """Takes the gradients of a rank's parameters from autograd. `units` in the order of the table, `parameters` those
-    bound to them."""
+    """Accumulates the gradients that autograd computes for this rank's parameters. `units`: FSDP units in the order of
+    the parameter table; `parameters`: the parameters bound to each."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
@@ -47,6 +47,7 @@ class GradientAccumulator:
         weak = WeakMethod(self._take_from_autograd)
 
         def take(parameter: torch.Tensor) -> None:
+            """Post-accumulate hook: move the parameter's gradient to its unit's buffer."""
             method = weak()
             assert method is not None, "a backward pass through a model whose gradients nobody sums any more"
             method(parameter)
@@ -60,7 +61,7 @@ class GradientAccumulator:
         self.begin_step({})
 
     def begin_step(self, passes: Mapping[str, int]) -> None:
-        """Discard the gradients. `passes`: number of backward passes that will go through each unit."""
+        """Discard the gradients. `passes`: number of backward passes that will go through each unit in this step."""
         self._reducer.begin_step()
         self._passes = {name: passes.get(name, 0) for name in self._units}
         self._running: BackwardPass | None = None
@@ -74,7 +75,7 @@ class GradientAccumulator:
     # --- one pass
 
     def start(self, units: Iterable[str], split: bool = False) -> BackwardPass:
-        """Start a pass through `units` (in forward order); `split`: it will be paused."""
+        """Start a backward pass through `units` (given in forward order) and return it; `split`: it will be paused."""
         assert self._running is None, "one pass at a time"
         order = list(units)[::-1]
         missing = {name: set(range(len(self._parameters[name]))) for name in order}
@@ -82,7 +83,8 @@ class GradientAccumulator:
         return self._running
 
     def pause(self, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause the pass, which has all but the gradients of some parameters: units without these are complete."""
+        """Pause the split pass. All gradients except those of `still_to_come` are complete: units without these are
+        reduced."""
         running = self._running
         assert running is not None and running.held is not None
         places = {self._place[parameter] for parameter in still_to_come}
@@ -100,21 +102,21 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a pass: `accumulate` what is still to come, then `end`. The gradients that a unit had before the pause
-        are added with the first that comes, so that one unit's buffer is needed at a time."""
+        """Resume a paused pass: `accumulate` the remaining gradients, then `end`. Gradients that a unit had before the
+        pause are added with its first new one, so that one unit's buffer is needed at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
             paused.early.setdefault(self._place[each[0]][0], []).append(each)
 
     def end(self) -> None:
-        """End the pass; parameters that it did not reach took no part in the loss."""
+        """End the running pass; parameters without a gradient took no part in the loss."""
         assert self._running is not None
         self.skip(self._running.order)
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Expect no further gradient of these units in the running pass."""
+        """Expect no further gradients of these units in the running pass."""
         running = self._running
         assert running is not None
         for name in units:
@@ -122,46 +124,49 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient of the running pass to its unit's buffer."""
+        """Add a parameter's gradient of the running pass to its unit's buffer; in a split pass hold it until the
+        pause."""
         running = self._running
         assert running is not None, "a gradient outside of every pass"
         if running.held is not None:
             running.held.append((parameter, gradient))
             return
-        view, stale = self._view(running, parameter)
+        view, stale = self._gradient_view(running, parameter)
         if stale:
             view.copy_(gradient)
         else:
             view.add_(gradient)
         del gradient
-        self._note(running, parameter)
+        self._mark_accumulated(running, parameter)
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        """`accumulate` dyᵀ x; where nothing has to be rounded in between, the product itself adds it to the buffer."""
+        """Add the gradient dyᵀ x of a parameter [Y, X]; where dtypes agree, the matrix product accumulates into the
+        buffer itself."""
         running = self._running
         assert running is not None, "a gradient outside of every pass"
         unit = self._units[self._place[parameter][0]]
         if running.held is not None or unit.gradient.dtype != x_NX.dtype:
             self.accumulate(parameter, dy_NY.T @ x_NX)
             return
-        view, stale = self._view(running, parameter)
+        view, stale = self._gradient_view(running, parameter)
         torch.addmm(view, dy_NY.T, x_NX, beta=0 if stale else 1, out=view)
-        self._note(running, parameter)
+        self._mark_accumulated(running, parameter)
 
     def _take_from_autograd(self, parameter: Any) -> None:
+        """Move `parameter.grad`, if autograd set it, to the unit's buffer (post-accumulate hook)."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:  # else it came or comes another way (model/weight_gradients.py)
             self.accumulate(parameter, gradient)
 
-    def _view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """The view in which a parameter's gradient is accumulated, and True if it is to be overwritten."""
+    def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
+        """Return the buffer view that accumulates a parameter's gradient, and True if it is to be overwritten."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
         return self._reducer.unsharded(name).view(index)
 
-    def _note(self, running: BackwardPass, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is accumulated."""
+    def _mark_accumulated(self, running: BackwardPass, parameter: nn.Parameter) -> None:
+        """Mark a parameter's gradient as accumulated; reduce its unit if that was the last missing one."""
         name, index = self._place[parameter]
         running.missing[name].discard(index)
         if not running.missing[name]:
@@ -169,12 +174,13 @@ class GradientAccumulator:
             self._end_units(running)
 
     def _end_units(self, running: BackwardPass) -> None:
-        """Reduce complete units, always in the same order, or ranks would pair different reductions."""
+        """Reduce complete units, in the same order on all ranks, so that reductions match."""
         while running.order and not running.missing[running.order[0]]:
             self._end_unit(running.order.pop(0))
 
     def _end_unit(self, name: str) -> None:
-        """End the running pass for a unit: reduce its gradient after each pass (ZeRO-2 and 3) or after the last."""
+        """End the running pass for a unit: reduce its gradient after each pass (ZeRO-2 and 3) or after the last (ZeRO-0
+        and 1)."""
         self._passes[name] -= 1
         last = self._passes[name] == 0
         assert self._passes[name] >= 0, f"{name}: more passes than expected"

@@ -1,7 +1,7 @@
-"""A model cut over the ranks of tp and pp, to be read alone: evaluation and generation.
+"""Evaluation and generation with a model split over tp and pp ranks.
 
-Each rank has the parameters of its stage (of its part of each product), without gradients or masters, and the keys and
-values of its layers. Messages between stages are those of the pipeline runtime.
+Each rank has the parameters of its stage (its tensor-parallel slices), without gradients or master weights, and the KV
+cache of its layers. Messages between stages are those of the pipeline runtime.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LOSS_SITE = "evaluation.loss"
 _BALANCED_FOR = 2048  # tokens of a row for which stages are of equal work
 
 
-def reading_layout(text: str, config: ModelConfig) -> Layout:
-    """The layout on which a model is evaluated or generates: tp and pp.
+def parse_inference_layout(text: str, config: ModelConfig) -> Layout:
+    """Parse a layout string for evaluation or generation, which support tp and pp alone.
 
-    A single new token cannot be cut over ranks, so tp goes without sequence parallelism. Raises UserError for other
-    parts, and for a layout that does not fit the model.
+    A single new token cannot be split over ranks, so tp runs without sequence parallelism. Raises UserError for other
+    axes and for a layout that does not fit the model.
     """
     layout = Layout.parse(text)
     reading = Layout(tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp)
@@ -49,10 +49,8 @@ def reading_layout(text: str, config: ModelConfig) -> Layout:
 
 
 class SplitModel:
-    """This rank's part of the model in a Hugging Face directory (or a checkpoint's), its values cast to `dtype`.
-
-    Raises UserError as `load_huggingface` does.
-    """
+    """This rank's part of a model, loaded from a Hugging Face directory or checkpoint, its parameters cast to `dtype`.
+    Raises UserError as `load_huggingface` does."""
 
     def __init__(self, directory: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> None:
         files, self.config, self.mesh = CheckpointFiles(directory), config_from_path(directory), mesh
@@ -76,12 +74,12 @@ class SplitModel:
                     self.model.get_parameter(placed.tensor.name).copy_(values)
 
     def losses(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """The sum of the token losses of some batches (nats), the same on every rank; they fill the pipeline."""
+        """Return the sum of the token losses of some micro-batches (nats), the same on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         size = self.mesh.pp.size
         with torch.no_grad():
             for first in range(0, len(micro_batches), size):
-                forwards = _Losses(self, micro_batches[first : first + size])
+                forwards = _LossForwards(self, micro_batches[first : first + size])
                 self._pipeline.run_forwards(forwards, len(forwards.micro_batches))
                 total += forwards.total
         all_reduce(total, self.mesh.pp, LOSS_SITE)
@@ -90,10 +88,11 @@ class SplitModel:
     def next_token(
         self, tokens_BS: torch.Tensor, cache: KeyValueCache | None, choose: Callable[[torch.Tensor], int]
     ) -> int:
-        """The token that `choose` draws from the scores [V] behind one row of tokens, on every rank. With a `cache` the
-        tokens follow those it holds. Ranks of tp draw from the same scores: theirs must be the same draw."""
+        """Return the token that `choose` draws from the logits [V] after one sequence of tokens, the same on every
+        rank. With a `cache` the tokens follow the cached ones. Ranks of tp have equal logits, so `choose` must draw
+        alike on them."""
         with torch.no_grad():
-            forward = _Scores(self, tokens_BS, cache)
+            forward = _NextTokenForward(self, tokens_BS, cache)
             self._pipeline.run_forwards(forward, 1)
             token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
             if forward.scores_V is not None:
@@ -102,32 +101,38 @@ class SplitModel:
         return int(token)
 
 
-class _Forwards:
-    """What forwards alone share as a `Compute` (parallel/pipeline.py)."""
+class _ForwardOnlyCompute:
+    """Forward-only implementation of `Compute` (parallel/pipeline.py)."""
 
     def __init__(self, split: SplitModel, micro_batches: Sequence[torch.Tensor]) -> None:
         self.split, self.tokens = split, micro_batches
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
+        """Return an uninitialised receive buffer for the input of `stage`, [B, S, H]."""
         model, tokens_BS = self.split.model, self.tokens[micro_batch]
         dtype = next(model.parameters()).dtype
         return torch.empty((*tokens_BS.shape, model.config.hidden), dtype=dtype, device=tokens_BS.device)
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        """Raise AssertionError: inference has no backward pass."""
         raise AssertionError("nothing is trained here")
 
     input_gradient = backward
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
+        """Raise AssertionError: inference has no backward pass."""
         raise AssertionError("nothing is trained here")
 
 
-class _Losses(_Forwards):
+class _LossForwards(_ForwardOnlyCompute):
+    """Pipeline forwards that add up the token losses of micro-batches in `total` (nats)."""
+
     def __init__(self, split: SplitModel, micro_batches: Sequence[MicroBatch]) -> None:
         super().__init__(split, [tokens_BS for tokens_BS, _, _ in micro_batches])
         self.micro_batches, self.total = micro_batches, 0.0
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a stage on `x`; return its output, or None on the last stage, whose loss is added to `total`."""
         part = self.split.stages[stage]
         out = self.split.model.run_stage(part, x, *self.micro_batches[micro_batch]).x
         if not part.last:
@@ -136,13 +141,16 @@ class _Losses(_Forwards):
         return None
 
 
-class _Scores(_Forwards):
+class _NextTokenForward(_ForwardOnlyCompute):
+    """Pipeline forward that stores the next-token logits of one sequence in `scores_V`."""
+
     def __init__(self, split: SplitModel, tokens_BS: torch.Tensor, cache: KeyValueCache | None) -> None:
         super().__init__(split, [tokens_BS])
         self.cache = cache
         self.scores_V: torch.Tensor | None = None
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a stage on `x`; return its output, or None on the last stage, whose logits are stored in `scores_V`."""
         part, model = self.split.stages[stage], self.split.model
         out_BSH = model.hidden(self.tokens[0], cache=self.cache, stage=part, x_BSH=x)
         if not part.last:

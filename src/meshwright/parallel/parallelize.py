@@ -1,4 +1,4 @@
-"""Parallelize a model: everything that is applied to it on one rank, in order, for trainer, probe and tests."""
+"""Parallelize a model: apply every form of parallelism to it on one rank, for trainer, probe and tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshwright.spec.stage_times import program_for
 
 
 class ParallelModel(NamedTuple):
-    """A model on one rank: its stages' modules, the ZeRO engine that holds their parameters, and the pipeline program
-    that `parallel.step.ForwardBackward` runs."""
+    """A model on one rank: the modules of its pipeline stages, the ZeRO engine that owns their parameters, and the
+    pipeline program that `parallel.step.ForwardBackward` runs."""
 
     model: Transformer
     engine: ZeroEngine
@@ -39,8 +39,8 @@ def parallelize(
 ) -> ParallelModel:
     """Build this rank's part of a model under `mesh.layout`. Every rank calls it.
 
-    sequence: tokens of a row, by which stages are balanced; seed: of the initial values (None: to be loaded into the
-    masters). `UserError` on every rank where ranks read different pipeline programs.
+    `sequence`: tokens of a sequence, for which stages are balanced; `seed`: initialises the parameters (None: to be
+    loaded into the master weights). Raises UserError on every rank if ranks have different pipeline programs.
     """
     layout, table = mesh.layout, parameter_table(config)
 

@@ -1,9 +1,8 @@
-"""Runs a pipeline program on this rank of an axis: its steps in their order, and the messages between stages.
+"""Pipeline runtime: executes a pipeline program's steps on one rank and transfers messages between stages.
 
-A group's messages are posted together. What arrives is waited for where a step reads it. What leaves is kept until its
-receiver is known to have it, which is when something comes back that the receiver made after using it. Stages that
-follow each other on one rank hand their tensors on without a copy. What a step computes is not known here: a model's
-stage, or a nap (`Compute`).
+A group's messages are posted together; a receive is waited for when a step reads it. A sent tensor is kept until its
+receiver is known to have used it. Consecutive stages on one rank pass tensors without a copy. The computation of a step
+is supplied by a `Compute`.
 """
 
 from __future__ import annotations
@@ -33,31 +32,34 @@ PROGRAM_SITE = "start.program"
 
 
 class Compute(Protocol):
-    """What the steps of a program do. Tensors come without history and leave with or without one."""
+    """Computation of a pipeline program's steps. Tensors enter without autograd history and leave with or without
+    it."""
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """The stage's output, given what enters it. The first stage gets None; the last one keeps its loss and returns
+        """Return the stage's output for input `x` (None on the first stage). The last stage keeps its loss and returns
         None."""
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of what entered the stage (of the first stage: None), given that of its output (of the last
-        stage: None); and those of its weights."""
+        """Compute the weight gradients and return the gradient of the stage's input (first stage: None), given that of
+        its output (last stage: None)."""
 
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As `backward`, but the gradients of weights wait for `weight_gradient`."""
+        """Return the gradient of the stage's input as `backward`, deferring weight gradients to `weight_gradient` (B
+        pass)."""
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """What `input_gradient` has left to do."""
+        """Compute the weight gradients that `input_gradient` deferred (W pass)."""
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Memory for what enters `stage`; its gradient has the same shape and dtype. Contiguous, with any values."""
+        """Return an uninitialised contiguous receive buffer for the input of `stage`; its gradient has the same shape
+        and dtype."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raises UserError on every rank of `mesh` where one has another program than rank 0: ranks search or read theirs
-    on their own, and with two of them they would wait for messages that nobody sends. Its name does not count."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 (its name aside): ranks
+    generate or read it on their own, and different programs would deadlock."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -79,6 +81,9 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """One compute step, with the stage input it reads, the output it makes, and the sends that are known to be complete
+    by then."""
+
     kind: Kind
     stage: int
     replica: int
@@ -90,6 +95,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
+    """One send or receive of an activation or gradient between pipeline ranks."""
+
     value: Value
     peer: int
     arrives: bool
@@ -100,16 +107,17 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Computation or transfers, never both."""
+    """Steps of one group: computation or transfers, never both."""
 
     steps: list[_Step]
     transfers: list[_Transfer]
 
 
 class Pipeline:
-    """A program made ready for this rank of `axis`: transfers are added where it has none, and all of it is checked.
+    """Executes a pipeline program on this rank of `axis`; transfers are inserted where the program has none, and it is
+    checked.
 
-    Raises ProgramError for a program that does not hold.
+    Raises ProgramError for an invalid program.
     """
 
     def __init__(self, program: PipelineProgram, axis: Axis) -> None:
@@ -118,16 +126,16 @@ class Pipeline:
         assert not program.steps.component.any(), f"{program.name} cuts layers into their parts"
         self.program, self.axis = with_transfers(program), axis
         self.checked = check_pipeline(self.program)
-        self._groups = _groups_of(self.program, axis.rank)
+        self._groups = _build_groups(self.program, axis.rank)
         if not axis.trivial and axis.communicator.device.type == "cuda":
             barrier(axis, START_SITE)  # NCCL connects a group at its first call, in which all of its ranks take part
 
     def run(self, compute: Compute) -> None:
-        """Take this rank's steps. Raises RankLost when a neighbour does not answer."""
-        _Run(self.axis, compute).take(self._groups)
+        """Execute this rank's steps. Raises RankLost when a neighbour does not answer."""
+        _PipelineExecution(self.axis, compute).execute(self._groups)
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
-        """Take the forwards of the first `micro_batches` alone, in the same order. Raises RankLost."""
+        """Execute the forwards of the first `micro_batches` alone, in the same order. Raises RankLost."""
         groups = []
         for group in self._groups:
             steps = [
@@ -138,11 +146,11 @@ class Pipeline:
             transfers = [each for each in group.transfers if each.value[0] == OUTPUT and each.value[3] < micro_batches]
             if steps or transfers:
                 groups.append(_Group(steps, transfers))
-        _Run(self.axis, compute).take(groups)
+        _PipelineExecution(self.axis, compute).execute(groups)
 
 
-class _Run:
-    """The tensors of one run that are between two stages."""
+class _PipelineExecution:
+    """Tensors in flight during one execution of a program: local, arriving and leaving."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute
@@ -150,7 +158,8 @@ class _Run:
         self.arriving: dict[Value, tuple[Handle, torch.Tensor]] = {}
         self.leaving: dict[Value, Handle] = {}  # each holds its tensor
 
-    def take(self, groups: list[_Group]) -> None:
+    def execute(self, groups: list[_Group]) -> None:
+        """Execute groups of steps in order, then wait for all sends."""
         for group in groups:
             if group.transfers:
                 self.post(group.transfers)
@@ -161,7 +170,7 @@ class _Run:
         assert not self.here and not self.arriving, "a checked program uses whatever it makes"
 
     def post(self, group: list[_Transfer]) -> None:
-        """Post a group's messages together."""
+        """Post the sends and receives of a group together."""
         messages = []
         for each in group:
             _, replica, _, micro_batch = each.value
@@ -176,7 +185,7 @@ class _Run:
                 self.leaving[each.value] = handle
 
     def step(self, step: _Step) -> None:
-        """Compute one step; no reference to what it read stays here."""
+        """Execute one compute step, releasing the tensor it reads."""
         where = step.stage, step.replica, step.micro_batch
         if step.kind == Kind.WEIGHT_GRADIENT:
             self.compute.weight_gradient(*where)
@@ -192,7 +201,7 @@ class _Run:
             self.here[step.makes] = made.detach()
 
     def read(self, step: _Step) -> torch.Tensor | None:
-        """What a step reads from another stage, once it is there."""
+        """Return the tensor that a step reads from another stage, waiting for its receive; None if it reads none."""
         if step.reads is None:
             return None
         if step.reads in self.here:
@@ -204,8 +213,8 @@ class _Run:
         return tensor
 
 
-def _groups_of(program: PipelineProgram, rank: int) -> list[_Group]:
-    """This rank's steps, group by group."""
+def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
+    """Return the groups of steps that `rank` executes, in order."""
     s, last = program.steps, program.stages - 1
     answers = find_consumed_sends(program, rank)
     groups: list[_Group] = []

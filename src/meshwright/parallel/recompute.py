@@ -58,12 +58,11 @@ GATHERED = frozenset(
 
 
 class ActivationCheckpointing(Recompute):
-    """Saved activations of a block by `kind`:
+    """Activation checkpointing of a block by `kind`:
 
-    "none": those that its backward needs; compiled, the results of matrix products and attention, because everything
-    else is elementwise, and fused into the kernels of backward it costs less to recompute than to save;
-    "selective": the results of matrix products, and of sums over ranks, from which norms, activations and attention are
-    recomputed; "full": its inputs alone.
+    "none": save all that backward needs; when compiled, the results of matrix products and attention, because
+    elementwise work fused into backward kernels is cheaper to recompute than to save; "selective": save the results of
+    matrix products and of sums over ranks; "full": save the block's inputs alone.
     """
 
     def __init__(self, kind: str) -> None:
@@ -76,14 +75,16 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
+        """Return `function` with activation checkpointing; if `compile_options` are given, compiled by torch.compile
+        with them and wrapped by `around`."""
         if self.kind == "selective":
-            function = _keeping(function, MATRIX_PRODUCTS | SUMS)
+            function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
-            function = _keeping(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
+            function = _checkpoint_saving(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
         if compile_options is not None:
-            logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
+            logging.getLogger("torch._higher_order_ops.wrap").addFilter(_drop_in_place_warning)
             function = super().wrap(function, compile_options, around)
-        return _checkpointed(function) if self.kind == "full" else function
+        return _checkpoint_always(function) if self.kind == "full" else function
 
     def wrap_parts(
         self,
@@ -92,23 +93,28 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any],
         around: Callable[[Function], Function],
     ) -> tuple[Function, Function]:
-        """As of `Recompute`; with "full" the caller wraps both parts together."""
+        """Wrap two consecutive parts of a function, of which only `first` can be compiled; with "full" the caller
+        checkpoints both together."""
         if self.kind == "full":
             return Recompute.wrap(self, first, compile_options, around), second
         return super().wrap_parts(first, second, compile_options, around)
 
 
-def _keeping(function: Function, operators: frozenset[Any]) -> Function:
-    """`function` of which the backward pass keeps the results of `operators`."""
+def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
+    """Return `function` with selective checkpointing that saves the results of `operators`."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return _checkpointed(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    return _checkpoint_always(function, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
 
 
-def _checkpointed(function: Function, **options: Any) -> Function:
+def _checkpoint_always(function: Function, **options: Any) -> Function:
+    """Return `function` under torch.utils.checkpoint, which gets `options`; without gradients it runs directly."""
+
     def run(*arguments: Any) -> Any:
+        """Run `function` under checkpointing when gradients are enabled."""
         if not torch.is_grad_enabled():
             return function(*arguments)
         # Nothing here is random, so random states need not be kept and restored.
@@ -117,6 +123,6 @@ def _checkpointed(function: Function, **options: Any) -> Function:
     return run
 
 
-def _not_about_in_place(record: logging.LogRecord) -> bool:
-    """Drops the warning that a checkpointed region must not work in place: blocks do not."""
+def _drop_in_place_warning(record: logging.LogRecord) -> bool:
+    """Logging filter that drops torch's warning about in-place operations in checkpointed regions; blocks have none."""
     return "Detected that context_fn is passed" not in record.getMessage()

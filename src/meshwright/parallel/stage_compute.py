@@ -23,11 +23,13 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class StageCompute:
-    """The `Compute` (parallel/pipeline.py) of one step or one evaluation.
+    """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
+    evaluation.
 
-    targets: what the sum of token losses (or of pairs) is divided by. at_once: the forwards that their own backward
-    follows at once. objective: what pairs are to teach. `loss` becomes the sum over the micro-batches whose last stage
-    is here (float64).
+    `targets`: divisor of the summed loss; `at_once`: forwards immediately followed by their own backward; `queue`:
+    deferred weight gradients of split backward passes; `mark`: called with the name of each finished phase;
+    `objective`: loss of preference pairs. `loss`: sum over the micro-batches whose last stage is on this rank
+    (float64).
     """
 
     def __init__(
@@ -45,12 +47,12 @@ class StageCompute:
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
         self._micro_batches, self._targets, self._at_once, self._queue = micro_batches, targets, at_once, queue
         self._stages = engine.partition.stages
-        self._kept: dict[Key, _Kept] = {}
+        self._kept: dict[Key, _SavedForward] = {}
         self._paused: dict[Key, BackwardPass] = {}
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """The stage's output; of the last stage None, its loss is added up here."""
-        self._arrived()
+        """Return the stage's output for input `x`; on the last stage add its loss to `loss` and return None."""
+        self._mark_end_of_wait()
         key, part = (stage, replica, micro_batch), self._stages[stage]
         units = self.engine.prefetchers[stage]
         units.keeps_last = at_once = key in self._at_once
@@ -65,14 +67,14 @@ class StageCompute:
             out = out / self._targets
             self.loss += out.detach()
         if torch.is_grad_enabled():
-            root = out if part.last else _Exit.apply(out)
-            self._kept[key] = _Kept(x, root, balance)
+            root = out if part.last else _OutputRoot.apply(out)
+            self._kept[key] = _SavedForward(x, root, balance)
         self.mark("forward")
         return None if part.last else out.detach()
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of the stage's input; those of its parameters go to where they are summed."""
-        self._arrived()
+        """Return the gradient of the stage's input; parameter gradients are accumulated by the engine."""
+        self._mark_end_of_wait()
         part = self._stages[stage]
         self.engine.start_pass(part)
         d_x = self._differentiate((stage, replica, micro_batch), d_out)
@@ -83,8 +85,9 @@ class StageCompute:
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The gradient of the stage's input (B pass); weight gradients of products are queued for `weight_gradient`."""
-        self._arrived()
+        """Return the gradient of the stage's input (B pass); weight gradients of linear layers are queued for
+        `weight_gradient`."""
+        self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self._paused[key] = self.engine.start_pass(part, split=True)
@@ -95,8 +98,8 @@ class StageCompute:
         return d_x
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """The queued weight gradients (W pass)."""
-        self._arrived()
+        """Compute the queued weight gradients (W pass)."""
+        self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
         self.engine.gradients.resume(self._paused.pop(key))
@@ -104,13 +107,14 @@ class StageCompute:
         self.engine.end_pass(part)
         self.mark("backward")
 
-    def _arrived(self) -> None:
-        """Mark the end of waiting for another stage."""
+    def _mark_end_of_wait(self) -> None:
+        """Mark the end of the wait for another stage ("pipeline" phase)."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Memory for what enters a stage: [B, S, H], with sequence parallelism this rank's slice of S."""
+        """Return an uninitialised receive buffer for a stage's input: [B, S, H], with sequence parallelism this rank's
+        slice of S."""
         tokens_BS, mesh = self._micro_batches[micro_batch][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -119,8 +123,10 @@ class StageCompute:
         return torch.empty(shape, dtype=self.engine.parameter_dtype, device=mesh.device)
 
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        """Run autograd's backward of one saved forward; return the gradient of the stage's input (None on the first
+        stage)."""
         x, root, balance = self._kept.pop(key)
-        roots, gradients = [root], [None if d_out is None else _leave(root, d_out)]
+        roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
         # What this stage's mixtures add to the summed loss; nothing, where no loss and no bias balances them.
         if balance is not None and balance.requires_grad:
             roots.append(balance)
@@ -129,31 +135,33 @@ class StageCompute:
         return None if x is None else x.grad
 
 
-class _Kept(NamedTuple):
-    """Tensors that a forward keeps for its backward."""
+class _SavedForward(NamedTuple):
+    """Tensors saved by a forward for its backward: stage input, autograd root, and load-balancing loss."""
 
     x: torch.Tensor | None
     root: torch.Tensor
     balance: torch.Tensor | None
 
 
-class _Exit(torch.autograd.Function):
-    """Where the backward pass of a stage begins. It stands for the stage's output without keeping its memory, which
-    goes when it has been sent: its own value is empty, and `_leave` tells it the gradient."""
+class _OutputRoot(torch.autograd.Function):
+    """Autograd root of a stage's backward. It replaces the stage's output without keeping its memory, which is freed
+    once sent: its value is empty, and `_set_output_gradient` sets its gradient."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor that stands for the stage output `out` in autograd."""
         context.gradient = None
         return out.new_empty(0)
 
     @staticmethod
     def backward(context: Any, *empty: torch.Tensor) -> Any:
+        """Return the output gradient set by `_set_output_gradient`."""
         gradient, context.gradient = context.gradient, None
         return gradient
 
 
-def _leave(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Tell an exit the gradient of what it stands for; what autograd is to begin with there."""
+def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
+    """Set the output gradient `d_out` on the root made by `_OutputRoot`; return the empty gradient for autograd."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

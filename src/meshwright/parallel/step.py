@@ -1,5 +1,5 @@
-"""The forward and backward of a training step, and the forward of an evaluation: every rank runs its part of a pipeline
-program, on one rank as on many. Training and verification both come here."""
+"""Forward and backward of a training step, and forward of an evaluation: every rank runs its part of a pipeline
+program."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WORTH_ADDING_AT_ONCE = 2**17
 
 
 class ForwardBackward:
-    """Runs `program` on this rank of pp. `mark`: told of each part of the work that has ended ("pipeline": waiting for
-    another stage; "forward", "backward", "reduce"). `fused_accumulation_min_numel`: minimum weight
-    elements for which the wgrad kernel accumulates directly. `preference`: the loss of documents that come in pairs."""
+    """Runs the pipeline program on this rank of pp. `mark`: called with each finished phase ("pipeline": wait for
+    another stage; "forward", "backward", "reduce"). `fused_accumulation_min_numel`: minimum weight elements for which
+    the wgrad kernel accumulates directly. `preference`: loss of preference pairs."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ForwardBackward:
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
-        self._passes, self._at_once, split = _passes_of_rank(program, engine.mesh.pp.rank)
+        self._passes, self._at_once, split = _count_passes(program, engine.mesh.pp.rank)
         self._queue = WeightGradients(engine.gradients)
         if split:
             take_weight_gradients(model, self._queue)
@@ -54,11 +54,11 @@ class ForwardBackward:
             take_weight_gradients(model, self._queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Forward and backward of this rank's micro-batches; `engine.shards` have the true gradients afterwards.
+        """Run forward and backward of this rank's micro-batches; afterwards `engine.shards` hold the reduced gradients.
 
-        targets: what the sum of token losses (or of pairs) is divided by: those of the whole step, over what the loss
-        is scaled by, if it is. Returns the loss of the micro-batches whose last stage is here, 0 where none is
-        (float64; `loss_share` of it is this rank's share of the step's loss).
+        `targets`: divisor of the summed loss, the targets (or pairs) of the whole step over the loss scale. Returns the
+        loss of the micro-batches whose last stage is on this rank, else 0 (float64; `loss_share` turns it into this
+        rank's share of the step's loss).
         """
         self.engine.begin_step(self._passes)
         objective = self._objective(micro_batches)
@@ -71,8 +71,8 @@ class ForwardBackward:
         return compute.loss
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
-        """The sum of the token losses (or of pairs) over `targets`, of as many micro-batches as a step has or fewer,
-        without gradients; 0 where the last stage is not here."""
+        """Return the summed loss over `targets`, without gradients; 0 where the last stage is on another rank. Takes at
+        most as many micro-batches as a step has."""
         with torch.no_grad():
             objective = self._objective(micro_batches)
             compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
@@ -80,11 +80,12 @@ class ForwardBackward:
         return compute.loss
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Log-probabilities [B, D] of the responses of micro-batches whose documents come in pairs, as many as a step
-        has or fewer: by number of the micro-batch, for those whose last stage is here."""
+        """Return the response log-probabilities [B, D] (nats) of preference micro-batches, by micro-batch index, for
+        those whose last stage is on this rank. Takes at most as many micro-batches as a step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+            """Store the log-probabilities of a micro-batch and return a zero loss."""
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 
@@ -94,13 +95,15 @@ class ForwardBackward:
         return found
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """The loss of the micro-batches' pairs, which adds up its figures; None where tokens are learnt."""
+        """Return the preference loss of the micro-batches, which also accumulates `figures`; None for next-token
+        training."""
         preference = self.preference
         if preference is None:
             return None
         self.figures.zero_()
 
         def of_pairs(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
+            """Return the preference loss of a micro-batch and add its figures to `figures`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents that come in pairs"
             found = preference(log_probabilities_BD, pairs)
@@ -111,17 +114,19 @@ class ForwardBackward:
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
-    """Target tokens of the whole step (those that are not -100) over all ranks, given this rank's micro-batches: what
-    every loss of the step is divided by. At least 1."""
+    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1, given this rank's
+    micro-batches."""
     return max(1, _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh))
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
-    """Pairs of responses of the whole step, likewise; ranks of cp have slices of the same ones."""
+    """Return the number of preference pairs of the whole step over all ranks, at least 1; ranks of cp hold slices of
+    the same pairs."""
     return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
+    """Return the sum of `counts` over this rank's micro-batches and the data axis."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
@@ -130,15 +135,14 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """This rank's share of the step's loss, given the loss of its own samples: the shares' sum over `mesh.world` is the
-    loss, not finite if it is not on any rank. Ranks of tp compute the same loss, and so do those of cp where it is one
-    of whole responses (`of_pairs`), not of tokens."""
+    """Return this rank's share of the step's loss, given the loss of its own micro-batches: the sum over `mesh.world`
+    is the loss, not finite if it is not on any rank. tp ranks compute equal losses; so do cp ranks for `of_pairs`."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
-def _passes_of_rank(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """The number of backward passes of a rank through each of its stages, the forwards that their own backward follows
-    at once, and True if any backward is split."""
+def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
+    """Return the number of backward passes through each stage of a rank, the forwards immediately followed by their own
+    backward, and True if any backward is split."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

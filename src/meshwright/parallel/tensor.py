@@ -31,37 +31,47 @@ SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
 
 
 class TensorParallel(TensorOperations):
-    """The tensor-parallel operations of one rank; on an axis of size 1 they return their input."""
+    """Tensor-parallel operations of one rank; on an axis of size 1 they return their input. `site`: label of the call
+    in traces."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
         self.axis, self.sequence_parallel = axis, sequence_parallel
         self.size, self.rank, self.trivial = axis.size, axis.rank, axis.trivial
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the input of a column-parallel product, [B, S, H] on every rank (all-gathered with sequence
+        parallelism)."""
         return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the sum of the ranks' partial results of a row-parallel product (with sequence parallelism this rank's
+        token slice)."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged."""
         return reduce_from(x, self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
+        """Return the ranks' `x` concatenated along `dim`; backward returns this rank's slice of the summed gradient."""
         return gather_from(x, self.axis, site, dim)
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks."""
         return split_to(x_BSH, self.axis, site)
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+        """Invert `split_tokens`: return the ranks' token slices concatenated, [B, S, H]."""
         return join_from(x_BSH, self.axis, site)
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
+        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd."""
         all_reduce(x, self.axis, site, op)
 
 
 class PartialGradients:
-    """This rank's shards of the gradients that are sums over ranks of tp. Ranks of one tp group own the same ranges of
-    their flat buffers, so that what one of them sums the others sum too."""
+    """Views of this rank's gradient shards that are partial sums over tp. Ranks of one tp group own equal ranges of
+    their flat buffers, so the views correspond."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
@@ -80,7 +90,7 @@ class PartialGradients:
         ]
 
     def all_reduce(self) -> None:
-        """Replace the partial gradients by their sums."""
+        """Replace the partial gradients by their sums over tp."""
         under_way = []
         for axis, site, views in self._groups:
             together = torch.cat(views)

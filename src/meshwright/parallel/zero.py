@@ -61,9 +61,9 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """The ranks that share an FSDP unit: its gradient is a sum over `data`, ZeRO shards it over `shard`, and ranks of
-    `replica` hold the same shard. `tied`: ranks of other pipeline stages that hold it too (a tied embedding, a replica
-    of a bidirectional schedule) and use it on their own; None where there are no others."""
+    """Axes of an FSDP unit: its gradient is summed over `data`, ZeRO shards it over `shard`, and ranks of `replica`
+    hold the same shard. `tied`: other pipeline stages that hold the unit too (a tied embedding, a replica of a
+    bidirectional schedule); None where there are none."""
 
     data: Axis
     shard: Axis
@@ -95,6 +95,7 @@ class FsdpUnit:
         master_dtype: torch.dtype,
     ) -> None:
         def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            """Return a 1-D tensor of zeros on the unit's device."""
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.zero, self.axes = flat, zero, axes
@@ -116,7 +117,7 @@ class FsdpUnit:
         self._bytes = self.parameters.untyped_storage().nbytes()
 
     def start_all_gather(self) -> None:
-        """Start to all-gather the parameters, unless they are unsharded or on their way."""
+        """Start to all-gather the parameters, unless they are unsharded or already in flight."""
         if self.is_unsharded or self.pending_all_gather is not None:
             return
         if self.zero == 3:
@@ -126,7 +127,7 @@ class FsdpUnit:
         )
 
     def unshard(self) -> None:
-        """Return when the parameters are all-gathered."""
+        """All-gather the parameters and wait until they are unsharded."""
         if self.is_unsharded:
             return
         self.start_all_gather()
@@ -136,7 +137,7 @@ class FsdpUnit:
         self.is_unsharded = True
 
     def reshard(self) -> None:
-        """Free the unsharded parameters (ZeRO-3)."""
+        """Free the memory of the unsharded parameters (ZeRO-3)."""
         if self.pending_all_gather is not None:
             self.unshard()
         if self.is_unsharded:
@@ -144,7 +145,8 @@ class FsdpUnit:
             self.is_unsharded = False
 
     def update_parameters(self) -> None:
-        """Round the masters to the parameter dtype. ZeRO-1 and 2 start the all-gather; ZeRO-3 leaves it to uses."""
+        """Copy the master weights to the parameters, rounded to their dtype. ZeRO-1 and 2 start the all-gather; ZeRO-3
+        all-gathers before each use."""
         if self.zero == 3:
             self.reshard()
         elif self.pending_all_gather is not None:
@@ -161,22 +163,22 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """The gradient of an FSDP unit before its reduction: its buffer, a view for each tensor, and the indices of views
-    that still hold old values, to be overwritten and not added to."""
+    """Gradient of an FSDP unit before its reduction: its buffer, a view for each tensor, and the indices of `stale`
+    views, whose old values are to be overwritten instead of added to."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """The view of a tensor, and True if it is to be overwritten; the caller writes it now."""
+        """Return the view of a tensor, and True if the caller must overwrite it; it counts as written afterwards."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
 
 
 class GradientReducer:
-    """Sums the gradients of a rank's FSDP units over ranks, each as soon as a backward pass has completed it."""
+    """Reduces the gradients of a rank's FSDP units over ranks, each as soon as backward has completed it."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
@@ -193,7 +195,7 @@ class GradientReducer:
         """The units whose gradient shard is that of the last step."""
 
     def unsharded(self, name: str) -> UnshardedGradient:
-        """The buffer in which a unit's gradient is accumulated."""
+        """Return the buffer that accumulates a unit's gradient, acquired if necessary."""
         if name not in self._open:
             unit = self._units[name]
             buffer = unit.unsharded_gradient
@@ -205,7 +207,7 @@ class GradientReducer:
         return self._open[name]
 
     def reduce(self, name: str, last: bool) -> None:
-        """Start to reduce a unit's gradient; `last`: no further micro-batch adds to it in this step."""
+        """Start to reduce a unit's gradient; `last`: no further micro-batch of this step adds to it."""
         unit, gradient = self._units[name], self.unsharded(name)
         axes, first = unit.axes, name in self._stale
         self._stale.discard(name)
@@ -225,12 +227,14 @@ class GradientReducer:
         self._in_flight.append((handle, partial(self._add_to_shard, unit, output, gradient.buffer, last)))
 
     def _wait_for_oldest(self) -> None:
+        """Wait for the oldest reduction in flight and run its completion."""
         handle, complete = self._in_flight.popleft()
         handle.wait()
         complete()
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
-        """Add a reduction's output to the unit's shard; after the last one start the sum over replicas."""
+        """Add a reduction's output to the unit's gradient shard; after the last one start the all-reduce over
+        replicas."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -239,7 +243,7 @@ class GradientReducer:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
-        """Wait for the reductions, and sum what several pipeline stages have of one unit."""
+        """Wait for the reductions, and all-reduce the gradients of units that several pipeline stages hold."""
         while self._in_flight:
             self._wait_for_oldest()
         for handle in self._replica_sums:
@@ -260,11 +264,11 @@ class GradientReducer:
 
 
 class ParameterPrefetcher:
-    """All-gathers, prefetches and reshards the FSDP units of one pipeline stage as the model (model/units.py) computes
-    with them: while one is computed with, the next one's all-gather runs, and under ZeRO-3 no other has memory.
+    """All-gathers, prefetches and reshards the FSDP units of one pipeline stage as the model computes (model/units.py):
+    during a unit's computation the next one's all-gather runs; under ZeRO-3 all others are sharded.
 
-    units: of the model, in forward order; needs: the FSDP units that each of them computes with. `keeps_last`: the last
-    unit stays unsharded for a backward pass that follows at once.
+    `units`: unit names in forward order; `needs`: the FSDP units whose parameters each uses. `keeps_last`: the last
+    unit stays unsharded, because its backward follows at once.
     """
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
@@ -281,14 +285,16 @@ class ParameterPrefetcher:
             later.update(map(id, self._sharded[name]))
 
     def enter(self, name: str, x: Any) -> Any:
-        """Unshard a unit before its forward pass and prefetch the next one."""
+        """Unshard unit `name` before its forward pass and prefetch the next one; return its input `x`, hooked for
+        backward."""
         self._unshard(name, self._next.get(name))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
         return x
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Reshard a unit after its forward pass, unless the backward pass begins with it."""
+        """Reshard unit `name` after its forward pass, unless backward begins with it; return its output `x`, hooked for
+        backward."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()
@@ -298,11 +304,12 @@ class ParameterPrefetcher:
         return _BackwardHook.apply(x, partial(self._enter_backward, name)) if with_backward else x
 
     def reshard(self) -> None:
-        """Reshard all units: a pass through the stage has ended."""
+        """Reshard all units at the end of a pass through the stage."""
         for name in self._sharded:
             self._leave_backward(name)
 
     def _unshard(self, name: str, prefetched: str | None) -> None:
+        """Unshard the unit `name` and start the all-gather of the unit `prefetched`."""
         for each in (name, prefetched):
             for unit in () if each is None else self._sharded[each]:
                 unit.start_all_gather()
@@ -310,27 +317,30 @@ class ParameterPrefetcher:
             unit.unshard()
 
     def _enter_backward(self, name: str) -> None:
-        """Unshard a unit before its backward pass and prefetch the one before; a lookup needs no parameters there."""
+        """Unshard a unit before its backward pass and prefetch the previous one; an embedding lookup needs no
+        parameters in backward."""
         if name not in LOOKED_UP:
             before = self._previous.get(name)
             self._unshard(name, None if before in LOOKED_UP else before)
 
     def _leave_backward(self, name: str) -> None:
-        """Reshard a unit after its backward pass: every gradient function inside it has run."""
+        """Reshard a unit after its backward pass, when every gradient function inside it has run."""
         for unit in self._sharded[name]:
             unit.reshard()
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Identity whose backward first calls a function. Of a unit's nodes the one on its input has the lowest sequence
-    number and needs all others, so that the engine runs it last; the one on its output it runs first."""
+    """Identity whose backward first calls a function. On a unit's input it runs last in the unit's backward, on its
+    output first."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        """Return a view of `x`; `call` is run in backward."""
         context.call = call
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        """Run the function, then return the gradients unchanged."""
         context.call()
         return (*gradients, None)

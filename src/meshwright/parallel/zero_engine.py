@@ -1,4 +1,5 @@
-"""The ZeRO engine: all FSDP units of one rank, the order of calls in a step, and what a checkpoint and a ledger read.
+"""ZeRO engine: all FSDP units of one rank, the order of calls in a step, and the state that checkpoints and memory
+ledgers read.
 
 `parallel/zero.py` explains ZeRO and has its collectives; `parallel/parallelize.py` applies the engine to a model.
 """
@@ -33,9 +34,9 @@ from meshwright.spec.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The shard of one FSDP unit that the optimizer updates: [start, stop) of its flat buffer. `master` and `gradient`
-    are 1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements. `balancing`: the
-    ranges in them of the biases of routers, whose gradient is their experts' load above the mean."""
+    """Shard of one FSDP unit that the optimizer updates: [start, stop) of its flat buffer. `master` and `gradient` are
+    1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements. `balancing`: index
+    ranges of router biases, whose gradient is their experts' load minus the mean."""
 
     unit: str
     master: torch.Tensor
@@ -84,7 +85,7 @@ class ZeroEngine:
         parameters: dict[str, list[nn.Parameter]] = {}
         for name in held:
             for part in table.unit_parts(name, mesh.layout):
-                unit = self._unit(name, part, tied[name])
+                unit = self._build_unit(name, part, tied[name])
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
@@ -111,14 +112,16 @@ class ZeroEngine:
         self.all_gather_parameters()
 
     def _tied_axes(self) -> dict[str, Axis | None]:
-        """The ranks on pp that hold each unit of the model, where they are several. Every rank makes all groups."""
+        """Return for each FSDP unit the axis of pp ranks that hold it, None if one does. Every rank creates all process
+        groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
         holders = {name: self.partition.holders(name) for name in self.table.units}
         for places in dict.fromkeys(holders.values()):
             axes[places] = self.mesh.among("pp", places) if len(places) > 1 else None
         return {name: axes[places] for name, places in holders.items()}
 
-    def _unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
+    def _build_unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
+        """Build the FSDP unit `name` (its dense or expert part). `tied`: other pipeline ranks that hold it."""
         mesh = self.mesh
         if part == "dense":
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
@@ -130,6 +133,7 @@ class ZeroEngine:
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _shard(self, unit: FsdpUnit) -> Shard:
+        """Build the optimizer's view of a unit's shard."""
         decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
         balancing = tuple(
             (low - unit.start, high - unit.start)
@@ -138,19 +142,19 @@ class ZeroEngine:
         )
         return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
 
-    def _names_of(self, stage: Stage) -> list[str]:
-        """The names of the FSDP units that a stage computes with, in the order of their first use."""
+    def _unit_names(self, stage: Stage) -> list[str]:
+        """Return the names of the FSDP units that a stage uses, in the order of first use."""
         return [unit.flat.name for name in self.partition.needed(stage) for unit in self._units_of[name]]
 
     # --- one step
 
     def begin_step(self, micro_batches: int | Mapping[int, int]) -> None:
-        """Discard the last step's gradients. `micro_batches`: how many backward passes will follow, through every stage
-        that this rank holds or, by its number, through each."""
+        """Discard the last step's gradients. `micro_batches`: number of backward passes through each stage of this
+        rank, one number for all or by stage index."""
         passes = dict.fromkeys(self._units, 0)
         for stage in self.partition.held(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
-            for name in self._names_of(stage):
+            for name in self._unit_names(stage):
                 passes[name] += count
         self.gradients.begin_step(passes)
 
@@ -159,29 +163,28 @@ class ZeroEngine:
         self.gradients.begin_step({})
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of one micro-batch through a model that is one stage."""
+        """Run the backward pass of one micro-batch through a model that is one stage."""
         (stage,) = self.partition.stages
         self.start_pass(stage)
         loss.backward()
         self.end_pass(stage)
 
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
-        """Start a backward pass through a stage; `split`: `pause_pass` will end its first part."""
-        return self.gradients.start(self._names_of(stage), split)
+        """Start a backward pass through a stage and return it; `split`: `pause_pass` ends its first half."""
+        return self.gradients.start(self._unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause a split pass; `gradients.resume` and `accumulate` will bring the gradients of `still_to_come`."""
+        """Pause a split pass; `gradients.resume` and `accumulate` later add the gradients of `still_to_come`."""
         self.gradients.pause(still_to_come)
         self.prefetchers[stage.index].reshard()
 
     def end_pass(self, stage: Stage) -> None:
-        """End a pass, which has all gradients."""
+        """End a backward pass whose gradients are all accumulated."""
         self.gradients.end()
         self.prefetchers[stage.index].reshard()
 
     def finish(self) -> None:
-        """Wait for the reductions; `shard.gradient` is now the sum over all ranks and micro-batches, the true gradient
-        of this rank's shard."""
+        """Wait for the reductions; `shard.gradient` is then the sum over all ranks and micro-batches."""
         self.gradients.finish()
         for unit in self._units.values():
             if unit.pending_all_gather is not None:  # no pass went through it, and the optimizer is about to change it
@@ -189,39 +192,40 @@ class ZeroEngine:
         self._partial.all_reduce()
 
     def squared_norm_share(self) -> torch.Tensor:
-        """This rank's share of the squared global gradient norm (float64): their sum over `mesh.world` is the square,
-        not finite if any gradient on any rank is not. Ranks that hold the same element share it."""
+        """Return this rank's share of the squared global gradient norm (float64 scalar): the sum over `mesh.world` is
+        the square, not finite if any gradient is not. Elements that several ranks hold are divided among them."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self._units.values():
-            for low, high, copies in unit.flat.copies(unit.start, unit.stop):
+            for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
                 total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
         return total
 
     def initialise(self, seed: int) -> None:
-        """Start from initial values, which depend on (seed, parameter name) alone."""
+        """Initialise the parameters from `seed`; values depend on (seed, parameter name) alone."""
         self.load(partial(initial_value, seed=seed))
 
     def load(self, value_of: Callable[[Row], torch.Tensor]) -> None:
-        """Start from other values. value_of: the unsharded value of a row of the table, as on disk."""
+        """Load parameter values. `value_of`: returns the unsharded value of a parameter entry, as on disk."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, value_of)
         self.all_gather_parameters()
 
     def all_gather_parameters(self) -> None:
-        """Make the parameters the rounded masters. All-gathers run on; the next forward waits for each unit when it
-        enters it."""
+        """Copy the master weights to the parameters and start their all-gathers, which the next forward waits for unit
+        by unit."""
         for unit in self._units.values():
             unit.update_parameters()
 
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """The masters as slices of rows: with `owned` those that this rank writes (together the ranks write each
-        element once), else all that it holds and must read."""
+        """Return the master weights as slices of parameter entries: with `owned` those that this rank writes to a
+        checkpoint (each element once over all ranks), else all that it holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Slices, as of the masters, of other state: `tensors`, one per shard, as long as its master."""
+        """Return slices, as `master_slices`, of other optimizer state: `tensors` are one per shard, as long as its
+        master weights. `kind`: label of the slices."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self._units.values(), strict=True):
@@ -232,8 +236,8 @@ class ZeroEngine:
         return slices
 
     def parameter_slices(self) -> list[TensorSlice]:
-        """Copies of the unsharded parameters in their own dtype, all-gathered where they are sharded. Every rank calls
-        it, between steps."""
+        """Return copies of the unsharded parameters in their own dtype, all-gathered where they are sharded. Every rank
+        calls it, between steps."""
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
@@ -243,8 +247,8 @@ class ZeroEngine:
         return slices
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds now: parameters, masters (where they are not the parameters), gradients, and
-        unsharded gradient buffers kept for the next backward."""
+        """Return the bytes that this rank holds now by kind: parameters, master weights (where separate), gradients,
+        and pooled gradient buffers."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "parameters": [tensor for unit in units for tensor in (unit.parameters, unit.parameter_shard)],
@@ -262,7 +266,7 @@ class ZeroEngine:
         return sizes
 
     def predicted_bytes(self) -> dict[str, int]:
-        """`memory` between steps, as the planner computes it from the table."""
+        """Return the planner's prediction of `memory` between steps, from the parameter table."""
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
@@ -272,7 +276,8 @@ class ZeroEngine:
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, from norms of short rows: one float32 sum over millions loses four digits."""
+    """Return the sum of squares in float64, from norms of blocks of 4096: one float32 sum over millions loses four
+    digits."""
     row = 4096
     whole = values.numel() // row * row
     rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()

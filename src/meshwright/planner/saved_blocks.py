@@ -169,7 +169,7 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
 
 
 def repeats(at: Local, window: int | None) -> bool:
-    """Whether keys and values are repeated for every query head (`model/scaled_dot_product.py`, `takes_groups`)."""
+    """Whether keys and values are repeated for every query head (`model.scaled_dot_product.supports_grouped_query`)."""
     if at.device != "cuda" or at.ring or at.config.encoder:
         return False
     copies = max(1, at.layout.cp // at.kv_heads)

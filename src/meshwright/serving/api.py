@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class TextStream:
-    """Iterator over the text of one prompt, in pieces of whole characters as they are generated.
+    """Iterator over the generated text of one prompt, in pieces of complete characters.
 
     Attributes:
         generation: Text, tokens and times so far; final once the iterator has ended.
@@ -35,9 +35,11 @@ class TextStream:
         self._pieces = pieces
 
     def __iter__(self) -> TextStream:
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> str:
+        """Return the next piece of text."""
         piece, self.generation = next(self._pieces)
         return piece
 
@@ -101,9 +103,9 @@ class Model:
             _check_prompt(text)
         sampling = _sampling(temperature, top_k, top_p, seed)
         if self.layout is not None:
-            found = self._split.generate(texts, max_tokens, sampling, chat=chat) if texts else []
+            found = self._split_generator.generate(texts, max_tokens, sampling, chat=chat) if texts else []
         else:
-            found = [self._whole.generate(text, max_tokens, sampling, chat=chat) for text in texts]
+            found = [self._local_generator.generate(text, max_tokens, sampling, chat=chat) for text in texts]
         return found[0] if isinstance(prompts, str) else found
 
     def stream(
@@ -122,19 +124,21 @@ class Model:
 
         _check_prompt(prompt)
         sampling = _sampling(temperature, top_k, top_p, seed)
-        generator = self._whole if self.layout is None else self._split
+        generator = self._local_generator if self.layout is None else self._split_generator
         pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
         return TextStream(pieces, Generation(prompt, checkpoint=self.directory))
 
     @property
-    def _whole(self) -> Generator:
+    def _local_generator(self) -> Generator:
+        """Generator of a model in this process; requires `layout` None."""
         from meshwright.serving.generate import Generator
 
         assert isinstance(self._generator, Generator)
         return self._generator
 
     @property
-    def _split(self) -> SplitGenerator:
+    def _split_generator(self) -> SplitGenerator:
+        """Generator of a model split over local ranks; requires a `layout`."""
         from meshwright.serving.split import SplitGenerator
 
         assert isinstance(self._generator, SplitGenerator)
@@ -152,9 +156,9 @@ def load(
     """Load a model and its tokenizer to continue prompts.
 
     Args:
-        path: Run directory (its newest whole checkpoint), checkpoint, or Hugging Face directory. Every byte of a
+        path: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory. Every byte of a
             checkpoint's model is checked against its hash.
-        layout: Cut over ranks of this machine, which compute on the CPU: tp and pp alone, such as `"tp2 pp2"`. Each
+        layout: Split over CPU ranks of this machine, by tp and pp alone, such as `"tp2 pp2"`. Each
             call then starts the ranks and loads the model on them.
         dtype: Dtype of the parameters, a name such as `"bfloat16"` or a torch dtype; float32 unless given.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
@@ -173,17 +177,17 @@ def load(
     """
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
-    from meshwright.parallel.inference import reading_layout
+    from meshwright.parallel.inference import parse_inference_layout
     from meshwright.serving.generate import Generator
     from meshwright.spec.config_json import config_from_path
 
-    chosen = _dtype(dtype)
+    chosen = _parse_dtype(dtype)
     if layout is None:
         generator = Generator.from_directory(path, dtype=chosen, device=device, log=log)
         assert generator.directory is not None
         return Model(generator.directory, generator)
     directory = find_checkpoint(path, log)
-    reading = reading_layout(str(layout), config_from_path(directory))
+    reading = parse_inference_layout(str(layout), config_from_path(directory))
     if reading.world_size == 1:
         generator = Generator.from_directory(directory, dtype=chosen, device=device, check_hashes=False)
         return Model(directory, generator)
@@ -193,17 +197,20 @@ def load(
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:
+    """Build the sampling options."""
     from meshwright.serving.sampling import Sampling
 
     return Sampling(temperature, top_k, top_p, seed)
 
 
 def _check_prompt(prompt: object) -> None:
+    """Raise UserError unless the prompt is a string."""
     if not isinstance(prompt, str):
         raise UserError(f"prompt: takes a text, not {type(prompt).__name__}")
 
 
-def _dtype(wanted: str | torch.dtype | None) -> torch.dtype:
+def _parse_dtype(wanted: str | torch.dtype | None) -> torch.dtype:
+    """Return the torch dtype of a name or dtype; None: float32. Raises UserError for an unknown name."""
     import torch
 
     if isinstance(wanted, torch.dtype):

@@ -1,4 +1,4 @@
-"""Text from a checkpoint: one prompt, a key-value cache, pieces as they come."""
+"""Text generation from a checkpoint: one prompt at a time, with a KV cache and streamed text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.inference import SplitModel
 from meshwright.serving.sampling import Sampler, Sampling
-from meshwright.serving.text import TextStream
+from meshwright.serving.text import IncrementalDetokenizer
 from meshwright.spec.config import ModelConfig
 from meshwright.untrusted import read_file, read_json
 
@@ -39,11 +39,11 @@ class Generation:
     Attributes:
         prompt: Text that was continued.
         text: New text, without the prompt.
-        tokens: Ids of the new tokens.
+        tokens: IDs of the new tokens.
         stopped: `"end"` (the model ended the text), `"length"` (max_tokens), or `"context"` (no more positions).
         prompt_tokens: Tokens of the prompt, with the start token.
-        seconds_to_first_token: Time to the first new token.
-        tokens_per_second: Rate after the first token.
+        seconds_to_first_token: Time to first token (TTFT).
+        tokens_per_second: New tokens per second after the first.
         checkpoint: Directory of the model.
     """
 
@@ -57,7 +57,7 @@ class Generation:
     checkpoint: Path | None = None
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright generate --json`, in which tokens are a number."""
+        """Return the JSON object of `meshwright generate --json`; `tokens` is the number of new tokens."""
         return to_json_dict(
             {
                 "prompt": self.prompt,
@@ -73,7 +73,7 @@ class Generation:
 
 
 class Generator:
-    """A model and its tokenizer, ready to continue prompts."""
+    """Model and tokenizer that continue prompts."""
 
     def __init__(
         self,
@@ -84,9 +84,10 @@ class Generator:
         ends: Iterable[int] = (),
         directory: Path | None = None,
     ) -> None:
-        """`model`: whole, or this rank's part of it, and every rank does the same; `start`: the token put before a
-        prompt, as before each document in training; `ends`: tokens that end it; `directory`: where the model came
-        from. What is special is read from the tokenizer and from the files beside it; a prompt never spells it."""
+        """`model`: an unsharded model, or this rank's part of one (then every rank makes the same calls); `start`:
+        token ID put before a prompt, as before each document in training; `ends`: token IDs that end the text;
+        `directory`: source of the model. Special tokens are read from the tokenizer and the files beside it; text in a
+        prompt never becomes one."""
         self.directory = directory
         self.model = model.eval() if isinstance(model, Transformer) else model
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
@@ -107,11 +108,11 @@ class Generator:
         check_hashes: bool = True,
         log: Callable[[str], None] = lambda line: None,
     ) -> Generator:
-        """From a Hugging Face directory with model and tokenizer, a checkpoint, or a run directory (its newest whole
-        checkpoint; `log` gets a line for each newer one that is passed over).
+        """Load a generator from a Hugging Face directory with model and tokenizer, a checkpoint, or a run directory
+        (its newest complete checkpoint; `log` gets a line for each newer one that is skipped).
 
-        device: one of `names.DEVICES`. Every byte of a checkpoint's model is checked against its hash first, unless
-        check_hashes is false.
+        `device`: one of `names.DEVICES`. `check_hashes`: verify every byte of a checkpoint's model against its hash
+        first.
         """
         device = one_device(device)
         directory = find_checkpoint(directory, log, check_hashes=check_hashes)
@@ -120,7 +121,7 @@ class Generator:
 
     @classmethod
     def of_model(cls, model: Transformer | SplitModel, config: ModelConfig, directory: Path) -> Generator:
-        """With the tokenizer that lies beside the model in `directory`."""
+        """Build a generator from a loaded model and the tokenizer in `directory`."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
@@ -129,11 +130,11 @@ class Generator:
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         start = config.bos_token if config.bos_token is not None else config.eos_token
-        return cls(model, tokenizer, start=start, ends=_ends(directory, config), directory=directory)
+        return cls(model, tokenizer, start=start, ends=_read_end_tokens(directory, config), directory=directory)
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens, behind the start token; none of them is special, whatever the prompt spells."""
-        tokens = ([] if self.start is None else [self.start]) + self._known(
+        """Return the token IDs of a prompt after the start token; text in the prompt never becomes a special token."""
+        tokens = ([] if self.start is None else [self.start]) + self._check_vocabulary(
             self._encoder.encode(prompt, add_special_tokens=False).ids
         )
         if not tokens:
@@ -141,8 +142,8 @@ class Generator:
         return tokens
 
     def encode_question(self, question: str) -> list[int]:
-        """The tokens of a user's turn and of what comes before the answer, by the chat template in the directory; what
-        ends the answer ends the text from now on. `UserError`: there is no template."""
+        """Return the token IDs of a user turn and the start of the answer, by the chat template in the directory; its
+        end-of-turn token ends generation from now on. Raises UserError without a template."""
         assert self.directory is not None, "a chat template lies in a directory"
         template = ExampleEncoder.of_directory(self.directory)
         if (end := template.find_turn_end()) is not None:
@@ -152,10 +153,10 @@ class Generator:
                 f"{template.template.where}: renders a user turn as an empty prompt; it must emit the text before the "
                 "assistant's answer"
             )
-        return self._known(tokens)
+        return self._check_vocabulary(tokens)
 
-    def _known(self, tokens: list[int]) -> list[int]:
-        """The tokens, all of which the model has. `UserError`: it has not."""
+    def _check_vocabulary(self, tokens: list[int]) -> list[int]:
+        """Return `tokens`; raise UserError if the model's vocabulary lacks one."""
         size = self.model.config.vocabulary
         if tokens and max(tokens) >= size:
             raise UserError(f"the tokenizer gives token {max(tokens)}, but the model's vocabulary has {size}")
@@ -170,11 +171,11 @@ class Generator:
         cached: bool = True,
         chat: bool = False,
     ) -> Iterator[tuple[str, Generation]]:
-        """Continue `prompt`: yields each new piece of text (whole characters) with the generation so far.
+        """Continue `prompt`: yield each new piece of text (complete characters) with the generation so far.
 
-        The last pair holds the final figures. `cached=False` reads the whole text again for every token. `chat`: the
-        prompt is a user's turn, and the text the answer to it. `UserError` when the prompt leaves no position for a new
-        token.
+        The last pair holds the final figures. `cached=False` recomputes all tokens for every new one. `chat`: the
+        prompt is a user turn, and the text the answer to it. Raises UserError when the prompt leaves no position for a
+        new token.
         """
         if max_tokens < 1:
             raise UserError(f"max-tokens {max_tokens}: should be 1 or more")
@@ -188,8 +189,8 @@ class Generator:
                 "none is left for a new token; shorten the prompt"
             )
         generation = Generation(prompt, prompt_tokens=len(tokens), checkpoint=self.directory)
-        text = TextStream(self.tokenizer, tokens)
-        for token in self._tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
+        text = IncrementalDetokenizer(self.tokenizer, tokens)
+        for token in self._generate_tokens(tokens, max_tokens, Sampler(sampling or Sampling()), generation, cached):
             generation.tokens.append(token)
             piece = text.push(token)
             generation.text += piece
@@ -208,14 +209,14 @@ class Generator:
         cached: bool = True,
         chat: bool = False,
     ) -> Generation:
-        """Continue `prompt` and return when it is done; see `stream`."""
+        """Continue `prompt` and return the finished generation; arguments as in `stream`."""
         *_, (_, generation) = self.stream(prompt, max_tokens, sampling, cached=cached, chat=chat)
         return generation
 
-    def _tokens(
+    def _generate_tokens(
         self, tokens: list[int], max_tokens: int, sampler: Sampler, generation: Generation, cached: bool
     ) -> Iterator[int]:
-        """New tokens one by one; fills in the figures of `generation`."""
+        """Yield new token IDs one by one; update the times and `stopped` of `generation`."""
         positions = self.model.config.max_positions
         capacity = min(positions, len(tokens) + min(max_tokens, _ROOM))
         cache = KeyValueCache(self.model.config, capacity=capacity) if cached else None
@@ -225,7 +226,7 @@ class Generator:
             if len(known) >= positions:
                 generation.stopped = "context"
                 break
-            token = self._next(unread if cached else known, cache, sampler)
+            token = self._next_token(unread if cached else known, cache, sampler)
             now = time.perf_counter()
             if number == 0:
                 first, generation.seconds_to_first_token = now, now - begun
@@ -238,8 +239,8 @@ class Generator:
             unread = [token]
             yield token
 
-    def _next(self, tokens: list[int], cache: KeyValueCache | None, sampler: Sampler) -> int:
-        """The token that follows these, which follow those in the cache."""
+    def _next_token(self, tokens: list[int], cache: KeyValueCache | None, sampler: Sampler) -> int:
+        """Return the token that follows `tokens`, which follow the tokens in the cache."""
         if isinstance(self.model, SplitModel):
             batch_BS = torch.tensor([tokens], device=self.model.mesh.device)
             return self.model.next_token(batch_BS, cache, sampler.choose)
@@ -249,8 +250,8 @@ class Generator:
             return sampler.choose(torch.nn.functional.linear(hidden_BSH[0, -1], self.model.head_weight))
 
 
-def _ends(directory: Path, config: ModelConfig) -> frozenset[int]:
-    """Tokens that end a text: those of the configuration and those that are said for generation alone."""
+def _read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
+    """Return the IDs of the tokens that end a text, from the configuration and generation_config.json."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return frozenset(config.eos_tokens)

@@ -1,4 +1,4 @@
-"""The next token from its logits: greedy, or drawn after temperature, top-k and top-p."""
+"""Token sampling from logits: greedy, or random after temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from meshwright.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. temperature 0: the most likely (the lowest number of equals).
+    """Sampling options. `temperature`: 0 is greedy (ties: the lowest token ID).
 
-    top_k: draw among the k most likely (0: all). top_p: among the most likely whose probabilities reach p together
-    (Holtzman et al. 2019, arXiv:1904.09751, section 3.1); at least one. seed: of the draws.
+    `top_k`: sample among the k most likely tokens (0: all). `top_p`: sample among the most likely tokens whose
+    probabilities reach p together, at least one (nucleus sampling: Holtzman et al. 2019, arXiv:1904.09751, section
+    3.1). `seed`: of the random draws.
     """
 
     temperature: float = 0.0
@@ -32,14 +33,14 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens one after another; the sequence of draws depends on `sampling.seed` alone."""
+    """Samples tokens from logits; random draws depend on `sampling.seed` alone."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def choose(self, logits_V: torch.Tensor) -> int:
-        """A token from its logits [V]."""
+        """Sample a token ID from logits [V]."""
         if self.sampling.temperature == 0:
             return int(logits_V.argmax())
         probabilities_V = distribution(logits_V, self.sampling)
@@ -47,7 +48,7 @@ class Sampler:
 
 
 def distribution(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The probabilities [V] (float64, on the CPU) that are drawn from: temperature first, then top-k, then top-p."""
+    """Return the sampling probabilities [V] (float64, on the CPU) after temperature, then top-k, then top-p."""
     wide_V = logits_V.detach().to("cpu", torch.float64)
     # Relative to the highest logit, so that a tiny temperature gives zeros and a one instead of overflowing.
     probabilities_V = torch.softmax((wide_V - wide_V.max()) / sampling.temperature, dim=0)

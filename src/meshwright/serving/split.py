@@ -1,4 +1,4 @@
-"""Text from a model that is cut over ranks of this machine."""
+"""Text generation with a model split over local ranks of this machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LOOK_SECONDS = 0.05  # between looks whether ranks that write no text have ende
 
 
 class SplitGenerator:
-    """The model of a Hugging Face directory on local ranks, over gloo. Each call starts the ranks and loads the model.
+    """Continues prompts with a model split over local ranks, connected by gloo. Each call starts the ranks and loads
+    the model.
 
-    layout: tp and pp alone, as `parallel.inference.reading_layout` returns it.
+    `layout`: tp and pp alone, as `parallel.inference.parse_inference_layout` returns it.
     """
 
     def __init__(self, directory: Path, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
@@ -39,8 +40,10 @@ class SplitGenerator:
         self, prompts: Sequence[str], max_tokens: int = 256, sampling: Sampling | None = None, *, chat: bool = False
     ) -> list[Generation]:
         """Continue each prompt; arguments as in `Generator.generate`."""
-        with self._ranks() as ranks:
-            return ranks.run(_on_rank, *self._given(prompts, max_tokens, sampling, chat), None, timeout=_SECONDS)[0]
+        with self._make_ranks() as ranks:
+            return ranks.run(
+                _generate_on_rank, *self._rank_arguments(prompts, max_tokens, sampling, chat), None, timeout=_SECONDS
+            )[0]
 
     def stream(
         self, prompt: str, max_tokens: int = 256, sampling: Sampling | None = None, *, chat: bool = False
@@ -48,15 +51,15 @@ class SplitGenerator:
         """Yield each new piece of text with the generation so far, as `Generator.stream` does; the last pair holds the
         final figures."""
         so_far = Generation(prompt, checkpoint=self.directory)
-        with tempfile.TemporaryDirectory(prefix="meshwright-text-") as directory, self._ranks() as ranks:
+        with tempfile.TemporaryDirectory(prefix="meshwright-text-") as directory, self._make_ranks() as ranks:
             pipe = os.path.join(directory, "pieces")
             os.mkfifo(pipe)
             descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for writing, too: it never ends, so none waits
-            given = self._given([prompt], max_tokens, sampling, chat)
+            given = self._rank_arguments([prompt], max_tokens, sampling, chat)
             pool = ThreadPoolExecutor(1)
             try:
-                answer = pool.submit(ranks.run, _on_rank, *given, pipe, timeout=_SECONDS)
-                for piece in _pieces(descriptor, answer):
+                answer = pool.submit(ranks.run, _generate_on_rank, *given, pipe, timeout=_SECONDS)
+                for piece in _read_pieces(descriptor, answer):
                     so_far.text += piece
                     yield piece, so_far
                 yield "", answer.result()[0][0]
@@ -67,17 +70,20 @@ class SplitGenerator:
                 pool.shutdown()
                 os.close(descriptor)
 
-    def _ranks(self) -> LocalRanks:
+    def _make_ranks(self) -> LocalRanks:
+        """Return local ranks for the layout, not started yet."""
         return LocalRanks(self.layout.world_size, threads=choose_threads(self.layout.world_size))
 
-    def _given(
+    def _rank_arguments(
         self, prompts: Sequence[str], max_tokens: int, sampling: Sampling | None, chat: bool
     ) -> tuple[str, str, torch.dtype, list[str], int, Sampling | None, bool]:
+        """Return the arguments of `_generate_on_rank`, without the pipe."""
         return str(self.directory), str(self.layout), self.dtype, list(prompts), max_tokens, sampling, chat
 
 
-def _pieces(descriptor: int, answer: Future[list[list[Generation]]]) -> Iterator[str]:
-    """The pieces of text that rank 0 writes into a pipe, a JSON string a line, until all ranks have answered."""
+def _read_pieces(descriptor: int, answer: Future[list[list[Generation]]]) -> Iterator[str]:
+    """Yield the text pieces that rank 0 writes to the pipe `descriptor`, one JSON string per line, until `answer` (of
+    all ranks) is done."""
     unread = b""
     while True:
         ended = answer.done()  # before the last look: what was written before it is read
@@ -89,10 +95,12 @@ def _pieces(descriptor: int, answer: Future[list[list[Generation]]]) -> Iterator
             return
 
 
-def _on_rank(
+def _generate_on_rank(
     directory: str, layout: str, dtype: torch.dtype, prompts: list[str], max_tokens: int, sampling: Sampling | None,
     chat: bool, pipe: str | None,
 ) -> list[Generation]:  # fmt: skip
+    """Load this rank's part of the model and continue the prompts; rank 0 streams the first one's text to `pipe`, if
+    given."""
     mesh = Mesh.create(Layout.parse(layout))
     split = SplitModel(Path(directory), mesh, dtype)
     generator = Generator.of_model(split, split.config, Path(directory))

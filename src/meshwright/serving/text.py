@@ -1,4 +1,4 @@
-"""Tokens to text as they come: pieces of whole characters."""
+"""Incremental detokenization: tokens to text, in pieces of complete characters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that
 CONTEXT_TOKENS = 4
 
 
-class TextStream:
-    """The text of tokens that follow `before`, piece by piece; together the pieces are what decoding all at once gives.
+class IncrementalDetokenizer:
+    """Incremental detokenizer: returns the text of tokens that follow the token IDs `before`, piece by piece; the
+    joined pieces equal the text decoded at once.
 
-    Only the last tokens are decoded each time: with those before them, which show how they join (a tokenizer may drop
-    the space in front of the first word).
+    Only the last tokens are decoded each time, with those before them as context (a tokenizer may drop the space before
+    a first word).
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
@@ -24,7 +25,7 @@ class TextStream:
         self._given = len(self._decode())  # characters of the window's text that have been given
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is unfinished."""
+        """Append a token; return the text that it completes, empty while a character is incomplete."""
         self._window.append(token)
         text = self._decode()
         whole = text.rstrip(UNFINISHED)
@@ -37,8 +38,9 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """What is left at the end: bytes that never became a character."""
+        """Return the remaining text at the end: bytes that never became a character."""
         return self._decode()[self._given :]
 
     def _decode(self) -> str:
+        """Decode the current window of tokens."""
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))

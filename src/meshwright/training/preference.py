@@ -56,7 +56,7 @@ class PreferencePairs:
         """Add the pairs, with the log-probabilities under the reference where it is known."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
         if self.reference is not None:
-            pairs = pairs.known_from(self.reference.splits[split].of_rows(rows, self.most_pairs))
+            pairs = pairs.with_reference(self.reference.splits[split].of_rows(rows, self.most_pairs))
         return documents.in_pairs(pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:

@@ -1,10 +1,10 @@
-"""All-gathers, prefetches and reshards the units of a foreign module, by hooks on its modules and on saved tensors.
+"""ZeRO prefetcher for user-defined modules, by hooks on submodules and on saved tensors.
 
-The module is not ours: it may enter units in another order than it names them, enter one twice, on some ranks not at
-all, or use one's parameters from outside. So all-gathers follow one order that does not depend on it: forward every
-unit once, backward every unit once the other way round. Entering a unit first starts the all-gathers of those before it
-in the order; at the end the rest follow. Likewise a unit's gradients are reduced when the all-gather of the one before
-it has started, and those of units that a pass skips at once. So ranks pair the same calls whatever they compute.
+The module is not ours: it may enter units in another order than it declares them, enter one twice, skip one on some
+ranks, or use one's parameters from outside. So all-gathers follow a fixed order: every unit once in forward, once in
+reverse in backward. Entering a unit first starts the all-gathers of all units before it; at the end the rest follow.
+Likewise a unit's gradients are reduced after the all-gather of its predecessor has started, and those of skipped units
+at once. So ranks issue matching calls whatever they compute.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HELD_SITE = "module.units"
 
 
 class ModulePrefetcher:
-    """`ParameterPrefetcher` for the units of a foreign module. `held`: those that stay unsharded for a whole pass,
-    because they are used outside of their modules or more than once; the first forward finds them."""
+    """`ParameterPrefetcher` for the FSDP units of a user-defined module. `held`: units that stay unsharded for a whole
+    pass, because they are used outside of their modules or more than once; detected in the first forward."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -47,7 +47,7 @@ class ModulePrefetcher:
         self._storages = {unit.parameters.untyped_storage()._cdata: name for name, unit in self._units.items()}
 
     def attach(self, modules: Mapping[str, nn.Module], parameters: Mapping[int, str]) -> None:
-        """Register hooks on the modules that are units. parameters: name of the unit of each parameter, by `id`."""
+        """Register forward hooks on the modules that are units. `parameters`: unit name of each parameter, by `id`."""
         self._unit_of = parameters
         if not self.sharded:
             return
@@ -58,7 +58,8 @@ class ModulePrefetcher:
 
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
-        """The context of the forward pass of a micro-batch. `axis`: of the ranks that share the units."""
+        """Context of a micro-batch's forward pass. `axis`: ranks that share the units; `backward_follows`: False in
+        evaluation."""
         self._backward = False
         if not self.sharded:
             for unit in self._units.values():
@@ -88,7 +89,7 @@ class ModulePrefetcher:
 
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
-        """The context of its backward pass, whose gradients are summed in `gradients`."""
+        """Context of a micro-batch's backward pass, whose gradients `gradients` accumulates."""
         if not self.sharded:
             yield
             return
@@ -100,17 +101,17 @@ class ModulePrefetcher:
         self._backward = False
 
     def on_complete(self, name: str) -> None:
-        """Reshard a unit whose gradients are complete: every function that it computes with has run."""
+        """Reshard the unit `name`, whose gradients are complete."""
         if self._backward and name not in self.held:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Start the all-gather of the next unit of the backward pass before a unit's gradients are reduced."""
+        """Start the all-gather of the next unit in backward before the gradients of unit `name` are reduced."""
         if self._backward:
             self._gather_through(self._following(name))
 
     def reshard(self) -> None:
-        """Reshard all units: a pass has ended."""
+        """Reshard all units at the end of a pass."""
         if self.sharded:
             for unit in self._units.values():
                 unit.reshard()
@@ -118,7 +119,7 @@ class ModulePrefetcher:
     # --- the order of the all-gathers
 
     def _unshard(self, name: str) -> None:
-        """Return when a unit is unsharded; the next one in the order is prefetched."""
+        """Unshard a unit (waiting for its all-gather) and prefetch the next one."""
         if name == self._current and self._units[name].is_unsharded:
             return
         self._current = name
@@ -127,29 +128,31 @@ class ModulePrefetcher:
         self._gather_through(self._following(name))
 
     def _stays(self, name: str) -> bool:
-        """True for a unit that stays unsharded from its forward to its backward: a held one, and the last one, with
-        which the backward pass begins."""
+        """True for a unit that stays unsharded from forward to backward: a held one, and the last one, with which
+        backward begins."""
         others = [each for each in self._order if each not in self.held]
         return name in self.held or (self._keeps_last and others[-1:] == [name])
 
     def _following(self, name: str) -> str | None:
-        """The unit that comes after this one in the pass, without held ones."""
+        """Return the next unit of the pass that is not held; None after the last."""
         here = self._order.index(name)
         after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
         return next((each for each in after if each not in self.held), None)
 
     def _gather_through(self, name: str | None) -> None:
-        """Start the all-gathers of the units up to this one, unless that was done."""
+        """Start the all-gathers of all units up to `name` that have not been started."""
         while name in self._to_gather:
             self._units[self._to_gather.popleft()].start_all_gather()
 
     def _gather_the_rest(self) -> None:
+        """Start all remaining all-gathers of the pass."""
         if self._to_gather:
             self._gather_through(self._to_gather[-1])
 
     # --- the units that are held
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        """Forward pre-hook: unshard the unit; mark it to be held if it is entered a second time."""
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -158,6 +161,7 @@ class ModulePrefetcher:
         self._unshard(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Forward hook: reshard the unit; mark it to be held if its outputs contain its parameters."""
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
@@ -167,15 +171,15 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def _use(self, parameter: torch.Tensor) -> None:
-        """Unshard the unit of a parameter that a function computes with, perhaps from outside of its unit."""
+        """Unshard the unit of a parameter used outside of its unit, and mark the unit to be held."""
         name = self._unit_of.get(id(parameter))
         if name is not None and not self._units[name].is_unsharded:
             self._found.add(name)
             self._unshard(name)
 
     def _settle(self, axis: Axis) -> bool:
-        """Hold the units from now on that any rank has found to be used otherwise than between enter and leave. True
-        if any rank has entered a unit at all."""
+        """Agree over `axis` on the units to be held from now on: those that any rank marked. Return True if any rank
+        entered a unit."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -187,16 +191,18 @@ class ModulePrefetcher:
     # --- parameters that autograd saves
 
     def _unit_in(self, tensor: torch.Tensor) -> str | None:
-        """The unit whose memory a tensor is a view of."""
+        """Return the name of the unit whose memory a tensor is a view of, or None."""
         if tensor.layout != torch.strided:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """Saved-tensor hook: replace a view of a unit's memory by a `_SavedView`."""
         name = self._unit_in(tensor)
         return tensor if name is None else _SavedView(name, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
+        """Saved-tensor hook: unshard the unit of a `_SavedView` and return its tensor."""
         if not isinstance(saved, _SavedView):
             return saved  # type: ignore[no-any-return]
         self._unshard(saved.unit)
@@ -204,14 +210,14 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """A view of a unit's memory that autograd saves for the backward pass; the memory itself is resharded."""
+    """View of a unit's memory that autograd saves for backward; the memory itself is resharded meanwhile."""
 
     unit: str
     tensor: torch.Tensor
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Calls `use` with every parameter that a function of torch computes with."""
+    """Torch function mode that calls `use` with every parameter whose values a torch function reads."""
 
     def __init__(self, use: Callable[[torch.Tensor], None]) -> None:
         super().__init__()

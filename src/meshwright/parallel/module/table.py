@@ -1,7 +1,7 @@
-"""The parameter table of a foreign module, derived from its `named_parameters()`, and the units that it is sharded by.
+"""Parameter table of a user-defined module, derived from `named_parameters()`, and its FSDP units.
 
-A unit is a module whose parameters are all-gathered together under ZeRO-3. Parameters in none (of small modules, of the
-module itself, shared by several modules) are together the unit `REST`, which stays unsharded for a whole pass.
+Parameters outside every unit (of small modules, of the module itself, shared by several modules) form the unit `REST`,
+which stays unsharded for a whole pass.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LARGE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
-    """The table of a foreign module, the modules that are units, and the values that are kept beside (buffers that a
-    checkpoint has, and frozen parameters)."""
+    """Parameter table of a user-defined module, the submodules that are FSDP units, and the `kept` values (persistent
+    buffers and frozen parameters)."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
@@ -41,9 +41,9 @@ def describe_module(
     choose: ChooseUnit | None = None,
     decays: Callable[[str, nn.Parameter], bool] | None = None,
 ) -> ModuleDescription:
-    """Derive the table of a module. `choose`: which modules are units, by default chosen by size; `decays`: to which
-    parameters weight decay applies, by default those of two dims and more. `UserError` where the module cannot be
-    trained."""
+    """Derive the parameter table and units of a module. `choose`: True for modules that are units (default: by size);
+    `decays`: True for parameters with weight decay (default: two or more dims). Raises UserError if the module cannot
+    be trained."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -69,8 +69,8 @@ def describe_module(
 
 
 def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
-    """Frozen parameters and buffers by name, as they are now; with `saved` those that a checkpoint has: no buffer that
-    is not persistent, nothing without elements."""
+    """Return frozen parameters and buffers by name; with `saved` only those that a checkpoint stores (no non-persistent
+    buffers, no empty tensors)."""
     frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
     not_saved: set[str] = set()
     if saved:
@@ -81,7 +81,7 @@ def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
 
 
 def check_values(module: nn.Module) -> None:
-    """`UserError` with the first value that cannot be trained or saved."""
+    """Raise UserError for the first parameter or buffer that cannot be trained or saved."""
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise UserError(f"{name} is not initialised yet (a lazy module): run the module once where it is built")
@@ -96,7 +96,8 @@ def check_values(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """The outermost modules below `module` that are units. A list is never called, so it is none."""
+    """Collect in `found` the outermost submodules that are units, by path. A ModuleList is never called, so it is
+    none."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -112,6 +113,8 @@ def _find_units(
 
 
 def _by_size(module: nn.Module, total: int, listed: bool) -> bool:
+    """True if a module is large enough to be a unit and not a large container of others. `total`: elements of all
+    trained parameters; `listed`: its parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:
