@@ -20,7 +20,7 @@ def test_ranks_of_one_host_compile_in_places_of_their_own_unless_one_is_named():
         with mock.patch.dict(os.environ, environment):
             if not environment:
                 os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-            worker._compile_apart(Place(rank, 4, local_rank, "file:///nowhere", rendezvous.LAUNCHER))
+            worker._separate_compile_caches(Place(rank, 4, local_rank, "file:///nowhere", rendezvous.LAUNCHER))
             return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
     assert len({place(rank, rank % 2) for rank in range(4)}) == 2

@@ -156,7 +156,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
     if not config.experts:
         return f"ep{layout.ep}:etp{layout.etp} needs a model with experts, and this one has none"
     if config.experts % layout.ep:
-        return f"ep{layout.ep} does not divide the model's {config.experts} experts{_divisor_hint(config.experts, layout.ep)}"
+        hint = _divisor_hint(config.experts, layout.ep)
+        return f"ep{layout.ep} does not divide the model's {config.experts} experts{hint}"
     if config.expert_intermediate % layout.etp:
         width = config.expert_intermediate
         return f"etp{layout.etp} does not divide the model's expert width {width}{_divisor_hint(width, layout.etp)}"

@@ -63,7 +63,7 @@ class ModuleRun(Run):
         if loaded is not None:
             checkpoint, self.saved_state = loaded
             self.trainer.restore(self.saved_state)
-            self._note_resumed(self.saved_state)
+            self._collect_resume_notes(self.saved_state)
             self.resumed_from = checkpoint.name
 
     def _predict(self) -> Prediction:
@@ -73,7 +73,7 @@ class ModuleRun(Run):
     def _result(self) -> dict[str, Any]:
         """The result document; traffic is predicted anew, now that it is known which buffers change."""
         prediction = self._predict() if self.journal.leader else None
-        return self.journal.result(self._end(), self.checkpointer, prediction)
+        return self.journal.result(self._run_end(), self.checkpointer, prediction)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
