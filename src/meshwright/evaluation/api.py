@@ -1,4 +1,5 @@
-"""`meshwright.evaluate`: loss of a checkpoint on held-out text, as `meshwright evaluate` reports it. Free of torch."""
+"""`meshwright.evaluate`: loss of a checkpoint on held-out text, like the command `meshwright evaluate`. Free of
+torch."""
 
 from __future__ import annotations
 

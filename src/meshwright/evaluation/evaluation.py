@@ -45,12 +45,13 @@ def run_evaluation(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Evaluate `checkpoint` on `data`: the document of `meshwright evaluate --json`. Arguments as in
-    `meshwright.evaluate`; overrides as on the command line.
+    """Compute loss, perplexity and bits per byte of a checkpoint on text; return the document of `meshwright evaluate
+    --json`.
 
-    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens. Of records
-    the responses are evaluated, and `bits_per_byte` is None. Lossy documents are those that their tokens do not decode
-    to: the bits per byte leave out what the tokenizer lost of them, and do not compare with those of other models.
+    Arguments as in `meshwright.evaluate`; overrides as on the command line. Documents have the same start and end
+    tokens as in training, so that every byte is predicted; attention stays within a row. For records only the responses
+    count and `bits_per_byte` is None. `lossy_documents`: documents that do not survive encoding and decoding; the bits
+    per byte miss the lost text, so they do not compare with other models.
     """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
@@ -85,7 +86,8 @@ def run_evaluation(
 def _on_one_device(
     directory: Path, tokens: PackedDataset, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
-    """The sum of the token losses (nats), and of how many tokens."""
+    """Return (sum of token losses in nats, number of target tokens) on one device. progress: called with (rows done,
+    all)."""
     model, _ = load_huggingface(directory, torch.float32, device)
     nats, count, done = 0.0, 0, 0
     with torch.no_grad():
@@ -98,7 +100,8 @@ def _on_one_device(
 
 
 def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]) -> tuple[float, int]:
-    """The same, on one of several ranks that have a part of the model each."""
+    """Return (sum of token losses in nats, number of target tokens), as one of several ranks among which the model is
+    split."""
     mesh = Mesh.create(Layout.parse(layout))
     split = SplitModel(Path(directory), mesh)
     _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None, overrides)
@@ -116,10 +119,12 @@ def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: S
 
 
 def _rows(tokens: PackedDataset) -> int:
+    """Return the number of rows per batch, about `TOKENS_AT_ONCE` tokens."""
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
 def _micro_batch(batch: TokenBatch) -> MicroBatch:
+    """Return the batch as torch tensors (tokens [B, S], targets [B, S]) and its document boundaries."""
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     return tokens_BS, targets_BS, Documents.from_ids(batch.document_ids)
 
@@ -132,8 +137,8 @@ def held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """The tokens to evaluate on, made with the checkpoint's own tokenizer. `overrides`: of the recipe, if `data` is
-    one."""
+    """Return (prepared data, the split to evaluate), tokenized with the checkpoint's own tokenizer. `data`: recipe or
+    source; `sequence`: tokens of context; `overrides`: of the recipe, if `data` is one."""
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
     from_recipe = data.endswith(".toml")
@@ -166,7 +171,7 @@ def held_out(
 
 
 def _lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """How many documents are not what their tokens decode to."""
+    """Return the number of documents that differ from their decoded tokens."""
     tokenizer, lossy = prepared.tokenizer, 0
     for texts in _in_batches(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)
@@ -175,5 +180,6 @@ def _lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
 
 
 def _in_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+    """Yield lists of `size` consecutive texts; the last may be shorter."""
     while batch := list(itertools.islice(texts, size)):
         yield batch

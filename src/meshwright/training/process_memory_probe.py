@@ -55,7 +55,7 @@ LARGE = _make_config(192, 4), 8, 256
 
 
 class _ProbeRun:
-    """A small model with an optimizer that runs training run_steps on one fixed micro-batch. size: (model, sequences,
+    """A small model with an optimizer that runs training steps on one fixed micro-batch. size: (model, sequences,
     tokens)."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
@@ -79,7 +79,7 @@ class _ProbeRun:
         self.step_bytes = found.peak_bytes - states
 
     def run_steps(self) -> tuple[int, int]:
-        """Run `STEPS` run_steps; return (growth of the settled RSS, peak RSS above the settled RSS afterwards), both in
+        """Run `STEPS` steps; return (growth of the settled RSS, peak RSS above the settled RSS afterwards), both in
         bytes."""
         before = _settled_rss()
         reset_peak_rss()

@@ -1,4 +1,4 @@
-"""`meshwright.verify`: check from Python that a layout computes what one device computes. Free of torch."""
+"""`meshwright.verify`: check from Python that a layout computes the same as one device. Free of torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """The line for a person: the first layout that disagrees, else the first fault that was missed."""
+    """Return the failure in one line: the first layout that disagrees, else the first missed fault; None if all
+    passed."""
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

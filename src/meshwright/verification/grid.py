@@ -1,4 +1,4 @@
-"""Which layouts are verified when none is named: every axis that this version runs, and every pair of them."""
+"""The default layouts of `meshwright verify`: every axis of parallelism, and every pair of axes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MIXTURES = (
 
 
 def grid() -> list[Layout]:
-    """Layouts of up to 8 ranks that meet every axis alone and every two values of different axes, each on as few ranks
-    as the candidates do it; and `MIXTURES`."""
+    """Return layouts of up to 8 ranks that cover every feature alone and every pair of features, each on as few ranks
+    as possible; and `MIXTURES`."""
     chosen = list(MIXTURES)
     brings = {layout: _brings(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
@@ -33,7 +33,7 @@ def grid() -> list[Layout]:
 
 
 def _brings(layout: Layout) -> set[tuple[str, ...]]:
-    """What is seen where the layout runs: each value that it sets, every two of them, and how few of them are alone."""
+    """Return the features that a layout covers: each single one, each pair, and the full set if it has at most two."""
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
     sets |= {f"zero{layout.zero}"} if layout.zero else set()
@@ -50,8 +50,8 @@ def _brings(layout: Layout) -> set[tuple[str, ...]]:
 
 
 def _candidates() -> list[Layout]:
-    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, tensor
-    parallelism with each of them, context parallelism with each of those, and pipelines with all."""
+    """Return the layouts of up to 8 ranks from which the grid is chosen: dp x zero x micro-batches x recompute, and
+    tensor, context, pipeline and expert parallelism with them."""
     recomputes = ("none", "selective", "full")
     layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
     for dp in (2, 3, 4):
@@ -70,7 +70,7 @@ def _candidates() -> list[Layout]:
 
 
 def _runs(layout: Layout) -> bool:
-    """Whether this version runs the layout; what it does not run yet joins the grid when it does."""
+    """Return True if this version can run the layout."""
     try:
         layout.refuse_unbuilt()
     except UserError:
@@ -79,7 +79,7 @@ def _runs(layout: Layout) -> bool:
 
 
 def _remaining_pairs() -> list[Layout]:
-    """What meets nowhere else."""
+    """Return layouts for pairs of features that no other candidate covers."""
     ulysses: dict[str, Any] = {"cp": 2, "cp_method": "ulysses"}
     nosp: dict[str, Any] = {"tp": 2, "tensor_sequence_parallel": False}
     sharded: dict[str, Any] = {"dp": 4, "hybrid": 2}
@@ -108,7 +108,7 @@ def _remaining_pairs() -> list[Layout]:
 
 
 def _tensor() -> list[Layout]:
-    """tp with sequence parallelism and without; key-value heads are fewer than ranks from tp4 on."""
+    """Return layouts of tp with and without sequence parallelism; from tp4 on, key-value heads are fewer than ranks."""
     layouts = [Layout(tp=tp, tensor_sequence_parallel=parallel) for tp in (2, 3, 4) for parallel in (True, False)]
     layouts += [Layout(tp=4, recompute=recompute, micro_batches=2) for recompute in ("none", "selective", "full")]
     layouts += [
@@ -124,7 +124,7 @@ def _tensor() -> list[Layout]:
 
 
 def _experts() -> list[Layout]:
-    """Experts spread over ranks of every other axis, by expert, by columns and by both."""
+    """Return layouts of expert parallelism over every other axis: ep, etp and both."""
     layouts = [Layout(dp=dp, ep=dp, recompute=recompute) for dp, recompute in ((2, "none"), (3, "selective"))]
     layouts += [Layout(dp=2, etp=2, micro_batches=2), Layout(dp=4, ep=2, etp=2, recompute="full")]
     layouts += [Layout(dp=4, zero=zero, ep=2, micro_batches=1 + zero % 2) for zero in (1, 2, 3)]
@@ -139,7 +139,8 @@ def _experts() -> list[Layout]:
 
 
 def _context() -> list[Layout]:
-    """Both ways of cutting rows; key-value heads are fewer than ranks from cp4 on."""
+    """Return layouts of context parallelism with ring attention and Ulysses; from cp4 on, key-value heads are fewer
+    than ranks."""
     layouts = []
     for method in ("ring", "ulysses"):
         layouts += [Layout(cp=cp, cp_method=method) for cp in (2, 3, 4)]
@@ -154,7 +155,7 @@ def _context() -> list[Layout]:
 
 
 def _pipeline() -> list[Layout]:
-    """Every schedule that runs in steps; stages with each other axis."""
+    """Return layouts of every synchronous pipeline schedule, and of stages with each other axis."""
     layouts = []
     for index, (name, (chunks, _, _)) in enumerate(SCHEDULE_CHUNKS.items()):
         if name not in ASYNCHRONOUS_SCHEDULES:

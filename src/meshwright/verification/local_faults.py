@@ -1,6 +1,6 @@
-"""Faults planted in local code: while one is planted, one function of the engine is replaced by a wrong one.
+"""Faults in local code: while a fault is planted, one function of the engine is replaced by a wrong one.
 
-Each strikes only where it changes what the function does, so that a fault that a layout cannot have is not counted.
+Each counts only where it changes a result, so that a fault that a layout cannot have is not counted.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from meshwright.training.trainer import Trainer
 
 
 class FaultCounter:
-    """How often a planted fault changed something on this rank."""
+    """Counts how often a planted fault changed something on this rank."""
 
     def __init__(self) -> None:
         self.count = 0
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def record_if(self, changed: bool) -> bool:
-        """Count a strike if something is changed; whether it is."""
+        """Increment the count if `changed`; return `changed`."""
         self.count += bool(changed)
         return bool(changed)
 
     def again(self, thing: object) -> bool:
-        """Whether an object is met for a second time."""
+        """Return True if this object was passed before."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -51,7 +51,8 @@ FaultyFunction = Callable[..., Any]  # takes the strikes, the right function and
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """Where a fault is planted: `owner.name`, a method or function; `case`: the problem that shows it."""
+    """A local fault: the attribute `owner.name` (method or function) is replaced by `wrong`; `case`: the problem that
+    exposes it."""
 
     case: str
     owner: Any
@@ -61,26 +62,28 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """One of `LOCAL_FAULTS`, by name."""
+    """A fault of `LOCAL_FAULTS`, by name."""
 
     name: str
 
     def __str__(self) -> str:
+        """Return the fault's name."""
         return self.name
 
     @property
     def case(self) -> str:
-        """Name of the problem that shows it: updates, dtypes or long sequences."""
+        """Name of the problem that exposes the fault: updates, dtypes or long sequences."""
         return LOCAL_FAULTS[self.name].case
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Inside, the fault is planted in this process."""
+        """Plant the fault in this process within the context; yields its counter."""
         plan, strikes = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
         right = kind.__func__ if isinstance(kind, classmethod) else kind
 
         def wrong(*arguments: Any, **options: Any) -> Any:
+            """Call the faulty function with the counter and the original function."""
             return plan.wrong(strikes, right, *arguments, **options)
 
         replacement: Any = classmethod(wrong) if isinstance(kind, classmethod) else wrong
@@ -95,31 +98,38 @@ class LocalFault:
 
 
 def _overwritten(strikes: FaultCounter, right: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
+    """Wrong `UnshardedGradient.view`: micro-batches overwrite the gradient instead of accumulating."""
     view, stale = right(gradient, index)
     strikes.record_if(not stale)
     return view, True
 
 
 def _unclipped(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    """Wrong `Trainer._gradient_scale`: no clipping."""
     scale = 1.0 / verdict.loss_scale
     strikes.record_if(scale != right(self, verdict))
     return scale
 
 
 def _clipped_twice(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    """Wrong `Trainer._gradient_scale`: the clipping factor is squared."""
     clipped = right(self, verdict) * verdict.loss_scale
     strikes.record_if(clipped != 1.0)
     return float(clipped**2 / verdict.loss_scale)
 
 
 def _clipped_locally(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    """Wrong `Trainer._gradient_scale`: clipping by this rank's norm instead of the global one."""
     norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
     strikes.record_if(not math.isclose(norm, verdict.gradient_norm))
     return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
 
 
 def _decay_moved(by: int) -> FaultyFunction:
+    """Return a wrong `ZeroEngine._shard` whose weight-decay range is `by` elements longer."""
+
     def wrong(strikes: FaultCounter, right: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
+        """Wrong `ZeroEngine._shard`: the weight-decay range is moved."""
         shard = right(self, unit)
         end = shard.master.numel()
         held = [last - unit.start for _, _, last in unit.flat.within(unit.start, unit.stop)]  # the rest is padding
@@ -131,16 +141,19 @@ def _decay_moved(by: int) -> FaultyFunction:
 
 
 def _next_rate(strikes: FaultCounter, right: FaultyFunction, step: int, train: Any) -> float:
+    """Wrong `learning_rate`: that of the next step."""
     strikes.record_if(right(step + 1, train) != right(step, train))
     return float(right(step + 1, train))
 
 
 def _more_terms(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> int:
+    """Wrong `count_terms`: one term too many."""
     strikes.record_if(True)
     return int(right(*arguments)) + 1
 
 
 def _never_skipped(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> Any:
+    """Wrong `Trainer._agree`: a non-finite step is not skipped."""
     verdict = right(*arguments)
     verdict.finite = verdict.finite or strikes.record_if(True)
     return verdict
@@ -150,6 +163,8 @@ def _never_skipped(strikes: FaultCounter, right: FaultyFunction, *arguments: Any
 
 
 def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
+    """Wrong `FsdpUnit.update_parameters`: from its second call on, parameters are not copied from the master
+    weights."""
     master = self.master
     if strikes.again(self) and strikes.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -158,6 +173,7 @@ def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -
 
 
 def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
+    """Wrong `FsdpUnit.update_parameters`: from its second call on, parameters are not all-gathered (ZeRO-1 and 2)."""
     zero = self.zero
     if strikes.again(self) and strikes.record_if(zero in (1, 2)):
         self.unshard()
@@ -170,18 +186,21 @@ def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) 
 
 
 def _next_samples(strikes: FaultCounter, right: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
+    """Wrong `samples_of_step`: sample numbers are off by one."""
     strikes.record_if(True)
     share = self.recipe.train.batch // self.mesh.dp.size
     return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
 
 
 def _samples_of_rank_0(strikes: FaultCounter, right: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
+    """Wrong `samples_of_step`: every rank reads rank 0's samples."""
     share = self.recipe.train.batch // self.mesh.dp.size
     strikes.record_if(self.mesh.dp.rank > 0)
     return self.order.sample(step * self.recipe.train.batch + np.arange(share))
 
 
 def _one_epoch(strikes: FaultCounter, right: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
+    """Wrong `SampleOrder.sample`: every epoch repeats the first one's permutation."""
     wanted = np.asarray(numbers)
     strikes.record_if(bool((wanted >= self.sequences).any()))
     return right(self, wanted % self.sequences)
@@ -191,7 +210,10 @@ def _one_epoch(strikes: FaultCounter, right: FaultyFunction, self: SampleOrder, 
 
 
 def _restored_without(key: str) -> FaultyFunction:
+    """Return a wrong `Trainer.restore` that ignores one key of `state.json`."""
+
     def wrong(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+        """Wrong `Trainer.restore`: the key has its initial value."""
         fresh: Any = None if key == "loss_scale" else 0
         strikes.record_if(state.get(key) != fresh)
         right(self, {**state, key: fresh})
@@ -200,6 +222,7 @@ def _restored_without(key: str) -> FaultyFunction:
 
 
 def _finite_steps_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+    """Wrong `Trainer.restore`: the loss scale's count of finite steps is 0."""
     scale = state.get("loss_scale")
     if scale is not None and strikes.record_if(scale["finite_steps"] != 0):
         state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
@@ -207,6 +230,7 @@ def _finite_steps_forgotten(strikes: FaultCounter, right: FaultyFunction, self: 
 
 
 def _optimizer_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Optimizer, step_count: int) -> None:
+    """Wrong `Optimizer.restore_step_count`: the optimizer state is zeroed."""
     right(self, step_count)
     for tensors in self.state_tensors().values():
         for tensor in tensors:
@@ -218,12 +242,14 @@ def _optimizer_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Opt
 
 
 def _no_documents(strikes: FaultCounter, right: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
+    """Wrong `Documents.from_ids`: attention crosses document boundaries."""
     found = right(cls, ids_BS)
     strikes.record_if(found.starts_BS is not None)
     return cls(None)
 
 
 def _sees_next(strikes: FaultCounter, right: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
+    """Wrong `tiles_of`: the causal mask lets each token see the next one."""
     strikes.record_if(len(triangle) > 1)
     return right(span, torch.triu(triangle, 2), first_RS)
 
@@ -231,7 +257,7 @@ def _sees_next(strikes: FaultCounter, right: FaultyFunction, span: Any, triangle
 def _tile_forgets(
     strikes: FaultCounter, right: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Every tile but the first loses the first key that it sees."""
+    """Wrong `tiles_of`: every tile but the first misses its first key."""
     found = []
     for tile in right(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -244,7 +270,7 @@ def _tile_forgets(
 
 
 def _ring_forgets(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> Any:
-    """Of what queries see of another rank's keys, the last piece is left out."""
+    """Wrong `spans`: the last KV block of another rank is left out."""
     found = right(*arguments)
     return found[:-1] if strikes.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 

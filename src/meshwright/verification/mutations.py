@@ -1,5 +1,5 @@
-"""Faults planted at every collective call of a layout and in local code, one at a time. A verifier that cannot fail
-proves nothing."""
+"""Mutation test of the verifier: plant faults at every collective call of a layout and in local code, one at a time,
+and check that each is detected."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Every kind of fault at every call site of the layout, at all its calls and at a single one, and every local fault
-    that changes something there. Returns planted, caught, neutral, missed and faults.
+    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every local
+    fault that changes something there. Return counts of faults planted, caught and neutral, and lists of missed ones
+    and all.
 
-    planted: those that another model on the same layout had, which are left out; these are added. Most faults show
-    after one step; the others get all the steps of the problem.
+    planted: keys of the faults that an earlier model on the same layout had, which are skipped; new ones are added.
+    Most faults show after one step; the others get all the steps of the problem.
     """
     planting = _Planting(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
@@ -69,14 +70,15 @@ def plant_all(
 
 
 def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Why the fault changes nothing on the layout; None if it must be found. paired: for preference pairs."""
+    """Return why the fault cannot change a result on the layout; None if it must be detected. paired: for preference
+    pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _Planting:
-    """Runs of one layout and model with faults."""
+    """Runs one layout and model with planted faults. planted: keys of the faults so far."""
 
     def __init__(
         self,
@@ -89,7 +91,8 @@ class _Planting:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Faults at call sites that struck, and what came of them."""
+        """Yield the faults in collectives that changed something, each with its comparison. before: keys of faults to
+        skip."""
         problem = self.maker.plain(layers=3)
         (healthy,) = self._run(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -104,7 +107,8 @@ class _Planting:
             self.planted |= {_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Faults in local code that struck, and what came of them."""
+        """Yield the faults in local code that changed something, each with its comparison. before: keys of faults to
+        skip."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
@@ -119,7 +123,7 @@ class _Planting:
                 self.planted |= {(fault.name,) for fault in found}
 
     def _try(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """What came of each fault that struck."""
+        """Run the problem once with each fault; return the comparison of each fault that changed something."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run(problem, faults), strict=True)
@@ -127,7 +131,7 @@ class _Planting:
         }
 
     def _run(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
-        """By fault, then by rank."""
+        """Run the problem once with each fault (None: no fault); return the results by fault, then by rank."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
             of_ranks = self.ranks.run(
@@ -137,18 +141,19 @@ class _Planting:
 
 
 def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
-    """Some at a time, so that progress is seen."""
+    """Yield consecutive batches of `BATCH` faults, so that progress is reported."""
     for start in range(0, len(faults), BATCH):
         yield faults[start : start + BATCH]
 
 
 def _key(fault: Fault) -> tuple[str, ...]:
+    """Return the key of a fault: site, operation, kind and "True" if it is at all calls."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
 def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls of the first step and of all steps: of each kind those of the rank that makes the most (ranks of other
-    stages may make none)."""
+    """Return the collective calls of the first step and of all steps, by site and operation those of the rank with the
+    most calls (ranks of other stages may have none)."""
     found: list[list[dict[str, Any]]] = []
     for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
         most: dict[tuple[str, str], dict[str, Any]] = {}
@@ -161,8 +166,8 @@ def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], 
 
 
 def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """What can go wrong with the calls of a run that nothing spoilt: each site and operation, each kind, at all calls
-    and in the middle of the first step."""
+    """Return all faults that the calls of a healthy run can have: each site and operation, each kind, at all calls and
+    in the middle of the first step."""
     faults = []
     calls_first_step, calls = _calls_of_all(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
@@ -186,7 +191,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
 
 
 def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """How often a rank made these calls, and of how many bytes."""
+    """Return (number of calls, payload bytes) for each of a rank's records of this site and operation."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls
@@ -202,6 +207,8 @@ def _note(
     neutral: str | None,
     log: Callable[[str], None],
 ) -> None:
+    """Add the outcome of one fault (caught, neutral or missed) to the report and log it. failure: the verifier's
+    message; neutral: why the fault changes nothing."""
     report["planted"] += 1
     outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
     if outcome == "missed":

@@ -1,4 +1,5 @@
-"""The pattern of a wrong gradient, in words: whose part is missing, counted twice, of another parameter or step."""
+"""Describe the error pattern of a wrong gradient: a rank's contribution missing or counted twice, another parameter's
+or step's gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _FORWARD = (
 
 
 def backward_order(reference: Reference) -> list[str]:
-    """Rows in the order in which the backward pass comes to them."""
+    """Return the names of all parameter entries in the order in which the backward pass computes their gradients."""
     places = []
     for tensor in reference.table.tensors:
         module = tensor.name.rpartition(".")[0]
@@ -38,7 +39,8 @@ def backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
+    """Describe in words how the wrong gradient of entry `name` differs from the reference: from a least-squares fit of
+    how often each rank's contribution is in it. slices: the gradients of each rank."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _apart_on_tp(reference, mine, layout, truth, name):
@@ -80,7 +82,7 @@ def describe_pattern(
 def _apart_on_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Whether neighbouring ranks of tp, whose parts are to be summed, have the right gradient together but not each."""
+    """Return True if the ranks' partial gradients are correct in sum over tp but each alone is not."""
     row = reference.table.row(name)
     if "tp" not in row.gradient_axes(layout):
         return False
@@ -96,7 +98,8 @@ def _apart_on_tp(
 
 
 def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Whether the ranks of pp that hold a row have the right gradient together but not each."""
+    """Return True if the gradients of the pipeline ranks that share an entry are correct in sum but each alone is
+    not."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]
@@ -111,7 +114,7 @@ def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth:
 
 
 def _of_another(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Whether a slice holds what belongs to another row of the same size."""
+    """Return "the gradient of ..." if the slice holds the gradient of another entry of the same size, else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
@@ -127,7 +130,8 @@ def _describe(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """The pattern of one rank's slice. `parts`: what each (rank, micro-batch) of `labels` contributes to it."""
+    """Return the error pattern of one rank's slice. `parts`: the contribution of each (rank, micro-batch) in `labels`;
+    `before`: the gradient of the previous step."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -149,7 +153,7 @@ def _describe(
 
 
 def _counts(often: dict[tuple[int, int], float]) -> str:
-    """How often the parts are in a sum that should hold each once."""
+    """Describe how often contributions are in a sum that should hold each once. often: (rank, micro-batch) -> count."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
     gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]
@@ -171,5 +175,6 @@ def _counts(often: dict[tuple[int, int], float]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Format rank numbers: "rank 3", "ranks 0, 1 and 2"."""
     text = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
     return f"rank{'s' * (len(ranks) > 1)} {text}"

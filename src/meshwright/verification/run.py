@@ -1,4 +1,5 @@
-"""Train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
+"""Train layouts on local ranks and compare them with one device; with `mutate`, check that planted faults are
+detected."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def run_verification(
     thorough: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compare layouts with one device, on a small model of the same kind: the document of `meshwright verify --json`.
+    """Compare layouts with one device on small models and return the document of `meshwright verify --json`.
 
     Arguments and errors as in `meshwright.verify`.
     """
@@ -88,8 +89,10 @@ def run_verification(
 
 
 class _Bench:
-    """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each. many: whether
-    layouts are verified by the hundred, each by the cases that it needs."""
+    """Runs cases on local ranks, which are reused for layouts of equal size, and caches the single-device references.
+
+    many: a whole grid is verified, so each layout runs only its most relevant cases.
+    """
 
     many = False
 
@@ -108,17 +111,22 @@ class _Bench:
         self._references: dict[Problem, Reference] = {}
 
     def __enter__(self) -> _Bench:
+        """Compute references with one thread."""
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the thread count and stop the ranks."""
         torch.set_num_threads(self._threads)
         if self._ranks is not None:
             self._ranks.close()
 
     def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
-        """Run one layout's cases and note what came of them."""
+        """Run all cases of one layout, scaled down, and return its entry of the result document, which is also logged.
+
+        wanted: the layout as named by the user; model: name of `config` in the entry.
+        """
         begun = time.monotonic()
         layout = scaled_layout(wanted)
         cases = []
@@ -162,20 +170,23 @@ class _Bench:
         return entry
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
-        """Plant every fault that this layout can have, one at a time. planted: those that an earlier model had."""
+        """Plant every fault that this layout can have, one at a time; return the report of `plant_all`. planted: keys
+        of the faults that an earlier model had."""
         layout = scaled_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference)
         return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case: its steps on the layout, or those before its checkpoint there and the others elsewhere."""
+        """Run one case on the layout (after its checkpoint on `resume_layout`, if it has one) and compare it with the
+        reference."""
         problem = case.problem
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
         ranks = self.ranks(layout.world_size)
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
             def run(layout: Layout, span: StepRange) -> Comparison:
+                """Run the steps of `span` on a layout and compare them with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
                 results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
                 return compare(reference, [result for (result,) in results], layout)
@@ -187,6 +198,7 @@ class _Bench:
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
+        """Return the cases to run. wanted: the user's layout; layout: the same scaled down."""
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
@@ -195,6 +207,7 @@ class _Bench:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
+        """Return running local ranks of this number."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()
@@ -202,6 +215,7 @@ class _Bench:
         return self._ranks
 
     def reference(self, problem: Problem) -> Reference:
+        """Return the single-device reference of a problem, computed once."""
         if problem not in self._references:
             self._references[problem] = Reference(problem)
         return self._references[problem]
@@ -210,7 +224,8 @@ class _Bench:
 def _what(
     layout: Any, model: Any
 ) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
-    """The layouts, the models if any are named, the programs that are asked for, and what pairs are to teach."""
+    """Return (layouts, models or [], choice of collective programs, preference loss or None) from the arguments of
+    `verify`."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -232,6 +247,8 @@ def _what(
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
+    """Return the (name, model) pairs to verify a layout on if none is named. mixture: take models with experts; one:
+    only one."""
     experts = layout.expert_parallel or mixture
     names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
     if one:
@@ -240,6 +257,7 @@ def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tu
 
 
 def _model(model: Any) -> tuple[str, ModelConfig]:
+    """Return (name, configuration) of a model given as configuration, recipe, path or preset."""
     if isinstance(model, ModelConfig):
         return model.family, model
     if isinstance(model, Recipe):

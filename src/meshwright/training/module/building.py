@@ -1,4 +1,4 @@
-"""Builds the task of a script's module: the same module with the same values on every rank."""
+"""Build the training task of a script's module: the same module with the same values on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.training.module.values import contiguous_buffers, same_values
 
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
-    """Build this rank's task, with the values that rank 0's `build` gave. Collective."""
+    """Build this rank's task from the script's `build`, with rank 0's initial values on every rank. Collective."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     derived = describe_module(module, spec.units, spec.decays)
@@ -30,7 +30,8 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Build the module on the device, ready to be trained."""
+    """Call the script's `build` and return its module on the device, in training mode, with frozen values in the run's
+    dtype."""
     draw_from(seed_for(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):
@@ -53,7 +54,7 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
 
 
 def _check_alike(derived: ModuleDescription, mesh: Mesh) -> None:
-    """`UserError` on all ranks where one has built another module than rank 0."""
+    """Raise `UserError` on all ranks if any rank has built a module with other parameters than rank 0's. Collective."""
     rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
     mine, agreement = seed_for(0, rows, derived.kept), Agreement(mesh)
     problem = None

@@ -1,4 +1,4 @@
-"""`fit`: what a script calls on every rank."""
+"""`fit` and `load`: train a script's own module, and load a checkpoint into one."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def fit(
 
 
 def load(module: nn.Module, path: str | Path) -> nn.Module:
-    """Put the values of a checkpoint (or the newest of a run directory) into a module that was built alike, and return
-    it. `UserError` names the first tensor that does not fit."""
+    """Copy a checkpoint's values (or those of the newest checkpoint of a run directory) into a module of the same
+    structure, and return the module. `UserError` names the first tensor that does not fit."""
     files = CheckpointFiles(find_checkpoint(path))
     state = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The training task of a script's own module."""
+"""The training task of a script's own module: the implementation of `Task` for a foreign module."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from meshwright.training.task import RunStart
 
 
 class ModuleTask:
-    """A foreign module on one rank of a training run.
+    """A foreign module on one rank of a training run; implements `Task`.
 
     module: with its initial values, on the mesh's device; its trained parameters become views of flat buffers. derived:
-    what `parallel.module.table.describe_module` found in it.
+    its parameter table, from `parallel.module.table.describe_module`.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class ModuleTask:
     # --- a step
 
     def load_step(self, step: int) -> list[Batch]:
-        """Load this rank's micro-batches of a step, counted from 0; buffers are remembered as they are now."""
+        """Load this rank's micro-batches of a step, counted from 0, and snapshot the buffers that the step may
+        change."""
         self.values.begin_step()
         return [self._make_batch(number, samples, content) for number, samples, content in self.samples.step(step)]
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> int:
-        """Count the items of the step over all ranks, at least 1."""
+        """Return the number of items of the step over all ranks, at least 1. Collective."""
         items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
         collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
         return max(1, int(items))
@@ -90,11 +91,11 @@ class ModuleTask:
         return loss.reshape(1)
 
     def discard_step(self) -> None:
-        """Give buffers the values from before the step."""
+        """Restore the buffers to their values before the step."""
         self.values.take_back()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: measures are those of validation."""
+        """Return no metrics: measures are computed in validation only."""
         return Metrics()
 
     # --- around steps
@@ -113,7 +114,7 @@ class ModuleTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Do nothing: the module was built."""
+        """Do nothing: the module is already built."""
 
     def validate(self) -> Validation:
         """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
@@ -146,22 +147,23 @@ class ModuleTask:
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Buffers and frozen parameters to save."""
+        """Return slices of the buffers and frozen parameters to save."""
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Bytes of buffers and frozen parameters."""
+        """Return the bytes of buffers and frozen parameters."""
         return {"buffers": self.values.nbytes()}
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by call site."""
+        """Return the predicted bytes that this rank sends in a step, by call site."""
         return by_site(self._calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
         return by_axis(self._calls())
 
     def _calls(self) -> dict[tuple[str, str], int]:
+        """Return the predicted bytes that this rank sends in a step, by (call site, axis)."""
         averaged, copied = self.values.numbers()
         work = Work(
             self.recipe.train.batch,
@@ -183,6 +185,8 @@ class ModuleTask:
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
+        """Return a micro-batch on the device with its item count. number: of the first sample; content: the collated
+        batch."""
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:
@@ -191,7 +195,7 @@ class ModuleTask:
 
 
 def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
-    """The dtype in which the module computes: the layout's, else float32, or float64 where the module has that."""
+    """Return the module's compute dtype: the layout's, else float64 if a trained parameter has it, else float32."""
     if layout.precision is not None:
         if layout.precision not in PARAMETER_DTYPES:
             raise UserError(f'layout "{layout}": a module of your own is trained in {", ".join(PARAMETER_DTYPES)}')
