@@ -22,7 +22,7 @@ def grid() -> list[Layout]:
     """Return layouts of up to 8 ranks that cover every feature alone and every pair of features, each on as few ranks
     as possible; and `MIXTURES`."""
     chosen = list(MIXTURES)
-    brings = {layout: _brings(layout) for layout in _candidates()}
+    brings = {layout: _features(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
     while missing:
         best = max(brings, key=lambda layout: len(brings[layout] & missing) / layout.world_size)
@@ -32,7 +32,7 @@ def grid() -> list[Layout]:
     return chosen
 
 
-def _brings(layout: Layout) -> set[tuple[str, ...]]:
+def _features(layout: Layout) -> set[tuple[str, ...]]:
     """Return the features that a layout covers: each single one, each pair, and the full set if it has at most two."""
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
@@ -65,11 +65,11 @@ def _candidates() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    layouts += _tensor() + _context() + _pipeline() + _experts() + _remaining_pairs()
-    return [layout for layout in dict.fromkeys(layouts) if _runs(layout)]
+    layouts += _tensor_layouts() + _context_layouts() + _pipeline_layouts() + _expert_layouts() + _remaining_pairs()
+    return [layout for layout in dict.fromkeys(layouts) if _is_runnable(layout)]
 
 
-def _runs(layout: Layout) -> bool:
+def _is_runnable(layout: Layout) -> bool:
     """Return True if this version can run the layout."""
     try:
         layout.refuse_unbuilt()
@@ -107,7 +107,7 @@ def _remaining_pairs() -> list[Layout]:
     ]
 
 
-def _tensor() -> list[Layout]:
+def _tensor_layouts() -> list[Layout]:
     """Return layouts of tp with and without sequence parallelism; from tp4 on, key-value heads are fewer than ranks."""
     layouts = [Layout(tp=tp, tensor_sequence_parallel=parallel) for tp in (2, 3, 4) for parallel in (True, False)]
     layouts += [Layout(tp=4, recompute=recompute, micro_batches=2) for recompute in ("none", "selective", "full")]
@@ -123,7 +123,7 @@ def _tensor() -> list[Layout]:
     return [*layouts, Layout(tp=8)]
 
 
-def _experts() -> list[Layout]:
+def _expert_layouts() -> list[Layout]:
     """Return layouts of expert parallelism over every other axis: ep, etp and both."""
     layouts = [Layout(dp=dp, ep=dp, recompute=recompute) for dp, recompute in ((2, "none"), (3, "selective"))]
     layouts += [Layout(dp=2, etp=2, micro_batches=2), Layout(dp=4, ep=2, etp=2, recompute="full")]
@@ -138,7 +138,7 @@ def _experts() -> list[Layout]:
     return layouts
 
 
-def _context() -> list[Layout]:
+def _context_layouts() -> list[Layout]:
     """Return layouts of context parallelism with ring attention and Ulysses; from cp4 on, key-value heads are fewer
     than ranks."""
     layouts = []
@@ -154,7 +154,7 @@ def _context() -> list[Layout]:
     return [*layouts, Layout(cp=8)]
 
 
-def _pipeline() -> list[Layout]:
+def _pipeline_layouts() -> list[Layout]:
     """Return layouts of every synchronous pipeline schedule, and of stages with each other axis."""
     layouts = []
     for index, (name, (chunks, _, _)) in enumerate(SCHEDULE_CHUNKS.items()):

@@ -39,7 +39,7 @@ class FaultCounter:
         self.count += bool(changed)
         return bool(changed)
 
-    def again(self, thing: object) -> bool:
+    def seen_before(self, thing: object) -> bool:
         """Return True if this object was passed before."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
@@ -166,7 +166,7 @@ def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -
     """Wrong `FsdpUnit.update_parameters`: from its second call on, parameters are not copied from the master
     weights."""
     master = self.master
-    if strikes.again(self) and strikes.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
+    if strikes.seen_before(self) and strikes.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
     right(self)
     self.master = master
@@ -175,7 +175,7 @@ def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -
 def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
     """Wrong `FsdpUnit.update_parameters`: from its second call on, parameters are not all-gathered (ZeRO-1 and 2)."""
     zero = self.zero
-    if strikes.again(self) and strikes.record_if(zero in (1, 2)):
+    if strikes.seen_before(self) and strikes.record_if(zero in (1, 2)):
         self.unshard()
         self.zero = 0
     right(self)

@@ -56,14 +56,14 @@ def plant_all(
     planted: keys of the faults that an earlier model on the same layout had, which are skipped; new ones are added.
     Most faults show after one step; the others get all the steps of the problem.
     """
-    planting = _Planting(maker, reference, ranks, collectives)
+    planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
     before = set() if planted is None else set(planted)
     for fault, found in planting.collective_faults(before):
         neutral = neutral_reason(fault, maker.layout, paired=maker.preference is not None)
-        _note(report, maker.layout, str(fault), found.failure, neutral, log)
+        _report_fault(report, maker.layout, str(fault), found.failure, neutral, log)
     for local, found in planting.local_faults(before):
-        _note(report, maker.layout, str(local), found.failure, None, log)
+        _report_fault(report, maker.layout, str(local), found.failure, None, log)
     if planted is not None:
         planted |= planting.planted
     return report
@@ -77,7 +77,7 @@ def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | 
     return known.get((fault.site, fault.operation, fault.kind))
 
 
-class _Planting:
+class _FaultRuns:
     """Runs one layout and model with planted faults. planted: keys of the faults so far."""
 
     def __init__(
@@ -94,17 +94,17 @@ class _Planting:
         """Yield the faults in collectives that changed something, each with its comparison. before: keys of faults to
         skip."""
         problem = self.maker.plain(layers=3)
-        (healthy,) = self._run(problem, [None])
+        (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
-        every = [fault for fault in faults_of(self.maker.layout, healthy) if _key(fault) not in before]
+        every = [fault for fault in faults_of(self.maker.layout, healthy) if _fault_key(fault) not in before]
         for batch in _batches(every):
-            found = self._try(short, batch)
+            found = self._compare_effective(short, batch)
             # Those that no step showed, and stale results: one step may have no earlier one of the same size.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
             if again:
-                found |= self._try(problem, again)
+                found |= self._compare_effective(problem, again)
             yield from ((fault, found[fault]) for fault in batch if fault in found)
-            self.planted |= {_key(fault) for fault in batch if fault in found}
+            self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
         """Yield the faults in local code that changed something, each with its comparison. before: keys of faults to
@@ -118,19 +118,19 @@ class _Planting:
                 LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
             ]
             for batch in _batches(faults):
-                found = self._try(make(), batch)
+                found = self._compare_effective(make(), batch)
                 yield from found.items()
                 self.planted |= {(fault.name,) for fault in found}
 
-    def _try(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
+    def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
         """Run the problem once with each fault; return the comparison of each fault that changed something."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
-            for fault, results in zip(faults, self._run(problem, faults), strict=True)
+            for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
             if any(result.struck for result in results)
         }
 
-    def _run(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
+    def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
         """Run the problem once with each fault (None: no fault); return the results by fault, then by rank."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
@@ -146,12 +146,12 @@ def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
         yield faults[start : start + BATCH]
 
 
-def _key(fault: Fault) -> tuple[str, ...]:
+def _fault_key(fault: Fault) -> tuple[str, ...]:
     """Return the key of a fault: site, operation, kind and "True" if it is at all calls."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
-def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the collective calls of the first step and of all steps, by site and operation those of the rank with the
     most calls (ranks of other stages may have none)."""
     found: list[list[dict[str, Any]]] = []
@@ -169,7 +169,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
     """Return all faults that the calls of a healthy run can have: each site and operation, each kind, at all calls and
     in the middle of the first step."""
     faults = []
-    calls_first_step, calls = _calls_of_all(results)
+    calls_first_step, calls = _merge_calls(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
     for call in calls:
         site, operation = call["site"], call["operation"]
@@ -178,7 +178,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
             if kind == "wrong group":
                 if operation == "transfer":
                     continue  # between two ranks; a message of another micro-batch is a stale one
-                alike = [_signature(result, site, operation) for result in results]
+                alike = [_call_signature(result, site, operation) for result in results]
                 groups = tuple(other_groups(layout, call["axis"], operation != "all_reduce", alike))
                 if not groups and operation in ("all_reduce", "rotate"):
                     continue  # the same ranks in another order have the same sum, and make the same ring
@@ -190,7 +190,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
     return faults
 
 
-def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
+def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
     """Return (number of calls, payload bytes) for each of a rank's records of this site and operation."""
     return tuple(
         (call["calls"], call["payload_bytes"])
@@ -199,7 +199,7 @@ def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int
     )
 
 
-def _note(
+def _report_fault(
     report: dict[str, Any],
     layout: Layout,
     fault: str,

@@ -43,9 +43,9 @@ def describe_pattern(
     how often each rank's contribution is in it. slices: the gradients of each rank."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
-    if _apart_on_tp(reference, mine, layout, truth, name):
+    if _is_unsummed_over_tp(reference, mine, layout, truth, name):
         return "partial gradients were not summed over tp"
-    if _apart_on_pp(mine, layout, truth):
+    if _is_unsummed_over_pp(mine, layout, truth):
         return "partial gradients of shared parameters were not summed over pp"
     # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
     parts = reference.parts(step, layout.dp * layout.micro_batches)
@@ -59,9 +59,9 @@ def describe_pattern(
             values, right = item.tensor, item.of(truth)
             if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
                 previous = None if before is None else item.of(before)
-                what = _describe(values.double(), right.double(), item.of(contributions), labels, previous)
+                what = _describe_slice(values.double(), right.double(), item.of(contributions), labels, previous)
                 if what in (NO_PATTERN, TOO_SHORT):
-                    what = _of_another(reference, step, item) or what
+                    what = _match_other_entry(reference, step, item) or what
                 found.setdefault(what, []).append(rank)
     if not found:
         return "a small error everywhere"
@@ -71,15 +71,15 @@ def describe_pattern(
     next(iter(found.values())).extend(too_short)
     wrong = sorted({rank for ranks in found.values() for rank in ranks})
     everywhere = len(wrong) == sum(bool(of_rank) for of_rank in mine)
-    where = "" if everywhere else f", on {_ranks(wrong)} alone"
+    where = "" if everywhere else f", on {_format_ranks(wrong)} alone"
     if not everywhere and [*found] == [NO_PATTERN]:
-        return f"differs on {_ranks(wrong)} alone"
+        return f"differs on {_format_ranks(wrong)} alone"
     if len(found) == 1:
         return next(iter(found)) + where
-    return "; ".join(f"on {_ranks(ranks)} {what}" for what, ranks in found.items())
+    return "; ".join(f"on {_format_ranks(ranks)} {what}" for what, ranks in found.items())
 
 
-def _apart_on_tp(
+def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
     """Return True if the ranks' partial gradients are correct in sum over tp but each alone is not."""
@@ -97,7 +97,7 @@ def _apart_on_tp(
     return True
 
 
-def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
+def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Return True if the gradients of the pipeline ranks that share an entry are correct in sum but each alone is
     not."""
     size = float(truth.norm())
@@ -113,7 +113,7 @@ def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth:
     return True
 
 
-def _of_another(reference: Reference, step: int, item: TensorSlice) -> str | None:
+def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
     """Return "the gradient of ..." if the slice holds the gradient of another entry of the same size, else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
@@ -123,7 +123,7 @@ def _of_another(reference: Reference, step: int, item: TensorSlice) -> str | Non
     return None
 
 
-def _describe(
+def _describe_slice(
     values: torch.Tensor,
     truth: torch.Tensor,
     parts: torch.Tensor,
@@ -148,11 +148,11 @@ def _describe(
     basis = parts[counted].T
     times = torch.linalg.lstsq(basis, values[:, None], driver="gelsd").solution[:, 0]
     if float((basis @ times - values).norm()) < 1e-6 * size:
-        return _counts({labels[index]: value for index, value in zip(counted, times.tolist(), strict=True)})
+        return _describe_counts({labels[index]: value for index, value in zip(counted, times.tolist(), strict=True)})
     return NO_PATTERN
 
 
-def _counts(often: dict[tuple[int, int], float]) -> str:
+def _describe_counts(often: dict[tuple[int, int], float]) -> str:
     """Describe how often contributions are in a sum that should hold each once. often: (rank, micro-batch) -> count."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
@@ -163,18 +163,18 @@ def _counts(often: dict[tuple[int, int], float]) -> str:
         alone = next(rank for rank in ranks if rank not in gone)
         return f"only the contribution of rank {alone}: not summed"
     if missing and all(rank in gone for rank, _ in missing):
-        return f"contribution of {_ranks(gone)} missing"
+        return f"contribution of {_format_ranks(gone)} missing"
     if missing:
         rank, micro_batch = min(missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"contribution of rank {rank}, micro-batch {micro_batch + 1}{more} missing"
     extra = sorted({rank for (rank, _), times in often.items() if times > 1 + 1e-4})
     if extra:
-        return f"contribution of {_ranks(extra)} counted more than once"
+        return f"contribution of {_format_ranks(extra)} counted more than once"
     return "contributions of the ranks summed with wrong weights"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Format rank numbers: "rank 3", "ranks 0, 1 and 2"."""
     text = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
     return f"rank{'s' * (len(ranks) > 1)} {text}"

@@ -123,7 +123,7 @@ def scaled_down(
     possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. With grouped-query attention,
     key-value heads are fewer than ranks from four ranks on."""
     grouped = config.kv_heads < config.heads
-    heads, kv_heads = _heads(tp, ulysses)
+    heads, kv_heads = _choose_heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
     windowed = config.windowed_layers
     if windowed is not None:
@@ -132,7 +132,7 @@ def scaled_down(
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
         scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
-    experts = _few_experts(config, tp, ep, etp)
+    experts = _scaled_experts(config, tp, ep, etp)
     intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
     return dataclasses.replace(
         config,
@@ -155,7 +155,7 @@ def scaled_down(
     )
 
 
-def _heads(tp: int, ulysses: int) -> tuple[int, int]:
+def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
     """Return the smallest (heads, key-value heads), from (4, 2) on, that tp and Ulysses ranks can divide."""
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
@@ -167,7 +167,7 @@ def _heads(tp: int, ulysses: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def _few_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
     """Return the mixture fields of a scaled-down model: about five experts that ep divides, three per token, and one
     dense layer if the model has dense layers; empty without experts."""
     if not config.experts:

@@ -106,7 +106,7 @@ def run_rank(
             below = None if directory is None else Path(directory) / (str(number) if fault else "")
             with planted as strikes:
                 try:
-                    result = _Run(problem, layout, mesh, below).run(span)
+                    result = _VerificationRun(problem, layout, mesh, below).run(span)
                 except (RanksDisagree, UserError) as error:  # on all of them, and nobody waits for anybody
                     if fault is None and isinstance(error, UserError):
                         raise
@@ -119,7 +119,7 @@ def run_rank(
         mesh.close()
 
 
-class _WatchedTrainer(Trainer):
+class _RecordingTrainer(Trainer):
     """A trainer that keeps a copy of each step's gradients before clipping and update."""
 
     gradients: list[TensorSlice]
@@ -132,7 +132,7 @@ class _WatchedTrainer(Trainer):
         return verdict
 
 
-class _Run:
+class _VerificationRun:
     """One training run of the problem, with checkpoints and resumes as the problem asks."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
@@ -141,35 +141,35 @@ class _Run:
     def run(self, span: StepRange) -> RankResult:
         """Run the steps of `span` and return their results."""
         problem, result = self.problem, RankResult()
-        trainer = self._trainer() if span.first == 0 else self._resumed()
+        trainer = self._make_trainer() if span.first == 0 else self._resume_trainer()
         for step in range(span.first, problem.steps if span.stop is None else span.stop):
             if step in problem.resumed_at and step > span.first:
-                self._save(trainer)
+                self._save_checkpoint(trainer)
                 saved = trainer.state()
                 del trainer
-                trainer = self._resumed()
-                result.not_restored += _differences(step, saved, trainer.state())
-            result.counters[step] = _counters(trainer)
+                trainer = self._resume_trainer()
+                result.not_restored += _describe_differences(step, saved, trainer.state())
+            result.counters[step] = _read_counters(trainer)
             poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
-            with _poison(cast(LanguageModelTask, trainer.task).model) if poisoned else nullcontext():
+            with _inject_nan(cast(LanguageModelTask, trainer.task).model) if poisoned else nullcontext():
                 verdict = trainer.step()
-            weights = _copied(trainer.parallel.master_slices(owned=False))
+            weights = _clone_slices(trainer.parallel.master_slices(owned=False))
             result.steps[step] = StepResult(
                 verdict.loss, verdict.gradient_norm, verdict.loss_scale, trainer.gradients, weights
             )
             if step == 0:
                 result.calls_first_step = self.mesh.record.table()
         if span.stop is not None:
-            self._save(trainer)
+            self._save_checkpoint(trainer)
             return result
         result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
         result.calls = self.mesh.record.table()
-        result.optimizer = [item for item in _copied(trainer.slices(owned=False)) if item.kind != "master"]
+        result.optimizer = [item for item in _clone_slices(trainer.slices(owned=False)) if item.kind != "master"]
         result.parameters = trainer.parallel.parameter_slices()
-        result.counters[problem.steps] = _counters(trainer)
+        result.counters[problem.steps] = _read_counters(trainer)
         return result
 
-    def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
+    def _make_trainer(self, initialise: bool = True) -> _RecordingTrainer:
         """Return a trainer for the problem. initialise: initialise the weights from the seed."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
@@ -180,22 +180,22 @@ class _Run:
             problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
             initialise=initialise, dtypes=dtypes, fused_accumulation_min_numel=fused,
         )  # fmt: skip
-        trainer = _WatchedTrainer(task)
+        trainer = _RecordingTrainer(task)
         if training.loss_scale_every:
             trainer.loss_scale = LossScale(training.loss_scale, training.loss_scale_every)
         if isinstance(task.objective, PreferencePairs):
             task.objective.reference, task.objective.most_pairs = data.response_reference(), MOST_PAIRS
         return trainer
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save_checkpoint(self, trainer: Trainer) -> None:
         """Save a checkpoint; `UserError` if that fails."""
         self._checkpointer.save(trainer.steps_done, trainer.slices(owned=True), trainer.state())
         if (reason := self._checkpointer.failed()) is not None:
             raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
 
-    def _resumed(self) -> _WatchedTrainer:
+    def _resume_trainer(self) -> _RecordingTrainer:
         """Return a new trainer that resumes from the newest checkpoint, as `training.loop` does."""
-        trainer = self._trainer(initialise=False)
+        trainer = self._make_trainer(initialise=False)
         loaded = self._checkpointer.load_newest(trainer.slices(owned=False))
         if loaded is None:
             raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
@@ -210,7 +210,7 @@ class _Run:
 
 
 @contextmanager
-def _poison(model: Transformer) -> Iterator[None]:
+def _inject_nan(model: Transformer) -> Iterator[None]:
     """In this context, the output of the first layer on this rank is NaN."""
     block = next(block for block in model.layers if block is not None)
     hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
@@ -220,13 +220,13 @@ def _poison(model: Transformer) -> Iterator[None]:
         hook.remove()
 
 
-def _counters(trainer: Trainer) -> dict[str, Any]:
+def _read_counters(trainer: Trainer) -> dict[str, Any]:
     """Return the trainer's checkpoint counters (`COUNTERS`)."""
     state = trainer.state()
     return {name: state[name] for name in COUNTERS}
 
 
-def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
+def _describe_differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
     """Return one line for each key of the checkpoint state after `step` steps whose restored value differs from the
     saved one."""
     return [
@@ -236,6 +236,6 @@ def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> 
     ]
 
 
-def _copied(slices: list[TensorSlice]) -> list[TensorSlice]:
+def _clone_slices(slices: list[TensorSlice]) -> list[TensorSlice]:
     """Return the slices with cloned tensors."""
     return [replace(item, tensor=item.tensor.clone()) for item in slices]

@@ -52,12 +52,12 @@ class Reference:
             for row in self.table.rows
             for value in (initial_value(row, problem.seed),)
         }
-        weights = self._rounded(initial)
+        weights = self._round_to_master(initial)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
         self.weights.append(weights)
         scale, finite_in_a_row = training.loss_scale, 0
         for step in range(problem.steps):
-            self._note_scale(scale, finite_in_a_row)
+            self._record_scale(scale, finite_in_a_row)
             loss, gradients = self._differentiate(weights, self.samples(step))
             counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
             norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
@@ -73,7 +73,7 @@ class Reference:
                 scale /= 2
             elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
                 scale, finite_in_a_row = 2 * scale, 0
-        self._note_scale(scale, finite_in_a_row)
+        self._record_scale(scale, finite_in_a_row)
         first = problem.train_sequences
         batch = make_sequences(problem, range(first, first + VALIDATION_SEQUENCES))
         self.final_loss = self._loss(weights, batch)
@@ -90,11 +90,11 @@ class Reference:
             batch = self.samples(step)
             rows = self.problem.batch // count
             shares = [batch.rows(rank * rows, (rank + 1) * rows) for rank in range(count)]
-            terms = self._terms(batch)
+            terms = self._count_terms(batch)
             self._parts[step, count] = [self._differentiate(self.weights[step], share, terms)[1] for share in shares]
         return self._parts[step, count]
 
-    def _note_scale(self, scale: float, finite_steps: int) -> None:
+    def _record_scale(self, scale: float, finite_steps: int) -> None:
         """Append the loss scale and its count of finite steps."""
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
@@ -119,13 +119,13 @@ class Reference:
         """Return (loss, gradients) of a batch, divided by `terms` (default: its own), at the parameters of these master
         weights."""
         problem = self.problem
-        tensors = self._tensors(self.parameters(weights))
+        tensors = self._engine_tensors(self.parameters(weights))
         for leaf in tensors.values():
             leaf.requires_grad_()
-        terms = terms or self._terms(batch)
+        terms = terms or self._count_terms(batch)
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}
-        for part in self._portions(batch):
+        for part in self._split_batch(batch):
             found = run_batch(problem.config, tensors, part, problem.preference)
             (found.objective / terms).backward()
             loss += float(found.loss) / terms
@@ -142,19 +142,19 @@ class Reference:
     @torch.no_grad()
     def _loss(self, weights: Rows, batch: Batch) -> float:
         """Return the mean loss of a batch under these master weights, in nats per term."""
-        tensors = self._tensors(self.parameters(weights))
+        tensors = self._engine_tensors(self.parameters(weights))
         found = [
-            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._portions(batch)
+            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
         ]
         return sum(float(each.loss) for each in found) / max(1, sum(each.terms for each in found))
 
-    def _terms(self, batch: Batch) -> int:
+    def _count_terms(self, batch: Batch) -> int:
         """Return the number of loss terms in a batch: target tokens, or pairs of responses."""
         if self.problem.preference is None:
             return max(1, int((batch.targets >= 0).sum()))
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
-    def _portions(self, batch: Batch) -> list[Batch]:
+    def _split_batch(self, batch: Batch) -> list[Batch]:
         """Split a batch into groups of sequences that fit into memory at once."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
@@ -164,14 +164,14 @@ class Reference:
         """Return the master weights rounded to the parameter dtype."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
-    def _tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
+    def _engine_tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
         """Return the engine tensors in float64, each concatenated from its parameter entries."""
         return {
             tensor.name: torch.cat([parameters[row.name] for row in tensor.rows]).double().view(tensor.shape)
             for tensor in self.table.tensors
         }
 
-    def _rounded(self, weights: Rows) -> Rows:
+    def _round_to_master(self, weights: Rows) -> Rows:
         """Return float64 values rounded to the dtype of the master weights."""
         return {
             name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
@@ -208,7 +208,7 @@ class Reference:
                 if training.momentum:
                     g = self.optimizer["momentum"][name] = training.momentum * self.optimizer["momentum"][name] + g
                 after[name] = w - rate * g
-        return self._rounded(after)
+        return self._round_to_master(after)
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:

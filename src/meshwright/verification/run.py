@@ -57,9 +57,9 @@ def run_verification(
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
     begun = time.monotonic()
-    layouts, models, collectives, preference = _what(layout, model)
+    layouts, models, collectives, preference = _resolve_arguments(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
-    with _Bench(dtype, log, collectives, preference, thorough) as bench:
+    with _Verifier(dtype, log, collectives, preference, thorough) as bench:
         bench.many = len(layouts) > 1
         planted: set[tuple[str, ...]] = set()
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
@@ -88,7 +88,7 @@ def run_verification(
     }
 
 
-class _Bench:
+class _Verifier:
     """Runs cases on local ranks, which are reused for layouts of equal size, and caches the single-device references.
 
     many: a whole grid is verified, so each layout runs only its most relevant cases.
@@ -110,7 +110,7 @@ class _Bench:
         self._ranks: LocalRanks | None = None
         self._references: dict[Problem, Reference] = {}
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> _Verifier:
         """Compute references with one thread."""
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -221,7 +221,7 @@ class _Bench:
         return self._references[problem]
 
 
-def _what(
+def _resolve_arguments(
     layout: Any, model: Any
 ) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
     """Return (layouts, models or [], choice of collective programs, preference loss or None) from the arguments of
@@ -241,7 +241,7 @@ def _what(
         each.refuse_unbuilt()
         if recipe is not None:  # refused before ranks are started
             named_programs(recipe.collectives, scaled_layout(each), recipe.where)
-    models = [] if model is None else [_model(model)]
+    models = [] if model is None else [_resolve_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
     return layouts, models, collectives, None if recipe is None else preference_of(recipe)
 
@@ -256,7 +256,7 @@ def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tu
     return [(name, preset(name)) for name in names]
 
 
-def _model(model: Any) -> tuple[str, ModelConfig]:
+def _resolve_model(model: Any) -> tuple[str, ModelConfig]:
     """Return (name, configuration) of a model given as configuration, recipe, path or preset."""
     if isinstance(model, ModelConfig):
         return model.family, model

@@ -70,7 +70,7 @@ def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     """Return (tokens, targets, document numbers, reference log-probabilities) of a sequence with zero to two pairs of
     responses, mostly padded; each document's first tokens, its prompt, are no targets."""
     random = np.random.default_rng([problem.seed, number])
-    sequence, pairs = problem.sequence, _pairs_of(number)
+    sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
     ids = np.zeros(sequence, dtype=np.int64)
     targets = np.full(sequence, IGNORED)
@@ -86,7 +86,7 @@ def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     return tokens[:-1].copy(), targets, ids, -math.log(problem.config.vocabulary) * trained + noise
 
 
-def _pairs_of(number: int) -> int:
+def _count_pairs(number: int) -> int:
     """Return the number of pairs in the sequence with this number."""
     return (1, 2, 2, 0)[number % 4]
 
@@ -111,7 +111,7 @@ class SyntheticRows:
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
         """Number of pairs of responses in each sequence."""
-        return np.array([_pairs_of(self.first + row) for row in range(self.sequences)])
+        return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
         """Return the reference log-probabilities of all responses."""

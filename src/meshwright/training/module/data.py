@@ -44,13 +44,13 @@ def check_samples(data: Any, what: str) -> int:
     return len(data)
 
 
-def seed_for(seed: int, *what: object) -> int:
+def derive_seed(seed: int, *what: object) -> int:
     """Return a 63-bit seed derived by hash from the run's seed and a purpose, such as ("sample", number)."""
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def draw_from(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the random generators of torch, numpy and Python, and that of `device`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def draw_from(seed: int, device: torch.device) -> None:
     np.random.seed(seed % 2**32)
 
 
-def on_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Return the batch with its tensors on the device; floating-point tensors are cast to `dtype` if it is narrower
     than float32."""
     narrow = dtype if dtype.itemsize < 4 else None
@@ -93,20 +93,20 @@ class TrainingSamples:
     def step(self, step: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the micro-batches of a step: (global number of the first sample, number of samples, collated batch)."""
         if self._loaded is None or step != self._next:
-            numbered = _Numbered(self._data, self._seed)
+            numbered = _SeededSamples(self._data, self._seed)
             loader: DataLoader[Any] = DataLoader(
                 numbered,  # type: ignore[arg-type]
-                batch_sampler=_Following(self._numbers, step),  # type: ignore[arg-type]
+                batch_sampler=_EndlessBatches(self._numbered_samples, step),  # type: ignore[arg-type]
                 num_workers=self._workers,
                 collate_fn=self._collate,
                 pin_memory=torch.cuda.is_available(),
             )
             self._loaded = iter(loader)
         self._next = step + 1
-        for part in self._numbers(step):
+        for part in self._numbered_samples(step):
             yield part[0][0], len(part), next(self._loaded)
 
-    def _numbers(self, step: int) -> list[list[tuple[int, int]]]:
+    def _numbered_samples(self, step: int) -> list[list[tuple[int, int]]]:
         """Return, for each of this rank's micro-batches of a step, its (global sample number, index in the data set)
         pairs."""
         numbers = step * self._batch + self._rank * self._share + np.arange(self._share)
@@ -116,22 +116,22 @@ class TrainingSamples:
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 
-class _Following:
+class _EndlessBatches:
     """A `DataLoader` batch sampler that yields the batches of step `step` and all later ones, without end. numbers:
     returns the batches of a step."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
-        self._numbers, self._step = numbers, step
+        self._numbered_samples, self._step = numbers, step
 
     def __iter__(self) -> Iterator[Any]:
         """Yield one batch of data-set keys at a time."""
         step = self._step
         while True:
-            yield from self._numbers(step)
+            yield from self._numbered_samples(step)
             step += 1
 
 
-class _Numbered:
+class _SeededSamples:
     """A data set indexed by (global number, index) that seeds the random generators by the number before it reads a
     sample."""
 
@@ -141,7 +141,7 @@ class _Numbered:
     def __getitem__(self, place: tuple[int, int]) -> Any:
         """Return the sample at the index; its random draws depend on the global number alone."""
         number, sample = place
-        draw_from(seed_for(self._seed, "sample", number), torch.device("cpu"))
+        seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]
 
     def __len__(self) -> int:

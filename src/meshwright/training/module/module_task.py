@@ -21,7 +21,7 @@ from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.data_calls import Work, by_axis, by_site
 from meshwright.planner.module_traffic import module_calls
 from meshwright.spec.foreign import ModulePartition
-from meshwright.training.module.data import TrainingSamples, draw_from, on_device, seed_for
+from meshwright.training.module.data import TrainingSamples, derive_seed, move_to_device, seed_generators
 from meshwright.training.module.passes import Batch, ModulePasses
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
@@ -92,7 +92,7 @@ class ModuleTask:
 
     def discard_step(self) -> None:
         """Restore the buffers to their values before the step."""
-        self.values.take_back()
+        self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return no metrics: measures are computed in validation only."""
@@ -129,7 +129,7 @@ class ModuleTask:
         for first in range(0, count, size * mesh.dp.size):  # every rank as often: all-gathers of units are collective
             start = first + mesh.dp.rank * size
             wanted = range(start, min(start + size, count)) or range(1)  # beyond the end: one that does not count
-            draw_from(seed_for(self.recipe.run.seed, "validation", start), mesh.device)
+            seed_generators(derive_seed(self.recipe.run.seed, "validation", start), mesh.device)
             batch = self._make_batch(start, len(wanted), self.spec.collate([data[index] for index in wanted]))
             found = self.passes.evaluate(batch)
             if start < count and batch.items:
@@ -156,15 +156,15 @@ class ModuleTask:
 
     def predicted_traffic(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by call site."""
-        return by_site(self._calls())
+        return by_site(self._predict_calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
-        return by_axis(self._calls())
+        return by_axis(self._predict_calls())
 
-    def _calls(self) -> dict[tuple[str, str], int]:
+    def _predict_calls(self) -> dict[tuple[str, str], int]:
         """Return the predicted bytes that this rank sends in a step, by (call site, axis)."""
-        averaged, copied = self.values.numbers()
+        averaged, copied = self.values.count_synchronized()
         work = Work(
             self.recipe.train.batch,
             1,
@@ -181,7 +181,7 @@ class ModuleTask:
             held=self.passes.prefetcher.held,
             averaged=averaged,
             copied=copied,
-            looked_at=self.values.looked_at(),
+            looked_at=self.values.count_compared(),
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
@@ -191,7 +191,7 @@ class ModuleTask:
         items = samples if count is None else int(count(content))
         if items < 0:
             raise UserError(f"count gives {items} items for a batch: there cannot be fewer than none")
-        return Batch(number, on_device(content, self.mesh.device, self.parallel.parameter_dtype), items)
+        return Batch(number, move_to_device(content, self.mesh.device, self.parallel.parameter_dtype), items)
 
 
 def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:

@@ -13,7 +13,7 @@ from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.pipeline import Compute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.schedules.library import program_of
-from meshwright.training.module.data import draw_from, seed_for
+from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.spec import ModuleSpec
 
 
@@ -92,7 +92,7 @@ class _ModuleCompute:
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> None:
         """Run forward of one micro-batch and keep its loss for backward."""
         passes, batch = self._passes, self._micro_batches[micro_batch]
-        draw_from(seed_for(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
+        seed_generators(derive_seed(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
         with passes.prefetcher.forward(passes.parallel.mesh.shard):
             if batch.items:

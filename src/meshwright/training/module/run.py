@@ -48,10 +48,11 @@ class ModuleRun(Run):
         task = build_task(spec, recipe, mesh)
         self.trainer = Trainer(task)
         table = saved_table(task.derived.table, task.derived.kept)
+        files = {"config.json": _make_config_json(task.module)}
         self.checkpointer = Checkpointer(
             run_directory.checkpoints,
             mesh,
-            Contents(table, {"config.json": _config(task.module)}, lambda path: _check_rows(table, path)),
+            Contents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
             dtype=recipe.checkpoint.dtype,
             keep=recipe.checkpoint.keep,
             keep_best=recipe.checkpoint.keep_best,
@@ -97,7 +98,7 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | 
     return state
 
 
-def _check_rows(table: ParameterTable, path: Path) -> None:
+def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
     """Raise `UserError` with the first tensor whose name or shape in a checkpoint differs from the module's."""
     files = CheckpointFiles(path)
     wanted = {row.name: row.shape for row in table.rows}
@@ -111,7 +112,7 @@ def _check_rows(table: ParameterTable, path: Path) -> None:
             )
 
 
-def _config(module: nn.Module) -> bytes:
+def _make_config_json(module: nn.Module) -> bytes:
     """Return the content of the checkpoint's config.json: the transformers configuration if the module has one, and its
     class."""
     write: Callable[[], str] | None = getattr(getattr(module, "config", None), "to_json_string", None)

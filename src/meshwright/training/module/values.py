@@ -19,7 +19,7 @@ CHANGED_SITE = "module.buffers.changed"
 BUFFER_SITE = "module.buffers"
 
 
-def same_values(module: nn.Module, mesh: Mesh) -> None:
+def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
     """Broadcast rank 0's parameters and buffers to every rank."""
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
@@ -52,22 +52,22 @@ class KeptValues:
         """Synchronize the changed buffers over the data ranks. Collective."""
         buffers, mesh = self._buffers(), self._mesh
         if self._looking and buffers:
-            changed = [not _same(self._before[name], value) for name, value in buffers.items()]
+            changed = [not _equal_with_nan(self._before[name], value) for name, value in buffers.items()]
             flags = torch.tensor(changed, dtype=torch.int64, device=mesh.device)
             all_reduce(flags, mesh.data, CHANGED_SITE)
             self.changing |= {name for name, flag in zip(buffers, flags.tolist(), strict=True) if flag}
         for real in (True, False):
             found = [buffers[name] for name in buffers if name in self.changing]
-            self._make_one([each for each in found if each.is_floating_point() == real], real)
+            self._synchronize([each for each in found if each.is_floating_point() == real], real)
 
-    def take_back(self) -> None:
+    def restore_buffers(self) -> None:
         """Restore the snapshot of `begin_step` after a skipped step."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, value in self._before.items():
                 buffers[name].copy_(value)
 
-    def numbers(self) -> tuple[int, int]:
+    def count_synchronized(self) -> tuple[int, int]:
         """Return the number of elements that `end_step` synchronizes: (floating point, integer)."""
         buffers = self._buffers()
         sizes = [0, 0]
@@ -75,7 +75,7 @@ class KeptValues:
             sizes[not buffers[name].is_floating_point()] += buffers[name].numel()
         return sizes[0], sizes[1]
 
-    def looked_at(self) -> int:
+    def count_compared(self) -> int:
         """Return the number of buffers that the last step compared with their snapshots."""
         return len(self._buffers()) if self._looking else 0
 
@@ -97,7 +97,7 @@ class KeptValues:
         """Return the module's buffers by name."""
         return dict(self._module.named_buffers())
 
-    def _make_one(self, values: list[torch.Tensor], real: bool) -> None:
+    def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
         """Replace buffers by their mean over the data ranks (`real`: floating point) or by rank 0's values
         (integers)."""
         data = self._mesh.data
@@ -125,6 +125,6 @@ def contiguous_buffers(module: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
+def _equal_with_nan(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Return True if both tensors are equal, NaN counting as equal to NaN."""
     return torch.equal(before, after) or torch.equal(before.nan_to_num(), after.nan_to_num())
