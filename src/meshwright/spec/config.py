@@ -25,22 +25,22 @@ Head = Literal["next", "masked", "classes", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A transformer: a decoder, or an encoder where the family is one. Sizes count elements; ``UserError`` when they
-    contradict each other or the family.
+    """The architecture of a transformer: a decoder, or an encoder if its family is one. Sizes count elements;
+    ``UserError`` if they contradict each other or the family.
 
-    A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers`` marks
-    (None: in all of them). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and ``embedding_norm``
-    exist for planning: Gemma 2 norms each sublayer's output too, BLOOM norms its embeddings.
+    A token attends to itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers``
+    marks (None: in all layers). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and
+    ``embedding_norm`` exist for planning only: Gemma 2 also norms each sublayer's output, BLOOM its embeddings.
 
-    With ``experts`` every layer but the ``dense_layers`` has so many MLPs of width ``expert_intermediate``, of which a
-    token takes ``experts_per_token``, and one of ``shared_intermediate`` for all tokens (0: none), behind a gate of its
-    own with ``shared_gate``. ``normalise_choice``: the chosen experts' weights are made to add up to 1, before they are
-    multiplied by ``routed_scale``. ``router_loss`` weighs the auxiliary loss that balances them, ``router_bias`` says
-    that a bias on the scores does.
+    If ``experts`` > 0, every layer except ``dense_layers`` has that many MLPs of width ``expert_intermediate``, of
+    which a token uses ``experts_per_token``, and a shared one of width ``shared_intermediate`` (0: none), which has a
+    sigmoid gate if ``shared_gate``. ``normalise_choice``: the chosen experts' weights are normalised to sum 1, then
+    multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss; ``router_bias``: balance by
+    a bias on the scores instead.
 
-    In an encoder a token sees all others, and norms follow the sums of the residual stream (``embedding_norm`` the
-    first). ``token_types``: kinds of segments that are told apart. ``head``: what it predicts: the ``masked`` tokens,
-    the ``classes`` of a row named by ``labels``, or nothing (``none``); a decoder the ``next`` token.
+    In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
+    ``token_types``: number of segment types. ``head``: the output head: ``masked`` (masked language model), ``classes``
+    (sequence classification, classes named by ``labels``) or ``none``; a decoder's is ``next`` (next token).
     """
 
     family: str
@@ -209,7 +209,7 @@ class ModelConfig:
         return None
 
     def has_experts(self, layer: int) -> bool:
-        """True if the layer's MLP is a mixture of experts."""
+        """Return True if the layer's MLP is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     @property

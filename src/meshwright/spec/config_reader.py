@@ -25,6 +25,7 @@ class Reader:
     """Typed access to the keys of a configuration; every error names the configuration (``where``) and the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        """Wrap a configuration object; `defaults`: the family's values of missing keys; `where`: name in errors."""
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:

@@ -149,6 +149,7 @@ class _Builder:
     """Collects the parameter entries of a model in ``rows``, unit by unit in forward order."""
 
     def __init__(self, config: ModelConfig) -> None:
+        """Start without entries."""
         self.config = config
         self.names = DISK_NAMES[config.family]
         self.rows: list[Row] = []

@@ -59,14 +59,17 @@ class _Presets(Mapping[str, Preset]):
     """Mapping from name to preset; a preset is built on first access."""
 
     def __getitem__(self, name: str) -> Preset:
+        """Return the preset of this name; ``KeyError`` if there is none."""
         if name not in _read_presets():
             raise KeyError(name)
         return find(name)
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the preset names."""
         return iter(_read_presets())
 
     def __len__(self) -> int:
+        """Return the number of presets."""
         return len(_read_presets())
 
 

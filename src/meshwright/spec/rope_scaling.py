@@ -20,11 +20,11 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How the inverse frequencies of RoPE are changed; ``None`` in an optional field means the method's own default.
+    """A RoPE scaling method and its parameters; ``None`` in an optional field means the method's own default.
 
     * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every frequency divided by ``factor``.
     * ``llama3`` (Llama 3.1): wavelengths beyond ``original_max_positions / low_frequency_factor`` divided by
-      ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a ramp between.
+      ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a linear ramp between.
     * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): a ramp over the dimensions between ``beta_fast`` and ``beta_slow``
       rotations within ``original_max_positions``, and cosine and sine multiplied by ``attention_scale``.
     """

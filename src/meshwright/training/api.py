@@ -21,14 +21,14 @@ class Result:
     """Outcome of a training run.
 
     Attributes:
-        step: Optimizer steps done, those before a resume included.
-        loss: Training loss of the last step, in nats per token; None where no step was logged.
+        step: Optimizer steps done, including those before a resume.
+        loss: Training loss of the last step, in nats per token; None if no step was logged.
         validation_loss: Last validation loss, in nats per token; None without validation.
-        tokens_per_second: Median over the logged steps, all ranks together; None where none was logged.
-        mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None where none was logged.
+        tokens_per_second: Median over the logged steps, all ranks together; None if none was logged.
+        mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None if no step was logged.
         predicted: Predictions made before the run: step time in seconds, memory and traffic in bytes.
         measured: Measurements of the same quantities, and the parts of a step.
-        checkpoint: Newest whole checkpoint.
+        checkpoint: Newest complete checkpoint.
         best_checkpoint: Checkpoint with the lowest validation loss.
         run_directory: Directory of metrics, result and checkpoints.
     """

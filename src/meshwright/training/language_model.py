@@ -58,6 +58,7 @@ class LanguageModelTask:
         dtypes: Dtypes | None = None,
         fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
     ) -> None:
+        """Build the model with its sharded parameters, the data splits and the objective."""
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.table = parameter_table(config)
         dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
@@ -97,11 +98,12 @@ class LanguageModelTask:
         return self.order.sample(first + np.arange(share))
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Count the terms of the step's loss (target tokens or pairs) over all ranks, at least 1."""
+        """Return the number of terms of the step's loss (target tokens or pairs) over all ranks, at least 1."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
-        """Run forward and backward; see `Task`."""
+        """Run forward and backward; return this rank's shares of the loss over `divisor` and of the metric sums [1 +
+        metrics]."""
         loss = self.passes.train(micro_batches, divisor)
         return self._shares(loss)
 
@@ -109,13 +111,13 @@ class LanguageModelTask:
         """Do nothing: a step changes nothing but parameters and optimizer state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Name the metrics of a step, given their means."""
+        """Return named metrics of a step, given their means."""
         return self.objective.report(means)
 
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Describe model and data for the run's report."""
+        """Return the description of model and data for the run's report."""
         config, sequence, names = self.config, self.recipe.data.sequence, self.objective.metric_names
         return RunDescription(
             model=f"{config.family}, {self.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
@@ -130,11 +132,11 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load what the objective needs before the first step."""
+        """Compute or load the objective's inputs before the first step."""
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
-        """Evaluate the first `train.validation_sequences` sequences of the validation split, without an update."""
+        """Return the loss and metrics on the first `train.validation_sequences` sequences of the validation split."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
         mesh, objective = self.mesh, self.objective
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)

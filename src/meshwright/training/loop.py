@@ -56,6 +56,7 @@ class Run:
     """A training run on one rank: `Trainer`, checkpoints, journal and stop requests."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
+        """Prepare data and model, and load the newest checkpoint if there is one. Collective."""
         self._set_up(recipe, mesh, run_directory, show_progress)
         data = prepare(recipe.data, recipe.run.seed, log=self.journal.log)
         config = model_config(recipe, data)

@@ -16,6 +16,7 @@ class LossScale:
     """
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
+        """Start at `value`."""
         self.value, self.every = value, every
         self.finite_steps = 0
         """Finite steps in a row since the factor was changed."""

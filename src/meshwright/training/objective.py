@@ -32,7 +32,8 @@ class Policy(Protocol):
     parallel: ZeroEngine
 
     @property
-    def identity(self) -> Mapping[str, str]: ...
+    def identity(self) -> Mapping[str, str]:
+        """The sha256 of data and model, and the precision."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
         """Compute response log-probabilities for the first `sequences` sequences of a split. Yields, for each forward

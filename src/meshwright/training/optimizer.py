@@ -1,8 +1,8 @@
-"""AdamW and SGD on flat shards: the elementwise update of torch's fused kernels, one call for all shards.
+"""AdamW and SGD on flat shards, by torch's fused kernels, in one call for all shards of equal weight decay.
 
-A shard is a 1-D slice of a unit's flat master buffer. Its first `decay_numel` entries (matrices) get weight decay, the
-rest (norms, biases) none, so that each shard is at most two tensors to torch: those that decay go in one call, those
-that do not in another. The calls are torch's functions, since its optimizer objects load the compiler, over a second.
+A shard is a 1-D slice of an FSDP unit's flat master buffer. Its first `decay_numel` elements (matrices) have weight
+decay, the rest (norms, biases) none, so that it gives torch at most two tensors. torch's functional optimizers are
+called, since importing its optimizer classes loads the compiler, which takes over a second.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class _ShardSlice(NamedTuple):
 class Optimizer:
     """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum over flat shards.
 
-    State lives in one 1-D tensor per shard and kind, laid out like the shard's master, so that a checkpoint can cut it
-    along the same offsets.
+    The state is one 1-D tensor per shard and kind, laid out like the shard's master weights, so that checkpoints slice
+    both alike.
     """
 
     def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
+        """Allocate zero state for the shards. train: the recipe's [train] table."""
         self.shards = list(shards)
         self.name = train.optimizer
         self.router_bias_rate = train.router_bias_rate

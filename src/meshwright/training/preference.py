@@ -46,6 +46,7 @@ class PreferencePairs:
     metric_names: Sequence[str] = REWARDS
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples]) -> None:
+        """Count the pairs of every sequence in the splits."""
         self.pair_loss: Preference | None = pair_loss
         self.reference: Reference | None = None
         self._splits = splits

@@ -59,6 +59,7 @@ class _ProbeRun:
     tokens)."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
+        """Build the model, its optimizer, the micro-batch, and the ledger's prediction of a step's bytes."""
         config, rows, sequence = size
         layout = Layout.parse(f"dp1 {precision}")
         mesh = Mesh.create(layout, "cpu")

@@ -112,6 +112,7 @@ class ScriptFailed(MeshwrightError):
     """The script exited with a non-zero exit code."""
 
     def __init__(self, code: object) -> None:
+        """Keep the script's exit code; 1 if it is not an integer."""
         super().__init__(f"the script ended with {f'exit code {code}' if isinstance(code, int) else code}")
         self.exit_code = code if isinstance(code, int) else 1
 

@@ -22,8 +22,8 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Arguments of `Task.prepare`. directory: the run directory; saved: `state.json` of the checkpoint from which the
-    run resumes, None for a fresh run; log: prints a line on rank 0."""
+    """Arguments of `Task.prepare`. directory: the run directory; agreement: exchanges flags and texts between ranks;
+    saved: `state.json` of the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -34,12 +34,13 @@ class RunStart:
 class Task(Protocol):
     """Model, data and loss of a training run on one rank.
 
-    table: the parameters. parallel: the ZeRO engine of this rank. passes: forward and backward of a step, with
-    the profiler's hook. Micro-batches are opaque to the trainer: `load_step` makes them, the other methods take them.
+    table: the parameter table. parallel: the ZeRO engine of this rank. passes: forward and backward of a step, with the
+    profiler's hook. Micro-batches are opaque to the trainer: `load_step` returns them, the other methods take them.
     """
 
     @property
-    def recipe(self) -> Recipe: ...
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
 
     layout: Layout
     table: ParameterTable
@@ -53,7 +54,7 @@ class Task(Protocol):
         """Load this rank's micro-batches of a step, counted from 0."""
 
     def count_terms(self, micro_batches: Any) -> int:
-        """Count the terms (target tokens, pairs, items) of the step's loss over all ranks, at least 1."""
+        """Return the number of terms (target tokens, pairs, items) of the step's loss over all ranks, at least 1."""
 
     def forward_backward(self, micro_batches: Any, divisor: float) -> torch.Tensor:
         """Run forward and backward; `parallel.shards` then hold the gradients of the loss sum divided by `divisor`.
@@ -77,7 +78,8 @@ class Task(Protocol):
         """Compute or load the inputs of the first step. Collective; all ranks raise the same `UserError`."""
 
     def validate(self) -> Validation:
-        """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
+        """Return loss and metrics on the first `train.validation_sequences` samples of the validation data, without an
+        update."""
 
     def state(self) -> dict[str, Any]:
         """Return the entries of `state.json` that identify the data."""

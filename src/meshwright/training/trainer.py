@@ -41,6 +41,7 @@ class Trainer:
     """A task with its optimizer, loss scale and step counters on one rank; runs training steps."""
 
     def __init__(self, task: Task) -> None:
+        """Create optimizer state, loss scale and counters for the task."""
         self.task, self.recipe, self.layout, self.mesh = task, task.recipe, task.layout, task.mesh
         self.parallel, self.passes = task.parallel, task.passes
         self.device = torch.device(self.mesh.device)
@@ -88,7 +89,7 @@ class Trainer:
         return outcome
 
     def validate(self) -> Validation:
-        """Evaluate the task's validation data, without an update."""
+        """Return loss and metrics on the task's validation data, without an update."""
         return self.task.validate()
 
     @property

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train the recipe of the launcher's description and return the run's result document."""
+    """Train the recipe in the launcher's description as the rank at `start` and return the result document."""
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))

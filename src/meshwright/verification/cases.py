@@ -27,8 +27,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseBuilder:
-    """Builds the verification cases of one layout and model. batch: minimum global batch (sequences), rounded up to a
-    multiple of dp x micro-batches."""
+    """Builds the verification cases of one layout and model.
+
+    batch: minimum global batch (sequences), replaced by a multiple of dp x micro-batches if it is none.
+    """
 
     layout: Layout
     config: ModelConfig

@@ -66,6 +66,7 @@ class _LayoutComparison:
     """A comparison of all ranks with the reference, in the order of computation; keeps the largest errors."""
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
+        """Start with no errors."""
         self.reference, self.results, self.layout = reference, results, layout
         self.tolerance = tolerance_of(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0

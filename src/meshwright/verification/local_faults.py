@@ -31,6 +31,7 @@ class FaultCounter:
     """Counts how often a planted fault changed something on this rank."""
 
     def __init__(self) -> None:
+        """Start at 0."""
         self.count = 0
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 

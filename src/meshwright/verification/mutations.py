@@ -87,6 +87,8 @@ class _FaultRuns:
         ranks: LocalRanks,
         collectives: CollectivesRecipe | None,
     ) -> None:
+        """Keep the case builder (`maker`), the function that returns references, and the ranks that run the
+        problems."""
         self.maker, self.reference, self.ranks, self.collectives = maker, reference, ranks, collectives
         self.planted: set[tuple[str, ...]] = set()
 

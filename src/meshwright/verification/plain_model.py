@@ -87,6 +87,7 @@ class _Forward:
     document number of each token."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
+        """Derive attention visibility and positions from the document numbers."""
         self.config, self.weights = config, weights
         self.balance_losses: list[torch.Tensor] = []
         self.excess_loads: dict[str, torch.Tensor] = {}

@@ -21,7 +21,8 @@ MOST_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The entries of a recipe's [train] that change what a step computes, and the dynamic loss scale (1: none)."""
+    """The optimizer settings of a problem: a recipe's [train] keys that affect a step, and the dynamic loss scale (1:
+    none)."""
 
     optimizer: str = "sgd"
     learning_rate: float = 0.2
@@ -50,11 +51,10 @@ ADAMW = Training(
 class Problem:
     """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
-    dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
-    preference: the loss of pairs of responses, if it is not next-token prediction. nan_step: 0-based step in which the
-    last rank produces NaN activations. resumed_at: numbers of steps after which a checkpoint is saved, from which a new
-    trainer goes on. fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as those
-    of large models do.
+    dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default: dtype). preference:
+    the loss of pairs of responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces
+    NaN activations. resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
+    fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as in large models.
     """
 
     config: ModelConfig

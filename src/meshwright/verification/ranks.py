@@ -71,8 +71,8 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves at `stop` unless None
-    (end of run)."""
+    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves one at `stop` unless
+    None (end of run)."""
 
     first: int = 0
     stop: int | None = None
@@ -136,6 +136,7 @@ class _VerificationRun:
     """One training run of the problem, with checkpoints and resumes as the problem asks."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
+        """Keep the problem and where to run it; directory: of checkpoints."""
         self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
 
     def run(self, span: StepRange) -> RankResult:

@@ -104,6 +104,7 @@ class _Verifier:
         preference: Preference | None,
         thorough: bool = False,
     ) -> None:
+        """Start without ranks and references. thorough: run all cases, the slow ones too."""
         self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []

@@ -95,6 +95,7 @@ class SyntheticRows:
     """Drop-in replacement for `PackedDataset`: sequences [first, first + sequences) of a problem as one split."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
+        """Define the split; sequences are generated when read."""
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
@@ -124,11 +125,12 @@ class SyntheticRows:
 
 
 class SyntheticData:
-    """Drop-in replacement for `PreparedData`."""
+    """Drop-in replacement for `PreparedData` with synthetic training and validation splits."""
 
     sha256 = "synthetic"
 
     def __init__(self, problem: Problem) -> None:
+        """Define the training split and the validation split after it."""
         self.problem = problem
         self._splits = {
             "train": SyntheticRows(problem, 0, problem.train_sequences),

@@ -26,9 +26,11 @@ class Samples(Protocol):
     """A map-style data set: anything with a length and integer indexing, such as a list, a torch or Hugging Face data
     set."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of samples."""
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any:
+        """Return the sample at an index from 0 on."""
 
 
 def check_samples(data: Any, what: str) -> int:
@@ -84,6 +86,7 @@ class TrainingSamples:
     def __init__(
         self, data: Samples, seed: int, batch: int, ranks: int, rank: int, parts: int, collate: Collate, workers: int
     ) -> None:
+        """Set up the loader; no sample is read yet."""
         self._data, self._seed, self._collate, self._workers = data, seed, collate, workers
         self._order = SampleOrder(seed, len(data))
         self._batch, self._rank, self._share, self._parts = batch, rank, batch // ranks, parts
@@ -121,6 +124,7 @@ class _EndlessBatches:
     returns the batches of a step."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
+        """Start at step `step`."""
         self._numbered_samples, self._step = numbers, step
 
     def __iter__(self) -> Iterator[Any]:
@@ -136,6 +140,7 @@ class _SeededSamples:
     sample."""
 
     def __init__(self, data: Samples, seed: int) -> None:
+        """Wrap `data`; `seed`: the run's."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:

@@ -46,6 +46,7 @@ class ModuleTask:
         module: nn.Module,
         derived: ModuleDescription,
     ) -> None:
+        """Shard the module's parameters and set up its loader and passes."""
         self.recipe, self.layout, self.mesh, self.spec = recipe, layout, mesh, spec
         self.module, self.table, self.derived = module, derived.table, derived
         set_matmul_precision(layout.precision, mesh.device)
@@ -85,7 +86,8 @@ class ModuleTask:
         return max(1, int(items))
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
-        """Run forward and backward, and make changed buffers equal on all ranks; see `Task`."""
+        """Run forward and backward and synchronize changed buffers; return this rank's share of the loss over `divisor`
+        [1]."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
@@ -101,7 +103,7 @@ class ModuleTask:
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Describe module and data for the run's report; nothing is known of the module's FLOPs."""
+        """Return the description of module and data for the run's report; the module's FLOPs are unknown."""
         units = len(self.table.units)
         sharded = f", in {units} unit{'s' if units > 1 else ''}" if self.layout.zero else ""
         return RunDescription(
@@ -117,7 +119,7 @@ class ModuleTask:
         """Do nothing: the module is already built."""
 
     def validate(self) -> Validation:
-        """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
+        """Return the loss and measures on the first `train.validation_sequences` samples of the validation data."""
         data, mesh, train = self.spec.validation, self.mesh, self.recipe.train
         assert data is not None
         count = min(train.validation_sequences, len(data))
@@ -143,7 +145,7 @@ class ModuleTask:
         return Validation(loss_sum / max(1.0, items), Metrics(means, text))
 
     def state(self) -> dict[str, Any]:
-        """The number of training samples, which a resumed run compares."""
+        """Return the number of training samples, which a resumed run compares."""
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:

@@ -38,6 +38,7 @@ class ModulePasses:
         seed: int,
         mark: Callable[[str], None] = lambda part: None,
     ) -> None:
+        """Connect the gradient hooks of the ZeRO engine with the prefetcher."""
         self.module, self.parallel, self.mark = module, parallel, mark
         self._spec, self.seed = spec, seed
         self.program = program_of(parallel.mesh.layout)
@@ -85,6 +86,7 @@ class _ModuleCompute:
     """The `Compute` (parallel/pipeline.py) of one step: the module is its only stage."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
+        """Start a step with zero loss. targets: divisor of the loss sum."""
         self._passes, self._micro_batches, self._targets = passes, micro_batches, targets
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None

@@ -42,6 +42,7 @@ class ModuleRun(Run):
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
     ) -> None:
+        """Build the module and load the newest checkpoint if there is one. Collective."""
         self._set_up(recipe, mesh, run_directory, show_progress)
         check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()

@@ -33,6 +33,7 @@ class KeptValues:
     """Buffers and frozen parameters of `module` on this rank, with synchronization of buffers that steps change."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        """Start without changed buffers."""
         self._module, self._mesh = module, mesh
         self._before: dict[str, torch.Tensor] = {}
         self.changing: set[str] = set()
