@@ -76,7 +76,7 @@ def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 
     piece = SimpleNamespace(start=0, stop=numel, tensor=torch.empty(0))
     return SimpleNamespace(
         layout=Layout.parse(layout), steps_done=0, memory=lambda: {"parameters": 8 * MIB},
-        pieces=lambda owned: [piece],
+        slices=lambda owned: [piece],
         task=SimpleNamespace(
             config=SimpleNamespace(layers=2, experts=experts, has_experts=lambda layer: bool(experts)),
             tokens=SimpleNamespace(tokens=10 * MIB, dtype=torch.int16),

@@ -14,7 +14,7 @@ from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.work import head_flops, layer_flops
 
 LOOKED_UP = ("embedding", "positions", "token_types")
-"""Units whose tensors are tables: on the way back nobody reads them."""
+"""FSDP units whose tensors are look-up tables: the backward pass does not read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from meshwright.spec.config import ModelConfig
 
 ATTENTION_CORE = ("attention.scores", "attention.values")
-"""Products of activations alone: on the way back each is two products, and none is a weight's gradient."""
+"""Matmuls of two activations: backward has two input-gradient matmuls for each, and no weight gradient."""
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {
     "none": (),
     "selective": ATTENTION_CORE,
     "full": ("attention.qkv", *ATTENTION_CORE, "attention.output", "mlp.router", "mlp.up", "mlp.down"),
 }
-"""What is computed a second time in the backward pass. Selective: the core of attention (Korthikanti et al. 2022,
+"""Operations that the backward pass recomputes, by activation checkpointing. Selective: the core of attention (Korthikanti et al. 2022,
 arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. The head is never recomputed."""
 
 
 MASKED_SHARE = 0.15
-"""Of the tokens of a masked language model (Devlin et al. 2019, arXiv:1810.04805, section 3.1): only these go through
-the head."""
+"""Share of tokens that a masked language model masks and its head computes (Devlin et al. 2019, arXiv:1810.04805,
+section 3.1)."""
 
 
 def predictions(config: ModelConfig, rows: int, sequence: int) -> int:

@@ -28,13 +28,13 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
     ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays",
     ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
 }
-"""(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
+"""(site, operation, kind) -> why that fault changes nothing. A test checks that the table is complete."""
 NEUTRAL_WHERE_LOSSES_AGREE: dict[tuple[str, str, str], str] = {
     ("validation.loss", "all_reduce", kind): "all ranks have the same quotient of loss and targets before the sum"
     for kind in ("skip", "drop")
 }
-"""The same where every rank holds an equal share of the same loss: all are in one group of tp, and for preference pairs
-of tp x cp."""
+"""Further neutral faults if every rank holds an equal share of the same loss: all ranks are in one tp group, or, for
+preference pairs, one tp x cp group."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
 SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do

@@ -35,8 +35,8 @@ DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
 """Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query
 and key norms; biases, learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
-"""And where a layout spreads experts, and in some of a grid that do not: nothing but them; with a shared one behind a
-gate; a router that balances itself."""
+"""Verified on expert-parallel layouts, and on `MIXTURES`: routed experts only; a gated shared expert; a router that
+balances by its bias."""
 MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.7b"
 """Verified when one layout but no model is named: on every layout they make all calls that any of the others makes."""
 

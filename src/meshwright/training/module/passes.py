@@ -43,7 +43,7 @@ class ModulePasses:
         self._spec, self.seed = spec, seed
         self.program = program_of(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
-        """While a profile is taken: what stands around the compute steps of a training step."""
+        """While a profile is taken: a wrapper of the `Compute` of a training step; None otherwise."""
         (self.stage,) = parallel.partition.stages
         prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
