@@ -12,8 +12,9 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
     "selective": ATTENTION_CORE,
     "full": ("attention.qkv", *ATTENTION_CORE, "attention.output", "mlp.router", "mlp.up", "mlp.down"),
 }
-"""Operations that the backward pass recomputes, by activation checkpointing. Selective: the core of attention (Korthikanti et al. 2022,
-arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. The head is never recomputed."""
+"""Operations that the backward pass recomputes, by activation checkpointing mode. Selective: the attention core
+(Korthikanti et al. 2022, arXiv:2205.05198, section 5), which a flash kernel's backward recomputes anyway. The head is
+never recomputed."""
 
 
 MASKED_SHARE = 0.15
