@@ -108,11 +108,11 @@ def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
         store = HashStore()
         for rank in range(2):
             with pytest.raises(UserError, match=f"{tmp_path} is in use by process {os.getpid()}"):
-                worker._lock_for_all(RunDirectory(tmp_path), Place(rank, 2, rank, "env://", ""), store)
+                worker._lock_run_directory(RunDirectory(tmp_path), Place(rank, 2, rank, "env://", ""), store)
         first.unlock()
         store, directory = HashStore(), RunDirectory(tmp_path)
         for rank in range(2):
-            worker._lock_for_all(directory, Place(rank, 2, rank, "env://", ""), store)
+            worker._lock_run_directory(directory, Place(rank, 2, rank, "env://", ""), store)
         assert directory.lock_descriptor
 
 

@@ -22,7 +22,7 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import TrackedRun
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training.module.building import build_task
-from meshwright.training.module.data import draw_from, seed_for
+from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.recipe import ModuleRecipe, module_recipe
 from meshwright.training.module.run import ModuleRun
 from meshwright.training.module.spec import ModuleSpec
@@ -227,7 +227,7 @@ def recipe(layout: str, **train: Any) -> Any:
 def plain(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Loss and gradient norm of each step, and the parameters after them, by plain torch on one device in float64."""
     build, loss, data, count = MODULES[name]
-    draw_from(seed_for(SEED, "module"), torch.device("cpu"))
+    seed_generators(derive_seed(SEED, "module"), torch.device("cpu"))
     module = build().double()
     if not module.training:
         module.train()
@@ -422,7 +422,7 @@ def evaluated_elsewhere() -> tuple[float, float, set[str]]:
             "computed again", build=double(Straight), data=data, validation=data, measures={"norm": norm}
         )
         trainer = build_trainer(chosen, recipe("dp2 zero3", validation_sequences=8), mesh)
-        draw_from(seed_for(SEED, "module"), torch.device("cpu"))
+        seed_generators(derive_seed(SEED, "module"), torch.device("cpu"))
         alone = double(Straight)()
         whole = sum(norm(alone, (x[None],)).item() for x, _ in data) / len(data)
         first = trainer.validate().metrics.values["norm"]

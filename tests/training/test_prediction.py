@@ -83,7 +83,7 @@ def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_
             config=preset("gpt2"), tokens=SimpleNamespace(document_mask=False), objective=NextToken()
         ),
     )  # fmt: skip
-    told, without = (prediction._time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
+    told, without = (prediction._predict_step_time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
     assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
     assert abs(told / without - 1) > 0.1
 

@@ -142,9 +142,9 @@ def test_kernels_follow_the_cache_capacity_and_the_steps_left(monkeypatch):
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "50")
     run = trainer("dp1 bf16", experts=2)
     run.steps_done = 3
-    assert process_memory._kernels(run) == 6 * 2 * 2
+    assert process_memory._count_cached_kernels(run) == 6 * 2 * 2
     run.steps_done = 0
-    assert process_memory._kernels(run) == 50
+    assert process_memory._count_cached_kernels(run) == 50
 
 
 @pytest.mark.slow

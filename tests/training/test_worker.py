@@ -20,7 +20,7 @@ def test_ranks_of_one_host_compile_in_places_of_their_own_unless_one_is_named():
         with mock.patch.dict(os.environ, environment):
             if not environment:
                 os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-            worker._compile_apart(Place(rank, 4, local_rank, "file:///nowhere", rendezvous.LAUNCHER))
+            worker._separate_compile_caches(Place(rank, 4, local_rank, "file:///nowhere", rendezvous.LAUNCHER))
             return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
     assert len({place(rank, rank % 2) for rank in range(4)}) == 2
@@ -41,6 +41,6 @@ def test_memory_is_checked_where_a_launcher_of_another_program_starts_all_ranks_
     start = Place(0, 1, 0, "env://", rendezvous.LAUNCHER, host_ranks=host_ranks)
     monkeypatch.setattr(rendezvous, "place", lambda address: start)
     monkeypatch.setattr(worker, "machine_memory", lambda: 1)
-    monkeypatch.setattr(worker, "_train", train)
+    monkeypatch.setattr(worker, "_run_as_rank", train)
     with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):
         worker.join(load_recipe(tiny_recipe, ["run.device=cpu"]), probe=False)

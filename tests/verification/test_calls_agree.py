@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
-from meshwright.verification.run import _Bench, _default_models
+from meshwright.verification.run import _default_models, _Verifier
 
 LAYOUTS = (
     "dp2 zero3 tp2",
@@ -18,7 +18,7 @@ LAYOUTS = (
 
 
 def test_ranks_that_are_well_agree_about_every_call_of_every_layout(first_case_alone: None):
-    with _Bench("float32", lambda line: None, CollectivesRecipe(), None) as bench:
+    with _Verifier("float32", lambda line: None, CollectivesRecipe(), None) as bench:
         for text in LAYOUTS:
             layout = Layout.parse(text)
             name, config = _default_models(layout, mixture=False)[0]

@@ -11,7 +11,7 @@ from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.spec.presets import preset
 from meshwright.verification.cases import CaseBuilder
-from meshwright.verification.compare import compare, holders
+from meshwright.verification.compare import compare, copy_groups
 from meshwright.verification.mutations import plant_all
 from meshwright.verification.problem import Problem, scaled_down, scaled_layout, sequence_of
 from meshwright.verification.ranks import run_rank
@@ -106,7 +106,7 @@ def test_faults_between_stages_and_in_what_they_share_are_all_caught(two, fewer_
     ],
 )
 def test_a_copy_of_the_model_lies_on_all_stages(text, copies):
-    assert holders(Layout.parse(text)) == copies
+    assert copy_groups(Layout.parse(text)) == copies
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,9 @@ def test_a_fault_in_local_code_is_found(name: str, tmp_path: Path):
 def test_an_object_is_met_again_only_if_it_is_the_same_one():
     """Each object is freed before the next is made, whose id would be the same."""
     strikes = FaultCounter()
-    assert not any(strikes.again([]) for _ in range(50))
+    assert not any(strikes.seen_before([]) for _ in range(50))
     kept: list[int] = []
-    assert not strikes.again(kept) and strikes.again(kept)
+    assert not strikes.seen_before(kept) and strikes.seen_before(kept)
 
 
 def mutant(owner: Any, name: str, wrong: Any) -> Any:

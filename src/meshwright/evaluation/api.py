@@ -1,4 +1,5 @@
-"""`meshwright.evaluate`: loss of a checkpoint on held-out text, as `meshwright evaluate` reports it. Free of torch."""
+"""`meshwright.evaluate`: loss of a checkpoint on held-out text, like the command `meshwright evaluate`. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ class Evaluation:
     """Loss of a checkpoint on held-out text.
 
     Attributes:
-        loss: Mean loss in nats per token; of records, over the tokens of the responses.
+        loss: Mean loss in nats per token; for records (SFT or preference data), over the response tokens.
         perplexity: exp(loss).
-        bits_per_byte: Bits for a byte of text; None for records.
+        bits_per_byte: Cross-entropy in bits per byte of text; None for records.
         tokens: Number of target tokens.
-        bytes: Bytes of the text.
-        documents: Documents, or records.
+        bytes: Size of the text in bytes.
+        documents: Number of documents, or of records.
         sequence: Tokens of context.
-        lossy_documents: Documents that their tokens do not decode to; None for records.
-        xz_bits_per_byte: The same bytes compressed by `xz -9`; None where that was not asked for.
+        lossy_documents: Documents that do not survive encoding and decoding; None for records.
+        xz_bits_per_byte: The same bytes compressed by `xz -9`; None without `with_xz`.
         checkpoint: Directory of the model.
     """
 
@@ -55,8 +56,8 @@ class EvaluationOptions(TypedDict, total=False):
     Attributes:
         with_xz: Compress the same bytes with `xz -9` for comparison; True unless given.
         check_hashes: Check every byte of a checkpoint's model against its hash; True unless given.
-        progress: Called with rows done and all rows, on one device.
-        log: Called with a line for each note, such as a damaged checkpoint that is passed over.
+        progress: Called with (rows done, all rows), on one device only.
+        log: Called with a line for each note, such as a damaged checkpoint that is skipped.
     """
 
     with_xz: bool
@@ -78,12 +79,12 @@ def evaluate(
     """Evaluate a checkpoint on held-out text, each token counted once.
 
     Args:
-        checkpoint: Run directory (its newest whole checkpoint), checkpoint, or Hugging Face directory.
+        checkpoint: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory.
         data: Recipe (its validation split), or a source as in `data.source` (all of it): a path, a glob, `"stdlib"`.
         overrides: Values of keys of that recipe by dotted name, `{"data.validation_fraction": 0.1}`.
-        sequence: Tokens of context; the recipe's or the model's unless given.
-        layout: Cut the model over ranks of this machine, which compute on the CPU: tp and pp alone.
-        device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
+        sequence: Tokens of context; the default: the recipe's or the model's.
+        layout: Split the model over CPU ranks of this machine; only tp and pp.
+        device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU if there is one.
         **options: Fields of `EvaluationOptions`.
 
     Returns:

@@ -45,12 +45,13 @@ def run_evaluation(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Evaluate `checkpoint` on `data`: the document of `meshwright evaluate --json`. Arguments as in
-    `meshwright.evaluate`; overrides as on the command line.
+    """Compute loss, perplexity and bits per byte of a checkpoint on text; return the document of `meshwright evaluate
+    --json`.
 
-    Each document is framed as in training, so that every byte is paid for; a row sees only its own tokens. Of records
-    the responses are evaluated, and `bits_per_byte` is None. Lossy documents are those that their tokens do not decode
-    to: the bits per byte leave out what the tokenizer lost of them, and do not compare with those of other models.
+    Arguments as in `meshwright.evaluate`; overrides as on the command line. Documents have the same start and end
+    tokens as in training, so that every byte is predicted; attention stays within a row. For records only the responses
+    count and `bits_per_byte` is None. `lossy_documents`: documents that do not survive encoding and decoding; the bits
+    per byte miss the lost text, so they do not compare with other models.
     """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
@@ -58,11 +59,11 @@ def run_evaluation(
     reading = None if layout is None else parse_inference_layout(layout, config)
     prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
     if reading is None:
-        nats, count = _on_one_device(directory, tokens, device, progress)
+        nats, count = _evaluate_on_device(directory, tokens, device, progress)
     else:
         with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
             given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
-            nats, count = ranks.run(_on_rank, *given, timeout=24 * 3600.0)[0]
+            nats, count = ranks.run(_evaluate_on_rank, *given, timeout=24 * 3600.0)[0]
     result: dict[str, Any] = {
         "loss": nats / count,
         "perplexity": math.exp(min(nats / count, 700.0)),
@@ -76,20 +77,21 @@ def run_evaluation(
     }
     if isinstance(tokens, PackedExamples):  # of which only the responses count, and not all of their bytes
         return result
-    result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _lossy(prepared, tokens)}
+    result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _count_lossy(prepared, tokens)}
     if with_xz:
         result["xz_bits_per_byte"] = measure_xz_bits_per_byte(tokens.iterate_texts())
     return result
 
 
-def _on_one_device(
+def _evaluate_on_device(
     directory: Path, tokens: PackedDataset, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
-    """The sum of the token losses (nats), and of how many tokens."""
+    """Return (sum of token losses in nats, number of target tokens) on one device. progress: called with (rows done,
+    all)."""
     model, _ = load_huggingface(directory, torch.float32, device)
     nats, count, done = 0.0, 0, 0
     with torch.no_grad():
-        for batch in tokens.iterate_batches(_rows(tokens)):
+        for batch in tokens.iterate_batches(_rows_per_batch(tokens)):
             nats += float(model(*(part.to(device) for part in _micro_batch(batch))))
             count += batch.target_tokens
             done += len(batch.tokens)
@@ -97,14 +99,17 @@ def _on_one_device(
     return nats, count
 
 
-def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]) -> tuple[float, int]:
-    """The same, on one of several ranks that have a part of the model each."""
+def _evaluate_on_rank(
+    directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]
+) -> tuple[float, int]:
+    """Return (sum of token losses in nats, number of target tokens), as one of several ranks among which the model is
+    split."""
     mesh = Mesh.create(Layout.parse(layout))
     split = SplitModel(Path(directory), mesh)
     _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None, overrides)
     nats, count = 0.0, 0
     under_way: list[MicroBatch] = []
-    for number, batch in enumerate(tokens.iterate_batches(_rows(tokens)), start=1):
+    for number, batch in enumerate(tokens.iterate_batches(_rows_per_batch(tokens)), start=1):
         under_way.append(_micro_batch(batch))
         count += batch.target_tokens
         if number % mesh.pp.size == 0:
@@ -115,11 +120,13 @@ def _on_rank(directory: str, layout: str, data: str, sequence: int, overrides: S
     return nats, count
 
 
-def _rows(tokens: PackedDataset) -> int:
+def _rows_per_batch(tokens: PackedDataset) -> int:
+    """Return the number of rows per batch, about `TOKENS_AT_ONCE` tokens."""
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
 def _micro_batch(batch: TokenBatch) -> MicroBatch:
+    """Return the batch as torch tensors (tokens [B, S], targets [B, S]) and its document boundaries."""
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     return tokens_BS, targets_BS, Documents.from_ids(batch.document_ids)
 
@@ -132,8 +139,8 @@ def held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """The tokens to evaluate on, made with the checkpoint's own tokenizer. `overrides`: of the recipe, if `data` is
-    one."""
+    """Return (prepared data, the split to evaluate), tokenized with the checkpoint's own tokenizer. `data`: recipe or
+    source; `sequence`: tokens of context; `overrides`: of the recipe, if `data` is one."""
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
     from_recipe = data.endswith(".toml")
@@ -165,15 +172,16 @@ def held_out(
     return prepared, tokens
 
 
-def _lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """How many documents are not what their tokens decode to."""
+def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
+    """Return the number of documents that differ from their decoded tokens."""
     tokenizer, lossy = prepared.tokenizer, 0
-    for texts in _in_batches(tokens.iterate_texts(), 256):
+    for texts in _iterate_batches(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)
         lossy += sum(tokenizer.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))
     return lossy
 
 
-def _in_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+def _iterate_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+    """Yield lists of `size` consecutive texts; the last may be shorter."""
     while batch := list(itertools.islice(texts, size)):
         yield batch

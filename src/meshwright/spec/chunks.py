@@ -1,5 +1,5 @@
-"""Into which chunks of tokens the loss is cut: how many logits exist at once, and how often ranks of tp meet in it; and
-what of them waits for the backward pass."""
+"""Chunk sizes of the chunked loss, which bound the logits in memory at once, and the decision to keep the head's
+gradient between forward and backward."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ SMALLEST_CHUNK = 512  # tokens; below that, adding up the weight's gradient cost
 
 
 def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
-    """The tokens of each chunk: about equally many. `vocabulary`: the most logits of a token that any rank has, so that
-    all ranks of tp cut alike; `device`: "cpu" or "cuda"."""
+    """Return the number of tokens in each chunk of the chunked loss: nearly equal sizes whose sum is `tokens`.
+
+    `vocabulary`: the largest number of logits per token on any tp rank, so that all tp ranks cut alike; `device`: "cpu"
+    or "cuda".
+    """
     limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
     at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
     return [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
 
 
 def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: str, at_once: bool) -> bool:
-    """Whether the last stage forms the gradient of its head in the forward pass and keeps it, [V, H] for each
-    micro-batch on its way, so that its logits are not made a second time: where the backward pass follows at once, or
-    where that is less than half of what its layers keep of the micro-batch (16 tensors [T, H] a layer or more).
+    """Return True if the last stage computes its head's gradient in the forward pass and keeps it, [V, H] per
+    micro-batch in flight, so that backward need not recompute the logits: if the backward pass follows at once
+    (`at_once`), or if the gradient takes less than half of the stage's saved activations (16 tensors [T, H] a layer or
+    more).
 
-    `tokens`: T, of a micro-batch on this rank; `vocabulary`: as for `loss_chunks`; `layers`: of the stage.
+    `tokens`: T, of a micro-batch on this rank; `vocabulary`: as for `loss_chunks`; `layers`: of the stage; `recompute`:
+    the layout's activation checkpointing ("none", "selective" or "full").
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)

@@ -1,7 +1,7 @@
-"""The architecture of a model as data: one frozen value, which holds together or is refused.
+"""The architecture of a model as data: one frozen, validated dataclass.
 
-`config_json` reads it from a Hugging Face configuration and writes it as one, `config_from_recipe` makes it of a
-recipe, `presets` has those of public models.
+`config_json` converts it from and to a Hugging Face configuration, `config_from_recipe` builds it from a recipe,
+`presets` lists those of public models.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Head = Literal["next", "masked", "classes", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A transformer: a decoder, or an encoder where the family is one. Sizes count elements; ``UserError`` when they
-    contradict each other or the family.
+    """The architecture of a transformer: a decoder, or an encoder if its family is one. Sizes count elements;
+    ``UserError`` if they contradict each other or the family.
 
-    A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers`` marks
-    (None: in all of them). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and ``embedding_norm``
-    exist for planning: Gemma 2 norms each sublayer's output too, BLOOM norms its embeddings.
+    A token attends to itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers``
+    marks (None: in all layers). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and
+    ``embedding_norm`` exist for planning only: Gemma 2 also norms each sublayer's output, BLOOM its embeddings.
 
-    With ``experts`` every layer but the ``dense_layers`` has so many MLPs of width ``expert_intermediate``, of which a
-    token takes ``experts_per_token``, and one of ``shared_intermediate`` for all tokens (0: none), behind a gate of its
-    own with ``shared_gate``. ``normalise_choice``: the chosen experts' weights are made to add up to 1, before they are
-    multiplied by ``routed_scale``. ``router_loss`` weighs the auxiliary loss that balances them, ``router_bias`` says
-    that a bias on the scores does.
+    If ``experts`` > 0, every layer except ``dense_layers`` has that many MLPs of width ``expert_intermediate``, of
+    which a token uses ``experts_per_token``, and a shared one of width ``shared_intermediate`` (0: none), which has a
+    sigmoid gate if ``shared_gate``. ``normalise_choice``: the chosen experts' weights are normalised to sum 1, then
+    multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss; ``router_bias``: balance by
+    a bias on the scores instead.
 
-    In an encoder a token sees all others, and norms follow the sums of the residual stream (``embedding_norm`` the
-    first). ``token_types``: kinds of segments that are told apart. ``head``: what it predicts: the ``masked`` tokens,
-    the ``classes`` of a row named by ``labels``, or nothing (``none``); a decoder the ``next`` token.
+    In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
+    ``token_types``: number of segment types. ``head``: the output head: ``masked`` (masked language model), ``classes``
+    (sequence classification, classes named by ``labels``) or ``none``; a decoder's is ``next`` (next token).
     """
 
     family: str
@@ -90,11 +90,13 @@ class ModelConfig:
     pad_token: int | None = None
 
     def __post_init__(self) -> None:
-        problem = self._problem()
+        """Raise ``UserError`` if the fields contradict each other or the family."""
+        problem = self._find_problem()
         if problem:
             raise UserError(f"model: {problem}")
 
-    def _problem(self) -> str | None:
+    def _find_problem(self) -> str | None:
+        """Return an error message for the first invalid or contradictory field; None if the configuration is valid."""
         if self.family not in FAMILIES:
             return unknown("family", self.family, FAMILIES)
         for name in (
@@ -144,13 +146,14 @@ class ModelConfig:
         return None
 
     def _size_problem(self) -> str | None:
-        """The first size beyond its limit."""
+        """Return an error message for the first size beyond its limit; None if there is none."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
 
     def _experts_problem(self) -> str | None:
-        """The first contradiction in the sizes of the mixture of experts."""
+        """Return an error message for the first contradiction in the mixture-of-experts fields; None if there is
+        none."""
         if not FAMILIES[self.family].experts:
             given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(self, name)]
             return f"family {self.family} has no experts: leave {given[0]} out" if given else None
@@ -171,7 +174,8 @@ class ModelConfig:
         return self._family_experts_problem()
 
     def _family_experts_problem(self) -> str | None:
-        """A mixture of experts that the family's own ``config.json`` cannot describe."""
+        """Return an error message if the family's ``config.json`` cannot express these mixture-of-experts fields, else
+        None."""
         if self.family == "mixtral" and self.intermediate != self.expert_intermediate:
             return f"family mixtral has one width: intermediate {self.intermediate} is expert_intermediate"
         if self.family == "dots1":
@@ -187,7 +191,8 @@ class ModelConfig:
         return None
 
     def _encoder_problem(self) -> str | None:
-        """The first contradiction in the parts that only an encoder has."""
+        """Return an error message for the first contradiction in the fields that only encoders have; None if there is
+        none."""
         if not self.encoder:
             given = [name for name in ("token_types", "labels") if getattr(self, name)]
             given += [f"head {self.head!r}"] if self.head != "next" else []
@@ -204,41 +209,41 @@ class ModelConfig:
         return None
 
     def has_experts(self, layer: int) -> bool:
-        """True if the layer's MLP is a mixture of experts."""
+        """Return True if the layer's MLP is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     @property
     def expert_layers(self) -> int:
-        """The number of layers with experts."""
+        """The number of mixture-of-experts layers."""
         return sum(self.has_experts(layer) for layer in range(self.layers))
 
     @property
     def encoder(self) -> bool:
-        """True if tokens see those after them too, and norms follow the sums of the residual stream."""
+        """True for an encoder: bidirectional attention and post-norm layers."""
         return FAMILIES[self.family].encoder
 
     @property
     def tied_head(self) -> bool:
-        """True if the output projection computes with the embedding's matrix."""
+        """True if the output projection shares the embedding matrix."""
         return self.tied and self.head in ("next", "masked")
 
     @property
     def pooled(self) -> bool:
-        """True if it has a pooler, which sums a row up in one vector."""
+        """True if the model has a pooler, which turns a sequence into one vector."""
         return self.encoder and self.head != "masked"
 
     @property
     def planning_only(self) -> str | None:
-        """Why this model can be planned but not run; None when it can be run."""
+        """The reason why this model can be planned but not run; None if it can be run."""
         return FAMILIES[self.family].planning_only
 
     @property
     def eos_tokens(self) -> tuple[int, ...]:
-        """Every token that ends a text."""
+        """All end-of-sequence token ids."""
         return (() if self.eos_token is None else (self.eos_token,)) + self.more_eos_tokens
 
     def layer_window(self, layer: int) -> int | None:
-        """Tokens that a token of this layer sees at most, itself included; None: all before it."""
+        """Return the sliding window of a layer in tokens, the token itself included; None: full causal attention."""
         if self.windowed_layers is not None and not self.windowed_layers[layer]:
             return None
         return self.sliding_window

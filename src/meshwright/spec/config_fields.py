@@ -1,8 +1,8 @@
-"""Which fields of a Hugging Face ``config.json`` are read, which change nothing here, and which are accepted at neutral
-values only, family by family.
+"""Tables of the fields of a Hugging Face ``config.json``, by family: fields that are read, fields that change nothing
+here, and fields that are accepted at neutral values only.
 
-A field in none of these classes is named in one warning. `tests/spec/test_config_fields.py` holds the tables against
-the configuration classes of transformers and against what `config_json` looks at.
+Fields outside these tables are listed in one warning. `tests/spec/test_config_fields.py` compares the tables with the
+configuration classes of transformers and with the keys that `config_json` looks up.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """Accepted values of a field that would otherwise change the computation. text: shown in errors."""
+    """The accepted values of a field that would otherwise change the computation. ``text``: their name in error
+    messages; ``accepts``: a predicate of the value and the ModelConfig fields."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
 
 
-def _only(*values: object) -> NeutralValue:
+def _accept_only(*values: object) -> NeutralValue:
+    """Return a NeutralValue that accepts exactly these values."""
     return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
 
 
@@ -80,7 +82,7 @@ _NEUTRAL: dict[str, NeutralValue] = {
     **dict.fromkeys(
         ("embedding_multiplier", "logits_scaling", "logit_scale", "residual_multiplier", "rotary_pct", "rope_percent",
          "partial_rotary_factor", "attention_out_multiplier", "lm_head_multiplier", "key_multiplier"),
-        _only(1.0),
+        _accept_only(1.0),
     ),
     **dict.fromkeys(
         ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "attention_out_bias", "use_qk_norm", "qk_norm",
@@ -88,15 +90,15 @@ _NEUTRAL: dict[str, NeutralValue] = {
          "rope_interleaved", "rope_interleave", "add_cross_attention", "is_encoder_decoder", "is_decoder",
          "apply_residual_connection_post_layernorm", "use_bidirectional_attention", "scale_attn_by_inverse_layer_idx",
          "attention_sink", "add_final_layer_norm", "norm_topk_prob"),
-        _only(False),
+        _accept_only(False),
     ),
-    **dict.fromkeys(("scale_attn_weights", "is_causal", "use_rmsnorm"), _only(True)),
-    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), _only(1)),
+    **dict.fromkeys(("scale_attn_weights", "is_causal", "use_rmsnorm"), _accept_only(True)),
+    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), _accept_only(1)),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
          "moe_intermediate_size", "shared_expert_intermediate_size", "router_jitter_noise", "num_nextn_predict_layers",
          "mtp_num_hidden_layers"),
-        _only(0),
+        _accept_only(0),
     ),
     **dict.fromkeys(("pruned_heads", "mlp_only_layers"), _NOTHING),
     "attention_multiplier": _SCALE_OF_HEAD,
@@ -104,7 +106,7 @@ _NEUTRAL: dict[str, NeutralValue] = {
     "use_sliding_window": _AS_WINDOWED,
     "no_rope_layers": _EVERY_LAYER_ROTATES,
     "layer_types": _FULL_ATTENTION,
-    "position_embedding_type": _only("absolute"),
+    "position_embedding_type": _accept_only("absolute"),
 }  # fmt: skip
 
 _EVERY = "vocab_size tie_word_embeddings hidden_size num_hidden_layers num_attention_heads "
@@ -152,15 +154,15 @@ _OWN_IGNORED: dict[str, str] = {
 }
 
 _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
-    "bert": {"problem_type": _only("single_label_classification")},  # the loss of an encoder's head
-    "qwen2": {"attention_bias": _only(True), "qkv_bias": _only(True)},
-    "qwen2_moe": {"attention_bias": _only(True)},
-    "qwen3": {name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
-    "qwen3_moe": {name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
-    "mixtral": {"norm_topk_prob": _only(True)},
+    "bert": {"problem_type": _accept_only("single_label_classification")},  # the loss of an encoder's head
+    "qwen2": {"attention_bias": _accept_only(True), "qkv_bias": _accept_only(True)},
+    "qwen2_moe": {"attention_bias": _accept_only(True)},
+    "qwen3": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+    "qwen3_moe": {name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+    "mixtral": {"norm_topk_prob": _accept_only(True)},
     "dots1": {
-        **{name: _only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
-        "scoring_func": _only("sigmoid", "noaux_tc"), "topk_method": _only("noaux_tc"),
+        **{name: _accept_only(True) for name in ("use_qk_norm", "qk_norm", "qk_layernorm")},
+        "scoring_func": _accept_only("sigmoid", "noaux_tc"), "topk_method": _accept_only("noaux_tc"),
         "num_experts": _EXPERTS, "num_local_experts": _EXPERTS,  # its other names in transformers
     },
 }  # fmt: skip
@@ -168,7 +170,7 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """The known fields of a family's configurations; no field is in two classes."""
+    """The known ``config.json`` fields of a family, in disjoint classes."""
 
     read: frozenset[str]
     ignored: frozenset[str]
@@ -176,7 +178,7 @@ class FieldTable:
 
 
 def field_table(family: str) -> FieldTable:
-    """The known fields of a family's ``config.json``."""
+    """Return the known ``config.json`` fields of a family."""
     read = frozenset(_READ[family].split())
     own = _OWN_NEUTRAL.get(family, {})
     ignored = (_IGNORED | frozenset(_OWN_IGNORED.get(family, "").split())) - read - own.keys()
@@ -185,11 +187,11 @@ def field_table(family: str) -> FieldTable:
 
 
 def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, Any], where: str) -> None:
-    """Compare all fields of a configuration with the table of its family.
+    """Check every field of a configuration against the table of its family.
 
-    ``fields``: what `config_json` read of it. ``UserError`` for a field that changes the computation; one
-    `ModelWarning` for fields that are not known, one where the repository brings code of its own or another
-    architecture. A field that is null says nothing.
+    ``fields``: the ModelConfig fields that `config_json` read from ``data``; ``where``: name of the configuration in
+    errors. ``UserError`` for a field that changes the computation; one `ModelWarning` for unknown fields, one if the
+    repository brings its own code or another architecture. A null field is ignored.
     """
     table = field_table(family.name)
     unknown = []
@@ -217,7 +219,8 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
 
 def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
-    """One line where a configuration asks for code or an architecture that is not the family's own; else None."""
+    """Return one line of text if a configuration asks for custom code or an architecture other than the family's; else
+    None."""
     if data.get("auto_map"):
         return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]

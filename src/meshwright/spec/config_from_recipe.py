@@ -1,4 +1,4 @@
-"""The model that a recipe's ``[model]`` table describes."""
+"""Build a ModelConfig from a recipe's ``[model]`` table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
-    """The model that the recipe's ``[model]`` table describes; fields given there override the preset or directory.
+    """Return the model that the recipe's ``[model]`` table describes; fields given there override the preset or
+    directory.
 
     ``sequence`` is ``data.sequence`` in tokens. The vocabulary is the tokenizer's unless the table gives one or
     ``from`` fixes it; it may be larger than the tokenizer's, never smaller (``UserError``).
@@ -27,7 +28,7 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
     elif model.preset is not None:
         base = preset(model.preset)
     else:
-        base = _smallest(model, sequence, tokenizer_vocabulary)
+        base = _default_config(model, sequence, tokenizer_vocabulary)
     overrides: dict[str, Any] = {
         name: value
         for name in (
@@ -52,7 +53,7 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
         )
         if (value := getattr(model, name)) is not None
     }
-    _follow(base, overrides)
+    _add_derived_sizes(base, overrides)
     if model.from_path is None:
         overrides.setdefault("vocabulary", tokenizer_vocabulary)
     if model.rope_scaling is not None:
@@ -78,8 +79,8 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
     return config
 
 
-def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """A model of the recipe's family with what the recipe must say; the rest as the family does it."""
+def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
+    """Return a ModelConfig from the sizes that a recipe must give; all other fields have the family's defaults."""
     assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
     hidden, heads = model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
@@ -105,12 +106,13 @@ def _smallest(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig
     if FAMILIES[model.family].encoder:
         fields |= {"token_types": 2, "head": "masked", "activation": "gelu", "norm_epsilon": 1e-12}
     if FAMILIES[model.family].experts:
-        fields |= _smallest_experts(model, intermediate)
+        fields |= _default_experts(model, intermediate)
     return ModelConfig(**{**fixed, **fields})
 
 
-def _smallest_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """A mixture that costs a token about what one MLP of the usual width does."""
+def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
+    """Return default mixture-of-experts fields whose compute per token is about that of one MLP of width
+    `intermediate`."""
     assert model.family
     fixed = FAMILIES[model.family].fixed
     experts = model.experts or 8
@@ -131,8 +133,9 @@ def _smallest_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
     } | ({"intermediate": width} if model.family == "mixtral" else {})
 
 
-def _follow(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Let sizes that followed from others in ``base`` follow from the overridden ones."""
+def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
+    """Add derived sizes to ``overrides`` in place: where ``base`` has, for example, head_dim = hidden / heads, the
+    overridden model has too."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

@@ -1,6 +1,6 @@
-"""Hugging Face's ``config.json``, read and written.
+"""Read and write Hugging Face's ``config.json``.
 
-A key that a configuration leaves out has the value that transformers gives it, so that both read the same model.
+A missing key has the default that transformers gives it, so that both libraries read the same model.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
 
 
 def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """The model that a Hugging Face configuration describes, in the spelling of transformers 4 or 5.
+    """Return the ModelConfig of a Hugging Face configuration, in the spelling of transformers 4 or 5.
 
-    ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key,
-    sizes that do not fit each other, a quantised model, or anything else that we would not compute.
+    ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key, sizes
+    that do not fit each other, a quantised model, or anything else that is not supported.
     """
     try:
         return ModelConfig(**read_fields(data, where))
@@ -68,17 +68,18 @@ def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json")
 
 
 def config_from_path(path: str | Path) -> ModelConfig:
-    """Read a Hugging Face directory or a ``config.json``; ``UserError`` when it is missing or not JSON."""
+    """Read the ModelConfig of a Hugging Face directory or a ``config.json``; ``UserError`` if it is missing or not
+    JSON."""
     return config_from_huggingface(read_config(path), where=str(config_file(path)))
 
 
 def config_file(path: str | Path) -> Path:
-    """The ``config.json`` of a Hugging Face directory, or the file itself."""
+    """Return the path of the ``config.json`` in a Hugging Face directory, or `path` itself if it is a file."""
     return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """What a ``config.json`` holds; ``UserError`` when it is missing or not JSON."""
+    """Return the JSON object in a ``config.json``; ``UserError`` if it is missing or not JSON."""
     file = config_file(path)
     try:
         data = read_json(file, "config_bytes")
@@ -94,13 +95,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
-    """Names that this family's config.json uses for fields of ModelConfig, the usual one first."""
+    """Return the config.json keys of each ModelConfig field in this family, the preferred key first."""
     keys = {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS, "nemotron": _NEMOTRON_KEYS}
     return keys.get(family, _KEYS)
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """The family that ``model_type`` names; an error says what of another is not known, and lists the known ones."""
+    """Return the family named by ``model_type``; ``UserError`` with the list of known families for any other."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -117,9 +118,9 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of ModelConfig that a Hugging Face configuration describes.
+    """Return the ModelConfig fields that a Hugging Face configuration describes, by field name.
 
-    ``UserError`` and `ModelWarning` as `check_fields` has them.
+    Raises ``UserError`` and warns with `ModelWarning` as `check_fields` does.
     """
     family = read_family(data, where)
     read = Reader(data, family.defaults, where)
@@ -200,7 +201,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """``rope_theta`` and ``rope_scaling`` of transformers 4, or ``rope_parameters`` of transformers 5."""
+    """Read ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5) into
+    ``fields``."""
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     # A file with both spellings: transformers 5 itself lets rope_scaling win.
     for key in ("rope_scaling", "rope_parameters"):
@@ -226,7 +228,7 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
 
 
 def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Which layers see a sliding window only, and how wide it is."""
+    """Read the sliding window's width and the layers that have one into ``fields``."""
     family, layers = fields["family"], fields["layers"]
     if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
         return
@@ -262,6 +264,8 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
 
 
 def _window_layers(read: Reader) -> int:
+    """Return ``max_window_layers`` (Qwen2; default 28), the layer index at which windowing begins or, in qwen2_moe,
+    ends."""
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
@@ -269,7 +273,8 @@ def _window_layers(read: Reader) -> int:
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """A ``config.json`` object that transformers 4 and 5 read as this model, and that we read back as it is."""
+    """Return a ``config.json`` object that transformers 4 and 5 read as this model and `config_from_huggingface`
+    inverts."""
     if config.planning_only:
         raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")
     family = FAMILIES[config.family]

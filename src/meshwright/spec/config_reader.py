@@ -22,12 +22,15 @@ ACTIVATIONS = {
 
 
 class Reader:
-    """Typed access to a configuration; every mistake names the place and the key."""
+    """Typed access to the keys of a configuration; every error names the configuration (``where``) and the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        """Wrap a configuration object; `defaults`: the family's values of missing keys; `where`: name in errors."""
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
+        """Return (key, value) of the first of ``keys`` (synonyms) that is present, else the family's or the given
+        default; ``UserError`` if two synonyms disagree."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]
         for other in present[1:]:
@@ -41,7 +44,7 @@ class Reader:
         return keys[0], self.defaults.get(keys[0], default)
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
-        """A whole number from 1 to `limits.limit_of(limit)`."""
+        """Return a whole number from 1 to the limit called `limit` in `meshwright.limits`; ``UserError`` otherwise."""
         key, value = self.get(keys, default)
         if value is None:
             value = default
@@ -54,6 +57,7 @@ class Reader:
         return value
 
     def number(self, keys: Iterable[str], default: float) -> float:
+        """Return a finite number above 0 as a float; ``UserError`` otherwise."""
         key, value = self.get(keys, default)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -63,6 +67,7 @@ class Reader:
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
+        """Return true or false under ``key``, the default if it is missing or null; ``UserError`` otherwise."""
         _, value = self.get((key,), default)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -70,6 +75,7 @@ class Reader:
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
+        """Return our name of the activation function that Hugging Face names under one of ``keys``."""
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(
@@ -78,7 +84,7 @@ class Reader:
         return ACTIVATIONS[value]
 
     def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """Token ids under ``key`` (one, a list, or none); a default that is outside the vocabulary is no token."""
+        """Return the token ids under ``key`` (one, a list, or null); ids outside the vocabulary are dropped."""
         _, value = self.get((key,))
         if value is None:
             return ()

@@ -1,4 +1,4 @@
-"""Hugging Face's names of the parts of a model, by family. ``{i}`` is the layer's number."""
+"""Hugging Face's tensor names by family. ``{i}`` is the layer's number."""
 
 from __future__ import annotations
 

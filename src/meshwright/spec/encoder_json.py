@@ -1,4 +1,4 @@
-"""An encoder in Hugging Face's ``config.json``."""
+"""Read and write the ``config.json`` keys of an encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
-    """What only an encoder has. The first of ``architectures`` says what it predicts; without one, masked tokens."""
+    """Return the ModelConfig fields that only an encoder has. The first of ``architectures`` names the head; default:
+    masked language modelling."""
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -32,7 +33,7 @@ def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any
 
 
 def _read_labels(read: Reader) -> tuple[str, ...]:
-    """The names of the classes: of ``id2label``, or those that transformers makes up for ``num_labels`` (2)."""
+    """Return the class names: those of ``id2label``, else ``LABEL_0``, ... for ``num_labels`` (default 2) classes."""
     _, names = read.get(("id2label",))
     if names is None:
         return tuple(f"LABEL_{number}" for number in range(read.integer("labels", ("num_labels",), 2)))
@@ -44,7 +45,7 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
 
 
 def write_encoder(config: ModelConfig, family: Family, activation: str) -> dict[str, Any]:
-    """The keys that only an encoder has; `activation` as Hugging Face calls it."""
+    """Return the ``config.json`` keys that only an encoder has; `activation`: Hugging Face's name of it."""
     (architecture,) = (name for name, head in family.heads.items() if head == config.head)
     written: dict[str, Any] = {
         "architectures": [architecture],

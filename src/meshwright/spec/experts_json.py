@@ -1,4 +1,4 @@
-"""What a ``config.json`` says of a mixture of experts, read and written."""
+"""Read and write the ``config.json`` keys of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
-    """The fields of ModelConfig that say how many experts there are and how tokens come to them."""
+    """Return the ModelConfig fields of a mixture of experts: number of experts, their widths, router."""
     fields: dict[str, Any] = {
         "experts": read.integer("experts", _experts_keys(family)),
         "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),
@@ -22,7 +22,7 @@ def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> d
         else read.integer("expert_intermediate", ("moe_intermediate_size",)),
     }
     if family == "dots1":
-        first = _whole(read, "first_k_dense_replace", 0)
+        first = _read_whole_number(read, "first_k_dense_replace", 0)
         fields["dense_layers"] = tuple(range(min(first, layers)))
         fields["shared_intermediate"] = fields["expert_intermediate"] * read.integer("experts", ("n_shared_experts",))
         fields["routed_scale"] = read.number(("routed_scaling_factor",), 1.0)
@@ -39,7 +39,7 @@ def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> d
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a ``config.json`` that say the same."""
+    """Return the ``config.json`` keys of a mixture of experts, the inverse of `read_experts`."""
     written: dict[str, Any] = dict.fromkeys(_experts_keys(config.family), config.experts)
     written["num_experts_per_tok"] = config.experts_per_token
     if config.family != "mixtral":
@@ -64,7 +64,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts_keys(family: str) -> tuple[str, ...]:
-    """The keys for the number of experts, that of transformers 4 and that of 5, in the order in which they count."""
+    """Return the keys that hold the number of experts, in order of precedence (transformers 4, then 5)."""
     return {
         "mixtral": ("num_local_experts",),
         "qwen2_moe": ("num_experts",),
@@ -74,7 +74,7 @@ def _experts_keys(family: str) -> tuple[str, ...]:
 
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Layers with a plain MLP: those that are listed, and of the others all but every so-many-th."""
+    """Return the layers with a dense MLP: those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     listed = [] if listed is None else listed
@@ -84,7 +84,8 @@ def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
-def _whole(read: Reader, key: str, default: int) -> int:
+def _read_whole_number(read: Reader, key: str, default: int) -> int:
+    """Return a whole number from 0 on under ``key``; ``UserError`` otherwise."""
     _, value = read.get((key,), default)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -1,4 +1,4 @@
-"""Model families: what all models of one share."""
+"""Model families and the architecture choices that all models of a family share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of a family share. ``fixed`` holds the fields of ModelConfig that have one value only."""
+    """The architecture choices that all models of a family share. ``fixed``: ModelConfig fields with only one allowed
+    value."""
 
     name: str
     architecture: str
@@ -21,7 +22,7 @@ class Family:
 
     @property
     def encoder(self) -> bool:
-        """True if tokens see those after them too."""
+        """True for an encoder: bidirectional attention and post-norm layers."""
         return bool(self.heads)
 
 

@@ -1,5 +1,5 @@
-"""The parameter table of a foreign module: any torch.nn.Module, whose parameters are spread over dp alone. Free of
-torch; `parallel/module/table.py` derives it from the module."""
+"""The parameter table of a foreign module: any torch.nn.Module that Meshwright did not build; its parameters are
+sharded over dp alone. Free of torch; `parallel/module/table.py` derives the entries from the module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """A parameter as `named_parameters` gives it, the unit that it lies in, and whether weight decay applies."""
+    """A trained parameter: its name in `named_parameters`, its shape, its FSDP unit, and True if weight decay
+    applies."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +28,8 @@ class ForeignParameter(NamedTuple):
 
 
 class KeptValue(NamedTuple):
-    """A buffer or a frozen parameter: its dtype is called as torch and numpy call it ("int64")."""
+    """A buffer or frozen parameter, saved in checkpoints but not trained; `dtype` as torch and numpy name it
+    ("int64")."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,37 +37,37 @@ class KeptValue(NamedTuple):
 
 
 class ModulePartition(Partition):
-    """A foreign module is one stage."""
+    """The pipeline partition of a foreign module: a single stage."""
 
     @classmethod
     def whole(cls, table: ParameterTable) -> ModulePartition:
-        """Everything on every rank."""
+        """Return the partition whose one stage holds every parameter."""
         return cls(table, (Stage(0, range(0), first=True, last=True),), ((0,),))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """All of them, in the order in which the module names them."""
+        """Return the names of all FSDP units, in the order in which the module names them."""
         return self.table.units
 
 
 def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
-    """The table of trained parameters. Units come in the order of their first parameters, `REST` first."""
+    """Return the table of trained parameters. FSDP units are ordered by their first parameters, `REST` first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
     tensors = []
     for unit in units:
         own = [each for each in parameters if each.unit == unit]
-        tensors += [_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
+        tensors += [_foreign_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
     return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
 
 
 def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
-    """The same with what is kept beside the trained parameters, as checkpoints have it."""
-    rows = [_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
+    """Return the table that checkpoints save: the trained parameters and the buffers and frozen parameters (`kept`)."""
+    rows = [_replicated_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     return ParameterTable((*table.rows, *rows), table.tensors, table.units)
 
 
 def refuse_for_module(layout: Layout, batch: int) -> None:
-    """`UserError` with the first reason why no foreign module can be trained on the layout in steps of `batch`."""
+    """Raise `UserError` if no foreign module can be trained on the layout with `batch` samples a step."""
     layout.refuse_unbuilt()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
@@ -88,12 +90,14 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
         )
 
 
-def _tensor(parameter: ForeignParameter) -> Tensor:
-    row = _row(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
+def _foreign_tensor(parameter: ForeignParameter) -> Tensor:
+    """Return the engine tensor of a foreign parameter: one entry, never cut."""
+    row = _replicated_row(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return Tensor(parameter.name, parameter.unit, (row,))
 
 
-def _row(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> Row:
+def _replicated_row(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> Row:
+    """Return a parameter-table entry that is replicated on every rank; `kept`: the dtype if it is not trained."""
     return Row(
         name=name,
         shape=shape,

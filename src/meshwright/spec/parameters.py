@@ -1,8 +1,8 @@
-"""The parameter table: every tensor of a model, once, with all that others ask about it.
+"""The parameter table: one entry for every tensor of a model, with its shape, sharding and place in the flat buffers.
 
-A row is a tensor as Hugging Face names and shapes it on disk. Rows make up engine tensors (query, key and value are one
-matrix here), engine tensors make up units (the flat buffers of ZeRO). Builder, planner, checkpoint, gradient sums and
-server read the same table.
+An entry (`Row`) is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to engine tensors
+(query, key and value are one matrix here), engine tensors to FSDP units (the flat buffers of ZeRO). Model builder,
+planner, checkpoint, gradient reduction and server read the same table.
 """
 
 from __future__ import annotations
@@ -24,64 +24,73 @@ __all__ = ["Box", "Initial", "ParameterTable", "Row", "Tensor", "parameter_table
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """All rows and engine tensors of a model, in the order of the units and, in a unit, of its flat buffer."""
+    """All parameter entries (`rows`), engine tensors (`tensors`) and FSDP units (`units`) of a model, in forward order
+    of the units and, within a unit, in the order of its flat buffer. `tied`: the head uses the embedding matrix."""
 
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     units: tuple[str, ...]
     tied: bool = False
-    """Whether the head computes with the embedding's matrix."""
 
     @cached_property
     def _row_by_name(self) -> dict[str, Row]:
+        """The parameter entries by their names on disk."""
         return {row.name: row for row in self.rows}
 
     @cached_property
     def _tensor_by_name(self) -> dict[str, Tensor]:
+        """The engine tensors by name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
     def _tensors_by_unit(self) -> dict[str, tuple[Tensor, ...]]:
+        """The engine tensors of each FSDP unit."""
         found: dict[str, list[Tensor]] = {unit: [] for unit in self.units}
         for tensor in self.tensors:
             found[tensor.unit].append(tensor)
         return {unit: tuple(tensors) for unit, tensors in found.items()}
 
     def row(self, name: str) -> Row:
+        """Return the parameter entry with this name on disk."""
         return self._row_by_name[name]
 
     def tensor(self, name: str) -> Tensor:
+        """Return the engine tensor of this name."""
         return self._tensor_by_name[name]
 
     def unit_tensors(self, unit: str, layout: Layout | None = None, part: Part | None = None) -> tuple[Tensor, ...]:
-        """A unit's tensors in the order of its flat buffers: those that weight decay applies to, then the rest. `part`:
-        those of one of the two alone."""
+        """Return an FSDP unit's tensors in the order of its flat buffers: those with weight decay first. `part`: only
+        those in this flat buffer ("dense" or "experts")."""
         tensors = self._tensors_by_unit[unit]
         return tensors if part is None else tuple(each for each in tensors if each.part(layout or Layout()) == part)
 
     def unit_parts(self, unit: str, layout: Layout) -> tuple[Part, ...]:
-        """The flat buffers that a unit has on a layout: a second one where experts are spread over their own axes."""
+        """Return the names of an FSDP unit's flat buffers: "dense", and "experts" if experts are sharded over axes of
+        their own."""
         apart = any(tensor.part(layout) == "experts" for tensor in self._tensors_by_unit[unit])
         return ("dense", "experts") if apart else ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
-        """The units whose tensors a unit computes with: itself, and the embedding where it is a tied head."""
+        """Return the FSDP units whose tensors are needed to compute `unit`: itself, and the embedding for a tied
+        head."""
         return (unit, "embedding") if self.tied and unit == "head" else (unit,)
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of the model; a tied embedding counts once."""
+        """The model's parameter count; a tied embedding counts once."""
         return sum(row.numel for row in self.rows)
 
     @cached_property
     def active_numel(self) -> int:
-        """Parameters that one token computes with, on average: of each layer's experts those that it chooses."""
+        """The number of parameters that one token uses on average: of each layer's experts only those that it is routed
+        to."""
         return round(sum(row.numel * row.active for row in self.rows))
 
     def local_slices(self, row: Row, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
-        """The boxes of a row that the rank at ``coordinates`` (as ``layout.coordinates`` gives) holds.
+        """Return the boxes of a parameter entry that the rank at ``coordinates`` (as ``layout.coordinates`` returns)
+        holds.
 
-        Together the ranks' boxes cover the row, each element on ``row.replicas(layout)`` ranks of tp; an expert under
+        Together the ranks' boxes cover the entry, each element on ``row.replicas(layout)`` ranks of tp; an expert under
         expert parallelism is covered once by each block of ep x etp ranks.
         """
         offset = self.tensor(row.tensor).local_offset(row, layout)
@@ -93,17 +102,18 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
-        """Elements of a rank's flat buffer of a unit, before ZeRO shards it; without a layout, on one device."""
+        """Return the number of elements in a rank's flat buffer of a unit, before ZeRO shards it; without a layout, on
+        one device."""
         tensors = self.unit_tensors(unit, layout, part)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def unit_decay_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
-        """How many elements at the front of a unit's flat buffer weight decay applies to."""
+        """Return the number of elements with weight decay, which come first in a unit's flat buffer."""
         tensors = [tensor for tensor in self.unit_tensors(unit, layout, part) if tensor.decay]
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
-        """Where a tensor's part lies in the rank's flat buffer of its unit: (start, stop)."""
+        """Return the element range [start, stop) of a tensor's local shard in the rank's flat buffer of its unit."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.part(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -111,7 +121,8 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def row_range(self, row: Row, layout: Layout | None = None) -> tuple[int, int]:
-        """Where a row's part lies in the rank's flat buffer of its unit: (start, stop), in engine orientation."""
+        """Return the element range [start, stop) of an entry's local shard in the rank's flat buffer of its unit, in
+        engine orientation."""
         layout = layout or Layout()
         tensor = self.tensor(row.tensor)
         start = self.tensor_range(tensor, layout)[0]
@@ -120,7 +131,7 @@ class ParameterTable:
 
 
 def parameter_table(config: ModelConfig) -> ParameterTable:
-    """The table of a model. Families that can only be planned have one too."""
+    """Return the parameter table of a model, planning-only families included."""
     builder = _Builder(config)
     builder.build()
     units: dict[str, dict[str, list[Row]]] = {}
@@ -135,9 +146,10 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 
 class _Builder:
-    """Writes the rows of a model, unit by unit in forward order."""
+    """Collects the parameter entries of a model in ``rows``, unit by unit in forward order."""
 
     def __init__(self, config: ModelConfig) -> None:
+        """Start without entries."""
         self.config = config
         self.names = DISK_NAMES[config.family]
         self.rows: list[Row] = []
@@ -148,6 +160,7 @@ class _Builder:
         self.residual = Initial("normal", config.initializer_range / math.sqrt(additions))
 
     def build(self) -> None:
+        """Append the entries of the whole model: embeddings, layers, head."""
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
         self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad")
@@ -168,8 +181,8 @@ class _Builder:
             self.add("head", "head", (vocabulary, hidden), {"tp": 0}, remainder="pad")
 
     def encoder_head(self) -> None:
-        """What follows the last block of an encoder: a transform before the embedding's matrix and a bias after it, or
-        a pooler and what classifies with it. All ranks of tp would hold all of it but the bias."""
+        """Append an encoder's head: transform, norm and output bias (masked language modelling), or pooler and
+        classifier. Every tp rank would hold all of it but the output bias."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
@@ -183,6 +196,7 @@ class _Builder:
                 self.add("head", "classifier", shape, suffix=suffix, partial="sequence")
 
     def layer(self, unit: str, layer: int) -> None:
+        """Append the entries of transformer layer number `layer` to FSDP unit `unit`."""
         config = self.config
         hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
         query, key = config.heads * head_dim, config.kv_heads * head_dim
@@ -222,13 +236,15 @@ class _Builder:
             self.norm(unit, "mlp_post_norm", layer)
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
+        """Append an MLP's gate, up and down projections. `mlp`: prefix of the engine tensors; `width`: the intermediate
+        size; `prefix`: that of the keys in `DISK_NAMES`."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
             self.linear(unit, f"{mlp}.up", prefix + part, layer, width, hidden, column=True, bias=bias, offset=offset)
         self.linear(unit, f"{mlp}.down", f"{prefix}down", layer, hidden, width, column=False, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
-        """A router, its experts one after the other in one tensor each way, and the expert that all tokens share."""
+        """Append a router, its experts (all in one tensor per projection) and the shared expert."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
@@ -260,7 +276,8 @@ class _Builder:
         offset: int = 0, blocks: tuple[int, ...] = (), granularity: int = 1, replicate: bool = False,
         expert: int | None = None,
     ) -> None:  # fmt: skip
-        """A weight [output, inputs] and its bias. Column parallel cuts the outputs, row parallel the inputs."""
+        """Append a weight [output, inputs] and its bias. Column parallel cuts the outputs over tp, row parallel the
+        inputs."""
         remainder: Literal["refuse", "replicate"] = "replicate" if replicate else "refuse"
         partial: Literal["heads"] | None = "heads" if replicate else None
         self.add(
@@ -282,6 +299,7 @@ class _Builder:
         self, unit: str, part: str, layer: int | None = None, *, tensor: str | None = None, size: int | None = None,
         partial: Literal["sequence", "heads"] = "sequence",
     ) -> None:  # fmt: skip
+        """Append a norm's weight [size] and, if the model has norm biases, its bias."""
         tensor = tensor or (part if layer is None else f"{unit}.{part}")
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
@@ -298,6 +316,8 @@ class _Builder:
         partial: Literal["sequence", "heads"] | None = None, initial: Initial | None = None,
         expert: int | None = None, disk_suffix: str | None = None, balances: bool = False,
     ) -> None:  # fmt: skip
+        """Append one entry. `part`: key in `DISK_NAMES`; `suffix`: "weight" or "bias"; the others as fields of
+        `Row`."""
         split = split or {}
         transposed = self.config.family == "gpt2" and layer is not None and len(shape) == 2
         self.rows.append(

@@ -1,4 +1,4 @@
-"""Which stages of a model the ranks of a pipeline hold, and which units of the parameter table with them."""
+"""The pipeline partition: the stages and FSDP units that each pipeline rank holds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.spec.stages import Stage, stages_of, units_of
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model cut into stages, and where they are: `placement[replica][stage]` is a place on axis pp.
+    """A model cut into pipeline stages, and their ranks: `placement[replica][stage]` is a rank on axis pp.
 
-    A rank may hold several stages, the same stage several ranks (bidirectional schedules), and one unit several stages
-    (a tied embedding is the first's and the last's).
+    A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
+    stages the same FSDP unit (a tied embedding is on the first and the last).
     """
 
     table: ParameterTable
@@ -24,33 +24,34 @@ class Partition:
 
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
-        """The partition that a program of the layout asks for, balanced for rows of `sequence` tokens."""
+        """Return the partition for a pipeline program, with compute balanced for sequences of `sequence` tokens."""
         return cls(table, stages_of(config, program.stages, sequence), program.placement)
 
     @classmethod
     def whole(cls, table: ParameterTable) -> Partition:
-        """Everything on one rank."""
+        """Return the partition of an uncut model: one stage on one pipeline rank."""
         layers = sum(unit.startswith("layers.") for unit in table.units)
         return cls(table, (Stage(0, range(layers), first=True, last=True),), ((0,),))
 
     def held(self, place: int) -> tuple[Stage, ...]:
-        """The stages at a place of pp, each once."""
+        """Return the stages on pipeline rank `place`, each once."""
         return tuple(stage for stage in self.stages if any(homes[stage.index] == place for homes in self.placement))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """The units that a stage goes through, in forward order."""
+        """Return the FSDP units of a stage, in forward order."""
         return units_of(self.table, stage)
 
     def needed(self, stage: Stage) -> tuple[str, ...]:
-        """The units whose tensors it computes with, in the order of their first use."""
+        """Return the FSDP units whose tensors a stage computes with, in the order of first use; a tied head adds the
+        embedding."""
         return tuple(dict.fromkeys(name for unit in self.units(stage) for name in self.table.needed_by(unit)))
 
     def units_at(self, place: int) -> tuple[str, ...]:
-        """The units that a place of pp holds, in the order of the table."""
+        """Return the FSDP units that pipeline rank `place` holds, in the order of the table."""
         needed = {name for stage in self.held(place) for name in self.needed(stage)}
         return tuple(unit for unit in self.table.units if unit in needed)
 
     def holders(self, unit: str) -> tuple[int, ...]:
-        """The places of pp that hold a unit."""
+        """Return the pipeline ranks that hold an FSDP unit, in ascending order."""
         places = {homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed(stage)}
         return tuple(sorted(places))

@@ -1,7 +1,7 @@
-"""Public model sizes by name.
+"""Configurations of public models by name.
 
-``presets.json`` holds what matters of each published ``config.json`` and where it is from. ``parameters`` are totals
-that others published (model pages, safetensors metadata), a tied matrix counted once; the table gives the same.
+``presets.json`` holds the relevant keys of each published ``config.json`` and its source. ``parameters`` are published
+totals (model pages, safetensors metadata), a tied matrix counted once; the parameter table gives the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from meshwright.spec.config_json import config_from_huggingface
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named model. ``parameters`` is the published exact total, None where there is none to compare with."""
+    """A public model. ``parameters``: the published exact parameter count, None if none is published; ``source``:
+    origin of the configuration."""
 
     name: str
     config: ModelConfig
@@ -30,7 +31,8 @@ class Preset:
 
 
 @cache
-def _tables() -> dict[str, dict[str, Any]]:
+def _read_presets() -> dict[str, dict[str, Any]]:
+    """Read ``presets.json``: an entry by preset name."""
     text = resources.files("meshwright.spec").joinpath("presets.json").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = json.loads(text)
     return tables
@@ -38,8 +40,8 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 @cache
 def find(name: str) -> Preset:
-    """The preset of this name; ``UserError`` with the nearest name when there is none."""
-    tables = _tables()
+    """Return the preset of this name; ``UserError`` with the nearest name if there is none."""
+    tables = _read_presets()
     if name not in tables:
         raise UserError(unknown("preset", name, tables))
     entry = tables[name]
@@ -49,23 +51,26 @@ def find(name: str) -> Preset:
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of this name; ``UserError`` with the nearest name when there is none."""
+    """Return the ModelConfig of a preset; ``UserError`` with the nearest name if there is none."""
     return find(name).config
 
 
 class _Presets(Mapping[str, Preset]):
-    """All presets by name, each made when it is asked for."""
+    """Mapping from name to preset; a preset is built on first access."""
 
     def __getitem__(self, name: str) -> Preset:
-        if name not in _tables():
+        """Return the preset of this name; ``KeyError`` if there is none."""
+        if name not in _read_presets():
             raise KeyError(name)
         return find(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_tables())
+        """Iterate over the preset names."""
+        return iter(_read_presets())
 
     def __len__(self) -> int:
-        return len(_tables())
+        """Return the number of presets."""
+        return len(_read_presets())
 
 
 PRESETS: Mapping[str, Preset] = _Presets()

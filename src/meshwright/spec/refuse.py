@@ -1,4 +1,4 @@
-"""The one check whether a model can run on a layout. Training, planning and verifying all ask here."""
+"""The one check that a model can run on a layout, used by training, planning and verification."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def refuse(
     *,
     planning: bool = False,
 ) -> None:
-    """``UserError`` with the first reason, in one line, why this model cannot run on this layout.
+    """Raise ``UserError`` with the first reason, in one line, why this model cannot run on this layout.
 
-    ``batch``: sequences a step over all ranks; ``sequence``: tokens in each; ``world_size``: ranks that are there.
-    ``planning`` asks only whether the combination makes sense, not whether this version can run it.
+    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each; ``world_size``: ranks available.
+    ``planning``: check only that the combination is meaningful, not that this version can run it.
     """
     if not planning:
         if config.planning_only:
@@ -32,26 +32,28 @@ def refuse(
             )
         layout.refuse_unbuilt()
     reason = (
-        _ranks(layout, world_size)
-        or _encoder(layout, config)
-        or _batch(layout, batch)
-        or _tensor(layout, config)
-        or _sequence(layout, config, sequence, planning)
-        or _context(layout, config)
-        or _pipeline(layout, config, sequence, planning)
-        or _expert(layout, config)
+        _ranks_problem(layout, world_size)
+        or _encoder_problem(layout, config)
+        or _batch_problem(layout, batch)
+        or _tensor_problem(layout, config)
+        or _sequence_problem(layout, config, sequence, planning)
+        or _context_problem(layout, config)
+        or _pipeline_problem(layout, config, sequence, planning)
+        or _expert_problem(layout, config)
     )
     if reason:
         raise UserError(f'layout "{layout}": {reason}')
 
 
-def _ranks(layout: Layout, world_size: int | None) -> str | None:
+def _ranks_problem(layout: Layout, world_size: int | None) -> str | None:
+    """Return an error message if the layout does not use exactly `world_size` ranks, else None."""
     if world_size is None or world_size == layout.world_size:
         return None
     return f"it has {layout.world_size} ranks (dp x tp x cp x pp), but {world_size} are there"
 
 
-def _batch(layout: Layout, batch: int) -> str | None:
+def _batch_problem(layout: Layout, batch: int) -> str | None:
+    """Return an error message if `batch` is not a multiple of dp x micro-batches, else None."""
     share = layout.dp * layout.micro_batches
     if batch % share == 0:
         return None
@@ -60,7 +62,8 @@ def _batch(layout: Layout, batch: int) -> str | None:
     return f"batch {batch} is not a multiple of dp x mb = {share}; {near} would be"
 
 
-def _encoder(layout: Layout, config: ModelConfig) -> str | None:
+def _encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
+    """Return an error message if an encoder would be cut over tp, cp, pp or ep, else None."""
     if not config.encoder:
         return None
     cut = next(
@@ -69,7 +72,8 @@ def _encoder(layout: Layout, config: ModelConfig) -> str | None:
     return cut and f"{config.family} is an encoder, which runs on dp with any zero; leave {cut} out"
 
 
-def _tensor(layout: Layout, config: ModelConfig) -> str | None:
+def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
+    """Return an error message if tp does not divide the model's heads, widths or vocabulary, else None."""
     tp = layout.tp
     for what, size in (
         (f"{config.heads} heads", config.heads),
@@ -84,7 +88,7 @@ def _tensor(layout: Layout, config: ModelConfig) -> str | None:
         (f"shared expert's width {config.shared_intermediate}", config.shared_intermediate),
     ):
         if size % tp:
-            return f"tp{tp} does not divide the model's {what}{_fitting(size, tp)}"
+            return f"tp{tp} does not divide the model's {what}{_divisor_hint(size, tp)}"
     if config.kv_heads % tp and tp % config.kv_heads:
         return (
             f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: "
@@ -99,7 +103,8 @@ def _tensor(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _sequence(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+    """Return an error message if the sequence is too long or does not divide over cp and tp, else None."""
     if sequence is None:
         return None
     # A table of positions ends; rotary positions go on, though a model is not good at what it never saw.
@@ -117,7 +122,8 @@ def _sequence(layout: Layout, config: ModelConfig, sequence: int | None, plannin
     return None
 
 
-def _context(layout: Layout, config: ModelConfig) -> str | None:
+def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
+    """Return an error message if Ulysses context parallelism does not divide the attention heads, else None."""
     if layout.cp == 1 or layout.cp_method != "ulysses":
         return None
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
@@ -132,7 +138,8 @@ def _context(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _pipeline(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+    """Return an error message if the pipeline has more stages than the model layers, else None."""
     stages = layout.pp * layout.chunks
     if stages <= config.layers and not planning:  # what is only planned may be large, and its file elsewhere
         stages = program_for(layout, config, sequence or config.max_positions).stages
@@ -142,23 +149,23 @@ def _pipeline(layout: Layout, config: ModelConfig, sequence: int | None, plannin
     return f"pp{layout.pp}{chunks} makes {stages} stages, but the model has {config.layers} layers: some would be empty"
 
 
-def _expert(layout: Layout, config: ModelConfig) -> str | None:
+def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
+    """Return an error message if ep does not divide the experts or etp their width, else None."""
     if not layout.expert_parallel:
         return None
     if not config.experts:
         return f"ep{layout.ep}:etp{layout.etp} needs a model with experts, and this one has none"
     if config.experts % layout.ep:
-        return (
-            f"ep{layout.ep} does not divide the model's {config.experts} experts{_fitting(config.experts, layout.ep)}"
-        )
+        hint = _divisor_hint(config.experts, layout.ep)
+        return f"ep{layout.ep} does not divide the model's {config.experts} experts{hint}"
     if config.expert_intermediate % layout.etp:
         width = config.expert_intermediate
-        return f"etp{layout.etp} does not divide the model's expert width {width}{_fitting(width, layout.etp)}"
+        return f"etp{layout.etp} does not divide the model's expert width {width}{_divisor_hint(width, layout.etp)}"
     return None
 
 
-def _fitting(size: int, wanted: int) -> str:
-    """The numbers next to ``wanted`` that divide ``size``, as a hint."""
+def _divisor_hint(size: int, wanted: int) -> str:
+    """Return a hint for error messages: the divisors of ``size`` next below and above ``wanted``."""
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"

@@ -1,4 +1,4 @@
-"""The published ways to stretch rotary positions (RoPE) beyond the length a model was trained on, as data.
+"""RoPE scaling methods (linear, llama3, yarn), which extend rotary positions beyond the training context, as data.
 
 Reads and writes both spellings of Hugging Face: ``rope_theta`` beside ``rope_scaling`` (transformers 4) and one
 ``rope_parameters`` (transformers 5).
@@ -20,11 +20,11 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How the inverse frequencies of RoPE are changed; ``None`` in an optional field means the method's own default.
+    """A RoPE scaling method and its parameters; ``None`` in an optional field means the method's own default.
 
     * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every frequency divided by ``factor``.
     * ``llama3`` (Llama 3.1): wavelengths beyond ``original_max_positions / low_frequency_factor`` divided by
-      ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a ramp between.
+      ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a linear ramp between.
     * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): a ramp over the dimensions between ``beta_fast`` and ``beta_slow``
       rotations within ``original_max_positions``, and cosine and sine multiplied by ``attention_scale``.
     """
@@ -43,7 +43,7 @@ class RopeScaling:
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosine and sine: 1 except for yarn (there 0.1 ln(factor) + 1 unless the configuration says)."""
+        """Factor on cosine and sine: 1 except for yarn (by default 0.1 ln(factor) + 1)."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -54,6 +54,7 @@ class RopeScaling:
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
+    """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if the context is not extended."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -85,9 +86,9 @@ _REQUIRED: dict[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: str) -> RopeScaling | None:
-    """The scaling in a ``rope_scaling`` or ``rope_parameters`` object; None when it asks for plain RoPE.
+    """Return the scaling in a ``rope_scaling`` or ``rope_parameters`` object; None for plain RoPE.
 
-    ``where`` names the object in errors (``config.json: rope_scaling``). ``max_positions`` stands in for a missing
+    ``where`` names the object in errors (``config.json: rope_scaling``). ``max_positions`` is the default of
     ``original_max_position_embeddings``, as in transformers.
     """
     kind = entry.get("rope_type", entry.get("type", "default"))
@@ -147,7 +148,7 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
 
 
 def write_rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """The ``rope_scaling`` object of a configuration, without ``rope_theta``."""
+    """Return the ``rope_scaling`` object of a configuration, without ``rope_theta``."""
     entry: dict[str, Any] = {"rope_type": scaling.kind}
     for field, key in _KEYS[scaling.kind].items():
         value = getattr(scaling, field)

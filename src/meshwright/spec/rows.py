@@ -1,6 +1,8 @@
-"""What a row of the parameter table says: a tensor on disk, how axes cut it, what its gradient is a sum of.
+"""An entry of the parameter table (`Row`): a tensor on disk, its cuts along mesh axes, the ranks that its gradient is
+reduced over.
 
-*Axis* is an axis of the mesh, *dim* a dimension of a tensor.
+*Axis* is an axis of the mesh, *dim* a dimension of a tensor. An FSDP unit's flat buffers are called "dense" and
+"experts" (`Part`).
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ unsharded gradient buffers."""
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Elements of a flat buffer that holds `numel` and is cut into `shards` equal, aligned parts."""
+    """Return the elements of a flat buffer for `numel` elements, padded to `shards` equal, aligned shards."""
     step = ALIGNMENT * shards
     return -(-numel // step) * step
 
 
 def kept_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Number of unsharded gradient buffers by size (elements) that are kept from unit to unit (ZeRO-2 and 3), given the
-    sizes of each unit's buffers in order: where neighbours have the same (layers), those of the unit that the backward
-    pass is in and one for each reduction in flight."""
+    """Return how many unsharded gradient buffers of each size are reused from unit to unit (ZeRO-2 and 3): {elements:
+    count}.
+
+    `sizes`: the buffer sizes of each FSDP unit, in order. Equal neighbours (layers) share the buffers of the unit in
+    backward and one for each reduction in flight.
+    """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
         length = len(list(run))
@@ -48,7 +53,7 @@ def kept_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """How a tensor begins: normal with mean 0 and this standard deviation, or all ones, or all zeros."""
+    """Initial values of a tensor: normal with mean 0 and standard deviation `std`, all ones, or all zeros."""
 
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
@@ -56,8 +61,8 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a row that a rank holds: where it begins in the row (engine orientation), its shape, and where it
-    begins in the rank's part of the engine tensor."""
+    """A rectangle of a parameter entry that a rank holds: its start in the entry (engine orientation), its shape, and
+    its start in the rank's shard of the engine tensor."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -65,39 +70,39 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box in the row, in engine orientation."""
+        """Index of the box in the full entry, in engine orientation."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """The box in the rank's part of the engine tensor."""
+        """Index of the box in the rank's shard of the engine tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tensor as it lies on disk.
+    """A parameter entry: one tensor as stored on disk.
 
-    ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); everything below is in
-    the engine's orientation, [output, input] for matrices. The row begins at row ``offset`` of the engine tensor.
+    ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); all that follows is in
+    the engine's orientation, [output, input] for matrices. The entry begins at index ``offset`` of dim 0 of the engine
+    tensor ``tensor``, which belongs to FSDP unit ``unit``.
 
     ``split``: axis -> dim along which the axis cuts the tensor: tp:0 column parallel and vocabulary, tp:1 row parallel,
-    none replicated. ``expert``: which expert of how many it belongs to; under expert parallelism ep says who holds it
-    at all, and etp cuts it in the place of tp. ``blocks``: sizes along that dim that are cut one by one (query,
-    key and value fused on disk). ``granularity``: a cut falls on multiples of it (a head). ``remainder``: what happens
-    when there are fewer pieces than ranks or pieces do not divide: ``refuse``; ``replicate``, neighbouring ranks share
-    a piece (key-value heads); ``pad``, the last ranks' parts are filled up (vocabulary).
+    none replicated. ``expert``: (index, number of experts); under expert parallelism the entry is on one ep rank, and
+    etp cuts it instead of tp. ``blocks``: sizes along that dim that are cut one by one (query, key and value fused on
+    disk). ``granularity``: a cut falls on multiples of it (a head). ``remainder``: what happens if the heads are fewer
+    than the ranks or do not divide: ``refuse``; ``replicate``, neighbouring ranks share a head (key-value heads);
+    ``pad``, the last ranks' shards are padded (vocabulary).
 
-    ``partial``: why ranks of tp that hold the same values each have only a part of their gradient: ``sequence``, they
-    see different tokens when activations are split along the sequence; ``heads``, they serve different heads or columns
-    of experts, always.
+    ``partial``: why tp ranks that hold the same values have partial gradients: ``sequence``, they see different tokens
+    under sequence parallelism; ``heads``, they always serve different heads or columns of experts.
 
-    ``active``: the part of all tokens that compute with it, below 1 for one of several experts. ``balances``: a bias on
-    a router's scores. Its gradient is its expert's load above the mean and no derivative of the loss: it counts in no
-    norm, and the optimizer follows its sign.
+    ``active``: the share of all tokens that use it, below 1 for one of several experts. ``balances``: a bias on a
+    router's scores. Its gradient is its expert's load above the mean, not a derivative of the loss: it is left out of
+    the gradient norm, and the optimizer follows its sign.
 
-    ``kept``: the dtype, such as "int64", of a value that is not trained and stays as it is, on disk too: a buffer or a
-    frozen parameter of a foreign module. Checkpoints have such rows, flat buffers have not.
+    ``kept``: the dtype, such as "int64", of a value that is not trained: a buffer or a frozen parameter of a foreign
+    module. Checkpoints have such entries, flat buffers have not.
     """
 
     name: str
@@ -120,34 +125,38 @@ class Row:
 
     @property
     def engine_shape(self) -> tuple[int, ...]:
-        """Shape in the engine's orientation; of a single number, which has no dim to cut along, (1,)."""
+        """Shape in the engine's orientation; (1,) for a scalar."""
         return (self.shape[::-1] if self.transposed else self.shape) or (1,)
 
     @property
     def numel(self) -> int:
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def part(self, layout: Layout) -> Part:
-        """In which of its unit's flat buffers the row lies."""
+        """Return the flat buffer of its unit that holds the entry: "experts" for an expert under expert parallelism,
+        else "dense"."""
         return "experts" if self.expert is not None and layout.expert_parallel else "dense"
 
     def place(self, layout: Layout) -> int | None:
-        """The place on ep of the ranks that hold this expert; None where every rank holds its part of the row."""
+        """Return the ep rank that holds this expert; None if the entry is not an expert or ep is 1."""
         if self.expert is None or layout.ep == 1:
             return None
         number, experts = self.expert
         return number // (experts // layout.ep)
 
     def cut_by(self, layout: Layout) -> Mapping[str, int]:
-        """``split`` with the axis that this layout cuts along."""
+        """Return ``split`` with the axis that this layout cuts along: etp instead of tp for experts under expert
+        parallelism."""
         axis = "etp" if self.part(layout) == "experts" else "tp"
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 
     def replicas(self, layout: Layout) -> int:
-        """How many ranks of tp hold the same values: neighbours, each group of so many consecutive ranks.
+        """Return the number of tp ranks that hold the same values, which are consecutive ranks; 1 if each has its own
+        shard.
 
-        1 when every rank of tp has its own part. A sum of squares over tp counts each element so many times. 1 for
-        experts under expert parallelism: who else holds them, ``layout.groups("expert_data")`` says alone.
+        A sum of squares over tp counts each element so many times. Always 1 for experts under expert parallelism, whose
+        replicas are ``layout.groups("expert_data")``.
         """
         if self.part(layout) == "experts":
             return 1
@@ -157,13 +166,13 @@ class Row:
         return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
 
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Axes over which this tensor's gradient is a sum of the ranks' parts.
+        """Return the axes over which this tensor's gradient is summed.
 
-        * ``data`` (dp x cp), always: ranks see different samples and different pieces of a sequence; in its place
+        * ``data`` (dp x cp), always: ranks see different samples and different slices of a sequence; instead
           ``expert_data`` for experts under expert parallelism: each block of ep x etp ranks saw other tokens.
         * ``tp``: over each group of ``replicas(layout)`` consecutive ranks of tp, which hold the same values.
 
-        Which ranks of pp hold the whole unit, and so sum its gradient too, `partition.Partition.holders` says.
+        The pipeline ranks that hold the unit sum its gradient too: `partition.Partition.holders`.
         """
         axes = ["data" if self.part(layout) == "dense" else "expert_data"]
         if self.replicas(layout) > 1 and (
@@ -173,15 +182,15 @@ class Row:
         return tuple(axes)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Shape of a rank's part, equal on all ranks that hold one, vocabulary padding included."""
+        """Return the shape of a rank's shard, equal on all ranks that hold one, vocabulary padding included."""
         shape = list(self.engine_shape)
         for axis, dim in self.cut_by(layout).items():
             parts = getattr(layout, axis)
-            shape[dim] = sum(self._share(block, parts) for block in self.blocks)
+            shape[dim] = sum(self._local_block_size(block, parts) for block in self.blocks)
         return tuple(shape)
 
-    def _share(self, block: int, parts: int) -> int:
-        """Elements of a block that each of ``parts`` ranks holds."""
+    def _local_block_size(self, block: int, parts: int) -> int:
+        """Return the elements of a block of size `block` that each of ``parts`` ranks holds."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -191,7 +200,8 @@ class Row:
         return self.granularity
 
     def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
-        """What a rank holds along ``dim``: (begin in the row, size, begin in the rank's part)."""
+        """Return the intervals that a rank holds along ``dim``, each (start in the full entry, size, start in the
+        rank's shard)."""
         if self.place(layout) not in (None, coordinates.get("ep")):
             return []
         axis = next((axis for axis, at in self.cut_by(layout).items() if at == dim), None)
@@ -200,7 +210,7 @@ class Row:
         parts, position = getattr(layout, axis), coordinates[axis]
         found, begin, local = [], 0, 0
         for block in self.blocks:
-            share = self._share(block, parts)
+            share = self._local_block_size(block, parts)
             pieces = block // self.granularity
             shared_by = max(1, parts // pieces) if self.remainder == "replicate" else 1
             first = position // shared_by * share
@@ -213,7 +223,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of the engine: its rows, one after the other along dim 0."""
+    """One engine tensor: its parameter entries concatenated along dim 0."""
 
     name: str
     unit: str
@@ -221,29 +231,32 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor, in engine orientation."""
         first = self.rows[0].engine_shape
         return (sum(row.engine_shape[0] for row in self.rows), *first[1:])
 
     @property
     def numel(self) -> int:
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies."""
+        """True if weight decay applies."""
         return self.rows[0].decay
 
     def part(self, layout: Layout) -> Part:
-        """In which of its unit's flat buffers the tensor lies."""
+        """Return the flat buffer of its unit that holds the tensor: "dense" or "experts"."""
         return self.rows[0].part(layout)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Shape on a rank, equal on all ranks, vocabulary padding included."""
+        """Return the shape of a rank's shard, equal on all ranks, vocabulary padding included."""
         shapes = [row.local_shape(layout) for row in self.rows if row.place(layout) in (None, 0)]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, row: Row, layout: Layout) -> int:
-        """First index along dim 0 of a row's part in the part of this tensor of a rank that holds it."""
+        """Return the index along dim 0 at which an entry's shard begins in this tensor's shard on a rank that holds
+        it."""
         before = itertools.takewhile(lambda other: other.name != row.name, self.rows)
         place = row.place(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.place(layout) == place)

@@ -1,5 +1,6 @@
-"""How long the steps of a model's stages last, and the pipeline's program for a model: `auto` searches with these.
-Whoever needs the program of a layout and a model asks here, so that all have the same."""
+"""Estimated durations of a model's pipeline stages, and the pipeline program of a layout and a model: the `auto`
+schedule searches with these durations. Everything that needs the program calls `program_for`, so that all get the
+same."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ processors find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The times of a model's stages by their arithmetic, on `ranks` ranks and for rows of `sequence` tokens.
+    """Estimated forward, input-gradient and weight-gradient times of a model's stages, from FLOPs alone, on `ranks`
+    pipeline ranks for sequences of `sequence` tokens.
 
-    A product with weights is one product forward, one for its input's gradient and one for the weights'. The core of
-    attention has no weights, and twice the products on the way back. What is computed again comes with the input
-    gradient, and so do both gradients of the head. Transfers, sums over other axes and the memory's speed are left out.
+    A weight matmul costs the same in forward, input gradient and weight gradient. The attention core has no weights,
+    and twice its forward FLOPs in backward. Recomputation counts as input gradient, and so do both gradients of the
+    head. Communication and memory bandwidth are left out.
     """
 
     config: ModelConfig
@@ -33,7 +35,8 @@ class StageTimes:
     recompute: str = "none"
 
     def __call__(self, count: int) -> Durations | None:
-        """Of `count` stages, in units of a rank's mean forward; None where the model has fewer layers."""
+        """Return the times of `count` stages, in units of a rank's mean forward time; None if the model has fewer
+        layers."""
         if count > self.config.layers:
             return None
         forward, input_gradient, weight_gradient = [0.0] * count, [0.0] * count, [0.0] * count
@@ -55,5 +58,6 @@ class StageTimes:
 
 
 def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
-    """The program of a layout's pipeline for a model and rows of `sequence` tokens. Raises what `program_of` raises."""
+    """Return the pipeline program of a layout for a model and sequences of `sequence` tokens. Raises as `program_of`
+    does."""
     return program_of(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

@@ -1,39 +1,40 @@
-"""How much arithmetic each part of a model is, a token and forward pass: what stages are balanced by."""
+"""FLOPs of each operation of a model per token in the forward pass, by which pipeline stages are balanced."""
 
 from __future__ import annotations
 
 from meshwright.spec.config import ModelConfig
 
 ATTENTION_CORE = ("attention.scores", "attention.values")
-"""Products of activations alone: on the way back each is two products, and none is a weight's gradient."""
+"""Matmuls of two activations: backward has two input-gradient matmuls for each, and no weight gradient."""
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {
     "none": (),
     "selective": ATTENTION_CORE,
     "full": ("attention.qkv", *ATTENTION_CORE, "attention.output", "mlp.router", "mlp.up", "mlp.down"),
 }
-"""What is computed a second time in the backward pass. Selective: the core of attention (Korthikanti et al. 2022,
-arXiv:2205.05198, section 5), which a flash kernel's backward contains anyway. The head is never recomputed."""
+"""Operations that the backward pass recomputes, by activation checkpointing mode. Selective: the attention core
+(Korthikanti et al. 2022, arXiv:2205.05198, section 5), which a flash kernel's backward recomputes anyway. The head is
+never recomputed."""
 
 
 MASKED_SHARE = 0.15
-"""Of the tokens of a masked language model (Devlin et al. 2019, arXiv:1810.04805, section 3.1): only these go through
-the head."""
+"""Share of tokens that a masked language model masks and its head computes (Devlin et al. 2019, arXiv:1810.04805,
+section 3.1)."""
 
 
 def predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """What goes through the head of rows of `sequence` tokens: each token, of an encoder each masked one (as many as
-    `MASKED_SHARE` says) or each row."""
+    """Return the number of positions that go through the head for `rows` sequences of `sequence` tokens: all tokens of
+    a decoder; of an encoder, the masked share of the tokens (`MASKED_SHARE`) or one per sequence."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
 
 
 def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
-    """Keys that a token of a sequence sees, on average.
+    """Return the number of keys that a token attends to, averaged over the sequence.
 
-    Causal without a window: (sequence + 1) / 2, which the usual "half" rounds off. Not causal: all of the sequence, or
-    of the window, as if nothing were masked.
+    Causal without a window: (sequence + 1) / 2, which the usual "half" rounds off. Not causal: the whole sequence or
+    window, as if nothing were masked.
     """
     width = sequence if window is None else min(window, sequence)
     if not causal:
@@ -42,8 +43,8 @@ def keys_per_token(sequence: int, window: int | None = None, causal: bool = True
 
 
 def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Floating-point operations of one layer, by operation. A token of a mixture computes with the experts that it
-    chooses and the shared one."""
+    """Return the forward FLOPs per token of one layer, by operation ("attention.qkv", "mlp.up", ...). In a mixture of
+    experts only the chosen and the shared experts count."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder)
     up_matrices = 2 if config.gated else 1
@@ -63,8 +64,8 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
 
 
 def head_flops(config: ModelConfig, sequence: int) -> float:
-    """Floating-point operations of the head's products; of an encoder for the part of a row's tokens that go through
-    it."""
+    """Return the forward FLOPs per token of the output head's matmuls, averaged over all tokens of a sequence: an
+    encoder's head sees only the masked tokens (`MASKED_SHARE`) or one position per sequence."""
     if not config.encoder:
         return 2.0 * config.hidden * config.vocabulary
     share = MASKED_SHARE if config.head == "masked" else 1 / sequence

@@ -1,4 +1,4 @@
-"""`meshwright.train`: train a recipe from Python, as the command `meshwright train` does. Free of torch."""
+"""`meshwright.train`: train a recipe from Python, like the command `meshwright train`. Free of torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Result:
     """Outcome of a training run.
 
     Attributes:
-        step: Optimizer steps done, those before a resume included.
-        loss: Training loss of the last step, in nats per token; None where no step was logged.
+        step: Optimizer steps done, including those before a resume.
+        loss: Training loss of the last step, in nats per token; None if no step was logged.
         validation_loss: Last validation loss, in nats per token; None without validation.
-        tokens_per_second: Median over the logged steps, all ranks together; None where none was logged.
-        mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None where none was logged.
+        tokens_per_second: Median over the logged steps, all ranks together; None if none was logged.
+        mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None if no step was logged.
         predicted: Predictions made before the run: step time in seconds, memory and traffic in bytes.
         measured: Measurements of the same quantities, and the parts of a step.
-        checkpoint: Newest whole checkpoint.
+        checkpoint: Newest complete checkpoint.
         best_checkpoint: Checkpoint with the lowest validation loss.
         run_directory: Directory of metrics, result and checkpoints.
     """
@@ -47,7 +47,7 @@ class Result:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], run_directory: Path) -> Result:
-        """Make the record of a result document, as ranks return it and `result.json` holds it."""
+        """Build the result from a result document, the content of `result.json`."""
         checkpoint, best = (document[key] and Path(document[key]) for key in ("checkpoint", "best_checkpoint"))
         figures = {key: document.get(key) for key in ("loss", "validation_loss", "tokens_per_second", "mfu")}
         return cls(
@@ -69,23 +69,23 @@ def train(
     probe: bool = True,
     trust: bool = False,
 ) -> Result:
-    """Train a recipe, or resume it from its newest whole checkpoint; missing data are prepared first.
+    """Train a recipe, or resume it from its newest complete checkpoint; missing data are prepared first.
 
     Ranks are started as processes of this machine. In a process that torchrun, Kubernetes or SLURM started, every rank
     calls this and joins the others.
 
     Args:
-        recipe: File of a recipe, its tables as nested dictionaries, or a `Recipe`.
-        overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`; they replace what the recipe says.
-            Texts as on the command line, `["train.steps=20"]`, are accepted, too.
+        recipe: Path of a recipe, its tables as nested dictionaries, or a `Recipe`.
+        overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`; they replace the recipe's values.
+            Strings as on the command line, `["train.steps=20"]`, are accepted, too.
         layout: Layout in place of the recipe's: notation such as `"dp2 zero1"`, `"auto"`, or a `Layout`.
-        restarts: Times that the run is started again after a rank was lost.
-        probe: Measure this machine first (about 10 seconds) where predictions need it and it was never measured.
+        restarts: Maximum number of restarts after a rank was lost.
+        probe: Measure this machine first (about 10 seconds) if predictions need it and it was never measured.
         trust: Allow the recipe to run code that it names, such as a tracker's class.
 
     Returns:
-        The outcome, the same as the document of `meshwright train --json`. Where ranks were started by somebody else,
-        rank 0's has all figures, another rank's its own.
+        The outcome, with the same document as `meshwright train --json`. If another launcher started the ranks, rank 0
+        has all figures and every other rank its own.
 
     Raises:
         UserError: A key, value or file is wrong, or the layout does not fit model, batch or machine.
@@ -130,4 +130,4 @@ def reports_result() -> bool:
 
 
 def _discard(line: str) -> None:
-    """Rank 0 prints it."""
+    """Drop a log line: rank 0 alone prints."""

@@ -1,4 +1,4 @@
-"""`layout = "auto"`: the planner's fastest layout that fits this machine's devices."""
+"""Resolve `layout = "auto"` to the planner's fastest layout that fits this machine's devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_prof
 
 
 def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
-    """The layout of a recipe that leaves it open. `ranks`: those that somebody else has started; None: one for each GPU
-    of this machine, or as many processes as were measured. probe: measure a machine of processors that has not been, in
-    seconds and for two processes unless `ranks` says how many.
+    """Return the notation of the fastest layout that fits, for a recipe with `layout = "auto"`.
 
-    The precision stays open: the run resolves it. Raises UserError where the machine is not known, and where nothing
-    fits.
+    ranks: those that another launcher has started; None: one per GPU of this machine, or the measured number of CPU
+    processes. say: log function. probe: measure a CPU machine that has no profile, in seconds and for two processes
+    unless `ranks` is given. The returned layout names no precision; the run resolves it. `UserError` if there is no
+    hardware profile or no layout fits.
     """
-    where = _devices(recipe, ranks, say if probe else None)
+    where = _find_devices(recipe, ranks, say if probe else None)
     config, assumed = config_of(recipe)
     problem = problem_of(
         config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
@@ -46,7 +46,9 @@ def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None],
     return layout
 
 
-def _devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
+def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
+    """Return the cluster description of the devices that the recipe would train on: this machine's GPUs, or `ranks` CPU
+    processes from the hardware profile. say: log function for measuring a missing CPU profile; None: do not measure."""
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The dense peak of a device, against which MFU is measured."""
+"""Peak matmul FLOP/s of a device, the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.training.precision import PARAMETER_DTYPES
 
 
 def device_peak_flops(mesh: Mesh, precision: str) -> float:
-    """Dense peak FLOP/s of one device in a precision: published for GPUs, measured for CPUs, on all ranks at once.
-    Collective."""
+    """Return the dense peak FLOP/s of one device in a precision: published for GPUs; if unknown, the mean over ranks of
+    a matmul measured on all ranks at once. Collective."""
     device = torch.device(mesh.device)
     if device.type == "cuda":
         published = peak_flops(torch.cuda.get_device_name(device), precision)

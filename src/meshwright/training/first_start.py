@@ -1,6 +1,5 @@
-"""Measures what predictions of a run lack of this machine, before its ranks start: a hardware profile, by as many
-processes and threads as the run has, and the memory of a process beyond its tensors. Free of torch.
-"""
+"""Measure the inputs of a run's predictions that this machine lacks, before the ranks start: a hardware profile, with
+as many processes and threads as the run has, and process memory beyond tensors. Free of torch."""
 
 from __future__ import annotations
 
@@ -38,12 +37,13 @@ them."""
 
 
 def candidate_precisions() -> tuple[str, ...]:
-    """Precisions of which the ranks take the faster one where the layout names none: all of them are measured."""
+    """Return the precisions that a layout without one may resolve to; all of them are measured."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
 def slow_precision_warning(layout: Layout, device: str) -> str | None:
-    """Warning for a precision that this machine's processor computes slowly, or None. device: the recipe's."""
+    """Return a warning if this machine's CPU is slow in the layout's precision, else None. device: the recipe's
+    `run.device`."""
     if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not on_processors(device) or has_bf16_instructions():
         return None
     return (
@@ -53,17 +53,17 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
-    """CPU cluster description for (ranks, threads): the file of `meshwright probe` if it fits, else a stored
-    first-start profile; None without either. `UserError` where the file of `meshwright probe` is damaged."""
-    if (probed := _probed(ranks, threads)) is not None:
+    """Return the CPU cluster description for (ranks, threads): the file of `meshwright probe` if it fits, else a stored
+    first-start profile; None without either. `UserError` if the file of `meshwright probe` is damaged."""
+    if (probed := _probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
     profile = read_profile(key)
-    return None if profile is None else _usable(profile, key.path)
+    return None if profile is None else _parse_cluster(profile, key.path)
 
 
 def measurement_advice(device: str) -> str:
-    """What to do so that a start of a recipe with this `run.device` measures this machine."""
+    """Return advice to the user on how to start a recipe with this `run.device` so that this machine is measured."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not on_processors(device):  # a GPU's device file, and a torch that does not use it
@@ -72,7 +72,8 @@ def measurement_advice(device: str) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure what the predictions of a run need, as `measure_first_start`; nothing where it has no steps left."""
+    """Measure the inputs of a run's predictions with `measure_first_start`, unless the run has no steps left. threads:
+    per rank."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -83,38 +84,41 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
     axes: tuple[str, ...] | None = None, compiled: bool | None = None,
 ) -> None:  # fmt: skip
-    """Measure what the predictions of a run of this layout need, unless it is known; keep it for later starts. device:
-    the recipe's; ranks, axes: unless given, the layout's; compiled: whether blocks are, None: process memory is not
-    measured.
+    """Measure the inputs of the predictions for this layout, unless they are stored, and store them for later starts.
 
-    What goes wrong is a line, and the run goes on without a prediction; only an interrupt or SIGTERM ends it.
+    device: the recipe's `run.device`; threads: per rank; ranks, axes: default to the layout's; compiled: the blocks are
+    compiled; None: process memory is not measured. A failure is logged as one line and the run continues without a
+    prediction; only an interrupt or SIGTERM ends it.
     """
     if not may_measure() or not on_processors(device):
         return
     ranks = ranks or layout.world_size
-    axes = _synchronous(layout) if axes is None else axes
+    axes = _synchronous_axes(layout) if axes is None else axes
     precisions = candidate_precisions() if layout.precision is None else (layout.precision,)
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
     processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
 
     def profile_known() -> bool:
-        return _probed(ranks, threads) is not None or _covered(key, precisions, axes)
+        """Return True if a hardware profile covers these ranks, threads, precisions and axes."""
+        return _probed_cluster(ranks, threads) is not None or _has_profile(key, precisions, axes)
 
-    def unknown() -> list[ProcessKey]:
+    def unmeasured() -> list[ProcessKey]:
+        """Return the process-memory measurements that are not stored yet."""
         return [each for each in processes if each.read() is None]
 
     with _log_failure("hardware measurement failed, so step time is not predicted", log):
-        if profile_known() and not unknown():
+        if profile_known() and not unmeasured():
             return
         with measurement_lock(log):
-            profile, memory = not profile_known(), unknown()  # another may have measured before
+            profile, memory = not profile_known(), unmeasured()  # another may have measured before
             if profile or memory:
-                _measure(key if profile else None, precisions, axes, memory, log)
+                _measure_and_store(key if profile else None, precisions, axes, memory, log)
 
 
 @contextmanager
 def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Make a line of what goes wrong inside, stop signals aside."""
+    """Log an exception in the with-block as one line that begins with `what`, and suppress it; `Terminated` is
+    re-raised."""
     try:
         yield
     except Terminated:
@@ -124,23 +128,23 @@ def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
         log(f"{what}: {' '.join(last.split())[:200]}")
 
 
-def _synchronous(layout: Layout) -> tuple[str, ...]:
-    """Which of `SYNCHRONOUS_AXES` price this layout."""
+def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
+    """Return the `SYNCHRONOUS_AXES` over which this layout communicates in every layer."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
 
-def _measure(
+def _measure_and_store(
     key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure a hardware profile unless `key` is None, and the memory of these processes."""
+    """Measure and store a hardware profile (unless `key` is None) and the process memory for each of `processes`."""
     what, paths = [], [str(each.path) for each in processes]
     if key is not None:
-        what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_threads(key.threads)})")
+        what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_format_threads(key.threads)})")
         paths.insert(0, str(key.path))
     if processes:
-        what.append(f"process memory ({_threads(processes[0].threads)})")
+        what.append(f"process memory ({_format_threads(processes[0].threads)})")
     log(f"measuring {' and '.join(what)}: about 10 s, once (stored in {' and '.join(paths)}; skip with --no-probe)")
     begun = time.monotonic()
     if key is not None:
@@ -155,8 +159,8 @@ def _measure(
 def _measure_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> None:
-    """Measure a profile and keep it; what an earlier one covers is measured again with it. `UserError` where a part of
-    the measurement failed."""
+    """Measure and store a hardware profile, which also covers what an earlier profile of this key covered. `UserError`
+    if the measurement failed on a rank."""
     from meshwright.probe.ranks import probe
 
     earlier = read_profile(key)
@@ -167,12 +171,13 @@ def _measure_profile(
     if found["failed"] is not None:
         raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
     profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
-    _usable(profile, key.path)
+    _parse_cluster(profile, key.path)
     write_profile(key, profile)
 
 
-def _probed(ranks: int, threads: int) -> Cluster | None:
-    """What `meshwright probe` wrote, where it measured this."""
+def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
+    """Return the cluster that `meshwright probe` wrote if it has at least `ranks` CPU ranks of `threads` threads, else
+    None."""
     if not this_machine().exists():
         return None
     found = cluster("this")
@@ -180,27 +185,30 @@ def _probed(ranks: int, threads: int) -> Cluster | None:
     return found if alike and found.devices >= ranks else None
 
 
-def _covered(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
+def _has_profile(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
+    """Return True if an undamaged profile is stored for `key` that covers these precisions and axes."""
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
     try:
-        _usable(profile, key.path)
+        _parse_cluster(profile, key.path)
     except MeshwrightError:
         return False
     return True
 
 
-def _usable(profile: HardwareProfile, path: Path) -> Cluster:
-    """The cluster of its tables. `UserError` where they are damaged."""
+def _parse_cluster(profile: HardwareProfile, path: Path) -> Cluster:
+    """Return the cluster description in a profile. `UserError` if it is damaged; `path` names it in the error."""
     return cluster(profile.cluster, str(path))
 
 
 def on_processors(device: str) -> bool:
-    """Whether ranks will compute on processors: without a look into torch, which would take a second."""
+    """Return True if ranks with this `run.device` will compute on CPUs; decided without importing torch, which takes a
+    second."""
     gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     return device == "cpu" or (device == "auto" and not gpus)
 
 
-def _threads(count: int) -> str:
+def _format_threads(count: int) -> str:
+    """Format a thread count: "1 thread", "4 threads"."""
     return f"{count} thread{'s' * (count > 1)}"

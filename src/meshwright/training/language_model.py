@@ -39,10 +39,10 @@ from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
-    """A language model on one rank of a training run.
+    """A language model on one rank of a training run; implements `Task`.
 
-    initialise: initialise from the recipe's seed; otherwise the caller loads the parameters. dtypes: those of the
-    layout's precision by default. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel
+    initialise: initialise parameters from the recipe's seed; otherwise the caller loads them. dtypes: by default those
+    of the layout's precision. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel
     accumulates directly into the gradient buffer.
     """
 
@@ -58,6 +58,7 @@ class LanguageModelTask:
         dtypes: Dtypes | None = None,
         fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
     ) -> None:
+        """Build the model with its sharded parameters, the data splits and the objective."""
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.table = parameter_table(config)
         dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
@@ -91,17 +92,18 @@ class LanguageModelTask:
         return [self._load("train", rows) for rows in np.split(samples, self.layout.micro_batches)]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
-        """This rank's share of a step's samples: rank after rank, micro-batch after micro-batch."""
+        """Return the indices of this rank's training sequences in a step, in the order of its micro-batches."""
         share = self.recipe.train.batch // self.mesh.dp.size
         first = step * self.recipe.train.batch + self.mesh.dp.rank * share
         return self.order.sample(first + np.arange(share))
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Count the terms of the step's loss (target tokens or pairs) over all ranks, at least 1."""
+        """Return the number of terms of the step's loss (target tokens or pairs) over all ranks, at least 1."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
-        """Run forward and backward; see `Task`."""
+        """Run forward and backward; return this rank's shares of the loss over `divisor` and of the metric sums [1 +
+        metrics]."""
         loss = self.passes.train(micro_batches, divisor)
         return self._shares(loss)
 
@@ -109,13 +111,13 @@ class LanguageModelTask:
         """Do nothing: a step changes nothing but parameters and optimizer state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Name the metrics of a step, given their means."""
+        """Return named metrics of a step, given their means."""
         return self.objective.report(means)
 
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Describe model and data for the run's report."""
+        """Return the description of model and data for the run's report."""
         config, sequence, names = self.config, self.recipe.data.sequence, self.objective.metric_names
         return RunDescription(
             model=f"{config.family}, {self.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
@@ -130,11 +132,11 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load what the objective needs before the first step."""
+        """Compute or load the objective's inputs before the first step."""
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
-        """Evaluate the first `train.validation_sequences` sequences of the validation split, without an update."""
+        """Return the loss and metrics on the first `train.validation_sequences` sequences of the validation split."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
         mesh, objective = self.mesh, self.objective
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
@@ -149,7 +151,8 @@ class LanguageModelTask:
         return Validation(loss, objective.report(means))
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-        """Run forward over the first sequences of a split; see `training.objective.Policy`."""
+        """Compute response log-probabilities for the first `sequences` sequences of a split; see
+        `training.objective.Policy.score_responses`."""
         done = 0
         for group in self._split_rows(sequences, beyond=sequences):
             # Sequence 0 stands in for those beyond the last: every rank computes as much.
@@ -165,7 +168,7 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Data and model by sha256, and the precision."""
+        """Return the sha256 of the data and of the model configuration, and the precision."""
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -179,31 +182,33 @@ class LanguageModelTask:
         self.parallel.load(lambda row: read_row(files, row, names))
 
     def state(self) -> dict[str, Any]:
-        """Entries of `state.json` that identify the data and, of preferences, the reference."""
+        """Return the entries of `state.json` that identify the data and, for preference training, the reference."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return none: the model has no buffers to save."""
+        """Return an empty list: the model has no buffers to save."""
         return []
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return none: the model has no buffers."""
+        """Return an empty dict: the model has no buffers."""
         return {}
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by call site."""
+        """Return the predicted bytes that this rank sends in a step, by call site."""
         return predicted_traffic(self.config, self.layout, self._work(), self.mesh.rank)
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
         return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
 
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
-        """Positions at which documents begin in each of this rank's sequences of steps [first, first + steps)."""
+        """Return, for each of this rank's sequences of steps [first, first + steps), the token positions at which
+        documents begin."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
         return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
 
     def _work(self) -> Work:
+        """Return the workload description (batch, sequence, dtypes, device) from which the planner predicts traffic."""
         return Work(
             self.recipe.train.batch,
             self.recipe.data.sequence,
@@ -215,13 +220,16 @@ class LanguageModelTask:
         )
 
     def _shares(self, loss: torch.Tensor) -> torch.Tensor:
-        """This rank's shares of a loss sum and of the metric sums that came with it, float64 [1 + metrics]."""
+        """Return this rank's shares of the loss sum and the metric sums of the last passes, float64 [1 + metrics]."""
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
     def _split_rows(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split rows 0 ... `count` - 1 into this rank's micro-batches, one list a forward pass: every rank gets as
-        many, of the same shape, with `beyond` in the place of rows from `count` on."""
+        """Split the sequences 0 ... `count` - 1 into this rank's micro-batches and yield one list for each forward
+        pass.
+
+        Every rank gets the same number of equal shape; indices from `count` on are replaced by `beyond`.
+        """
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
         for first in range(0, len(starts), self.layout.micro_batches):
@@ -229,7 +237,8 @@ class LanguageModelTask:
             yield [np.where(part < count, part, beyond) for part in wanted]
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
-        """Load this rank's part (of cp) of some sequences. padded: rows beyond the last are padding."""
+        """Load this rank's cp slice of the sequences `rows` of a split. padded: indices beyond the last sequence are
+        padding."""
         batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
@@ -239,7 +248,7 @@ class LanguageModelTask:
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:
-    """The objective that a recipe names."""
+    """Return the training objective that a recipe names."""
     pair_loss = preference_of(recipe)
     if pair_loss is None:
         return NextToken()

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def learning_rate(step: int, train: TrainRecipe) -> float:
-    """The learning rate of update `step` (the first update is step 0).
+    """Return the learning rate of update `step` (the first update is step 0).
 
-    `warmup` steps rise in equal parts towards the peak, which the step after them has. Then, down to
-    `minimum_learning_rate` × peak at the last step:
+    Linear warm-up: step `warmup`, after `warmup` smaller ones, has the peak. Then, down to `minimum_learning_rate` ×
+    peak at the last step:
     - cosine: half a cosine wave (Loshchilov & Hutter, SGDR, arXiv 1608.03983, equation 5, one period);
     - linear: a straight line;
     - wsd: the peak, then a straight line over the last `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4);

@@ -1,4 +1,5 @@
-"""A training run of one rank: resume, step until done, validate, save, and end cleanly whatever happens."""
+"""A training run on one rank: resume, train to the last step, validate, save, and stop cleanly on signals and
+errors."""
 
 from __future__ import annotations
 
@@ -42,19 +43,20 @@ from meshwright.training.trainer import StepOutcome, Trainer
 
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
-    """Run or resume `recipe` on this rank and return the result document; rank 0's is the run's.
+    """Run or resume `recipe` on this rank and return the result document; only rank 0's is complete.
 
-    Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt` where it was an interrupt), `CheckFailed` when too
-    many steps in a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
+    Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt` after an interrupt), `CheckFailed` when too many
+    steps in a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
     """
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
 
 
 class Run:
-    """The state around `Trainer`: checkpoints, the journal, the wish to stop."""
+    """A training run on one rank: `Trainer`, checkpoints, journal and stop requests."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
+        """Prepare data and model, and load the newest checkpoint if there is one. Collective."""
         self._set_up(recipe, mesh, run_directory, show_progress)
         data = prepare(recipe.data, recipe.run.seed, log=self.journal.log)
         config = model_config(recipe, data)
@@ -74,7 +76,8 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Set up what every run has, whatever it trains."""
+        """Create the members that every run has, also that of a foreign module: journal, agreement, stop request,
+        profile."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -85,11 +88,12 @@ class Run:
         self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step, or until told to stop; see `train`. A run that has finished is left as it is."""
-        if (finished := self._finished()) is not None:
+        """Train to the last step or until a stop request and return the result document; a finished run returns its
+        stored one."""
+        if (finished := self._finished_result()) is not None:
             return finished
         with self.stop, self.journal:
-            self._begin()
+            self._prepare_first_step()
             while self.trainer.steps_done < self.recipe.train.steps:
                 self._step()
             self._finish_saving()
@@ -98,7 +102,7 @@ class Run:
             return result
 
     def _step(self) -> None:
-        """One training step and what is due after it."""
+        """Run one training step, then validation, logging and a checkpoint if they are due."""
         train, trainer = self.recipe.train, self.trainer
         if self.profile.before_step(trainer):
             self.journal.memory.stop()
@@ -122,19 +126,20 @@ class Run:
         if self.journal.leader:
             self.journal.step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
-            self.journal.save_failed(done, self._give_up_save())
-        self._count_skipped(verdict)
+            self.journal.save_failed(done, self._abandon_save())
+        self._check_skipped_steps(verdict)
         if due or verdict.stop:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
             self.journal.stopped(done, self.checkpointer)
-            self._end_early()
+            self._raise_stopped()
 
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Record the step that was just taken. seconds: its duration, without validation."""
+        """Return the log record of the last step. seconds: its duration without validation; profiled: a profile was
+        taken in it."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -155,10 +160,11 @@ class Run:
         )
 
     def _result(self) -> dict[str, Any]:
-        """The result document of a run that has all its steps."""
-        return self.journal.result(self._end(), self.checkpointer)
+        """Return the result document of a run that has all its steps."""
+        return self.journal.result(self._run_end(), self.checkpointer)
 
-    def _end(self) -> RunEnd:
+    def _run_end(self) -> RunEnd:
+        """Return the final state of the run for the journal: steps, memory and predicted traffic."""
         trainer = self.trainer
         return RunEnd(
             step=trainer.steps_done,
@@ -170,14 +176,16 @@ class Run:
         )
 
     def _predict(self) -> Prediction:
-        """Predict memory, step time and traffic before the first step."""
+        """Return predictions of memory, step time and traffic, made before the first step."""
         return predict(self.trainer, self.journal.memory)
 
     # --- before the first step
 
-    def _finished(self) -> dict[str, Any] | None:
-        """The result of the run that is resumed if it has all its steps: measured while it trained, as now it cannot be
-        again. Rank 0's answer; an empty one on the others. None where there is something to do, or no such result."""
+    def _finished_result(self) -> dict[str, Any] | None:
+        """Return the stored result if the resumed run already has all its steps (an empty dict on ranks other than 0).
+
+        None if steps remain or no result is stored. The result holds measurements taken while the run trained.
+        """
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
         result = self.journal.earlier_result(self.trainer.steps_done, self.checkpointer)
@@ -186,7 +194,9 @@ class Run:
         self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
         return result or {}
 
-    def _begin(self) -> None:
+    def _prepare_first_step(self) -> None:
+        """Prepare the task and start the journal before the first step; every rank raises the first rank's
+        `UserError`."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.aside():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
@@ -210,8 +220,8 @@ class Run:
             raise UserError(said[1])
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """The layout with its precision made explicit: as in the `previous` one before an interruption, else bf16 where
-        it is faster."""
+        """Return the layout with an explicit precision: its own, else that of the `previous` layout (of the
+        checkpoint), else bf16 if it is faster here than fp32."""
         if layout.precision is not None:
             return layout
         if previous is not None:
@@ -219,7 +229,8 @@ class Run:
         return dataclasses.replace(layout, precision=choose_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
-        """Make the trainer and load the newest whole checkpoint; its name, or None for a fresh run."""
+        """Create the trainer and load the newest complete checkpoint; return the checkpoint's name, or None for a fresh
+        run."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
@@ -240,16 +251,17 @@ class Run:
             del task, self.trainer
         self.trainer.restore(state)
         self.saved_state = state
-        self._note_resumed(state)
+        self._collect_resume_notes(state)
         return checkpoint.name
 
-    def _note_resumed(self, state: dict[str, Any]) -> None:
-        """Keep the lines about what differs from when the checkpoint was made, to be printed by `_begin`."""
-        lines = (self._longer_curve(state), thread_change_note(state.get("threads"), self.trainer.threads))
+    def _collect_resume_notes(self, state: dict[str, Any]) -> None:
+        """Collect log lines on differences between this run and its checkpoint, printed later. state: `state.json`."""
+        lines = (self._schedule_change_note(state), thread_change_note(state.get("threads"), self.trainer.threads))
         self._resumed_otherwise = [line for line in lines if line is not None]
 
-    def _longer_curve(self, state: dict[str, Any]) -> str | None:
-        """A line for who resumes with another number of steps than the learning rate was planned for."""
+    def _schedule_change_note(self, state: dict[str, Any]) -> str | None:
+        """Return a log line if `train.steps`, and so the learning-rate schedule, has changed since the checkpoint; else
+        None."""
         train, step = self.recipe.train, state["step"]
         before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
@@ -261,11 +273,11 @@ class Run:
 
     # --- saving and stopping
 
-    def _count_skipped(self, verdict: StepOutcome) -> None:
-        """All ranks give up together when too many steps in a row were not finite."""
+    def _check_skipped_steps(self, verdict: StepOutcome) -> None:
+        """Raise `CheckFailed` on all ranks when more than `train.maximum_skipped` steps in a row were not finite."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
-            self._settle()  # an earlier step's save may still be under way
+            self._wait_for_save()  # an earlier step's save may still be under way
             newest = self.checkpointer.newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
@@ -275,41 +287,44 @@ class Run:
             )
 
     def _save(self, validation_loss: float | None) -> None:
+        """Start saving a checkpoint of this step, once the previous save is complete. validation_loss: None if not
+        measured."""
         self.journal.memory.stop()
         step = self.trainer.steps_done
-        if (reason := self._settle()) is not None:
+        if (reason := self._wait_for_save()) is not None:
             self.journal.save_failed(step, reason)
         self.checkpointer.save(
             step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
         self.journal.saving(step, self.checkpointer.stall_seconds)
 
-    def _settle(self) -> str | None:
-        """Return when no rank is saving any more: why the save could not be completed, None when it was.
+    def _wait_for_save(self) -> str | None:
+        """Wait until no rank is saving; return None, or the reason if a save failed on any rank.
 
-        Ranks ask each other meanwhile: one whose disk is full may have no room even for a word to the others, which
-        wait for its part.
+        Polls all ranks in small all-reduces: a rank whose disk is full cannot signal through the file system, on which
+        the others would wait for its shard.
         """
         while True:
             busy = self.checkpointer.busy  # asked first: what has ended has said whether it failed
             if not self.agreement.all_true(self.checkpointer.failed() is None):
-                return self._give_up_save()
+                return self._abandon_save()
             if self.agreement.all_true(not busy):
                 return None
             time.sleep(0.02)
 
-    def _give_up_save(self) -> str:
-        """All ranks drop a save that failed on one of them, whose reason this is; older checkpoints stay."""
+    def _abandon_save(self) -> str:
+        """Drop, on all ranks, a save that failed on one of them and return the reason; older checkpoints stay."""
         said = self.agreement.first_text(self.checkpointer.failed())
         self.checkpointer.abandon()
         return said[1] if said else "the checkpoint could not be written"
 
     def _finish_saving(self) -> None:
-        """Wait for the last save; all ranks fail together when any of them could not write."""
-        if (reason := self._settle()) is not None:
+        """Wait for the last save; every rank raises `UserError` if any of them could not write."""
+        if (reason := self._wait_for_save()) is not None:
             raise UserError(reason)
 
-    def _end_early(self) -> None:
+    def _raise_stopped(self) -> None:
+        """Raise `KeyboardInterrupt` or `Terminated` after a stop request whose checkpoint is saved."""
         signal = "an interrupt" if self.stop.interrupted else "SIGTERM"
         line = f"stopped by {signal} after saving step {self.trainer.steps_done}; the same command goes on from there"
         if self.stop.interrupted:
@@ -318,8 +333,8 @@ class Run:
 
 
 def model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
-    """The recipe's model; one that does not say where texts begin and end learns it from the tokenizer, and what ends
-    its turns from the template that it is trained with."""
+    """Return the recipe's model; missing bos and eos tokens are taken from the tokenizer, and the end-of-turn token
+    from the chat template of the data."""
     config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary)
     if config.eos_token is None:
         config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
@@ -328,7 +343,8 @@ def model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
     return config
 
 
-def _kernels_by_rule() -> Any:
+def _deterministic_inductor() -> Any:
+    """Return a context manager in which Inductor chooses kernels without timing them."""
     from torch._inductor import config  # takes a second to load
 
     return config.patch(deterministic=True)
@@ -336,10 +352,11 @@ def _kernels_by_rule() -> Any:
 
 @contextmanager
 def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
-    """Inside, the same inputs give the same bits on CUDA too, and operations that cannot promise it are refused.
+    """In this context, the same inputs give the same bits on CUDA too; operations without a deterministic kernel raise.
 
-    Where blocks are `compiled`, Inductor chooses kernels without timing them: a restart would time them anew and could
-    choose others."""
+    If blocks are `compiled`, Inductor chooses kernels without timing them: a restart would time them anew and could
+    choose others. wanted: False makes this a no-op.
+    """
     if not wanted:
         yield
         return
@@ -350,7 +367,7 @@ def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
     fresh_memory: Any = torch.utils.deterministic
     fresh_memory.fill_uninitialized_memory = False  # for debugging; costs time
     try:
-        with _kernels_by_rule() if compiled else nullcontext():
+        with _deterministic_inductor() if compiled else nullcontext():
             yield
     finally:
         torch.use_deterministic_algorithms(before)

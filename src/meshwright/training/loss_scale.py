@@ -1,5 +1,5 @@
-"""Dynamic loss scaling: gradients in fp16 are computed times a factor, so that small ones do not vanish, and divided by
-it before anybody looks at them (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). Free of torch."""
+"""Dynamic loss scaling for fp16: the loss is multiplied by a factor so that small gradients do not underflow, and
+gradients are divided by it before use (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). Free of torch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """The factor, a power of two: doubled after `every` finite steps in a row, halved by a step that overflowed.
+    """The loss scale, a power of two: doubled after `every` finite steps in a row, halved by a step that overflowed.
 
-    All ranks know whether a step was finite, so that they agree on it without a word. `every` 0: it stays as it is.
+    All ranks see the same finite flag and so stay in agreement without communication. `every` 0: the scale is constant.
     """
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
+        """Start at `value`."""
         self.value, self.every = value, every
         self.finite_steps = 0
         """Finite steps in a row since the factor was changed."""
 
     @property
     def dynamic(self) -> bool:
+        """True if the scale changes."""
         return self.every > 0
 
     def note(self, loss: float, finite: bool) -> bool:
-        """A step is over. Returns whether, if it was not finite, a lower factor may help: the loss is a number, and the
-        factor could still be halved."""
+        """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were finite.
+
+        Return True if the step overflowed with a finite loss and the scale was halved, so that a retry may succeed.
+        """
         if not self.dynamic:
             return False
         if finite:
@@ -41,10 +45,10 @@ class LossScale:
         return math.isfinite(loss)
 
     def state(self) -> dict[str, float | int] | None:
-        """What a checkpoint must hold of it."""
+        """Return the checkpoint entry; None for a constant scale."""
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
     def restore(self, state: dict[str, float | int] | None) -> None:
-        """Go on from `state`; a checkpoint of a run in another precision has none."""
+        """Restore from a checkpoint entry; None (from a run in another precision) keeps the initial scale."""
         if self.dynamic and state is not None:
             self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

@@ -1,7 +1,7 @@
-"""Training objectives of a language model: the sum that a step minimises, and the terms over which it is a mean.
+"""Training objectives of a language model: the loss sum that a step minimises and the number of terms it is divided by.
 
-`NextToken` is pretraining and supervised fine-tuning alike: tokens outside the responses have the target -100, which
-data preparation sets. `PreferencePairs` (training/preference.py) is DPO and its kin.
+`NextToken` covers pretraining and supervised fine-tuning: data preparation sets the target -100 for tokens outside the
+responses. `PreferencePairs` (training/preference.py) covers DPO and IPO.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from meshwright.training.task import RunStart
 
 
 class Policy(Protocol):
-    """The model that is trained, as an objective sees it before the first step. identity: data and model by sha256, and
-    the precision, as text."""
+    """The model being trained, as an objective uses it before the first step. identity: sha256 of data and model, and
+    the precision."""
 
     mesh: Mesh
     parallel: ZeroEngine
 
     @property
-    def identity(self) -> Mapping[str, str]: ...
+    def identity(self) -> Mapping[str, str]:
+        """The sha256 of data and model, and the precision."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-        """Run forward over the first sequences of a split. Yields, for each forward pass, the number of sequences that
-        all ranks are through, and (sequence, log-probabilities [D]) of those whose last stage is on this rank."""
+        """Compute response log-probabilities for the first `sequences` sequences of a split. Yields, for each forward
+        pass, (number of sequences done on all ranks, [(sequence, log-probabilities [responses])] of those whose last
+        stage is here)."""
 
 
 class Objective(Protocol):
     """A loss of a language model.
 
-    pair_loss: the loss of a pair of responses, None where each token has its own. metric_sums: number of sums over the
-    terms from which metrics are made; metric_names: what `report` names them. most_pairs: most pairs of responses in a
+    pair_loss: the loss of a pair of responses, None for a loss per token. metric_sums: number of sums over the terms
+    from which metrics are computed; metric_names: their names in `report`. most_pairs: maximum pairs of responses in a
     sequence.
     """
 
@@ -53,29 +55,33 @@ class Objective(Protocol):
     most_pairs: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Add to the documents of the sequences `rows` what the loss needs beside tokens and targets."""
+        """Return the documents of the sequences `rows` with the extra inputs of the loss (pairs, reference
+        log-probabilities)."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Count the terms of a step's loss over all ranks, at least 1. Collective."""
+        """Return the number of terms of a step's loss (target tokens or pairs) over all ranks, at least 1.
+        Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """This rank's share of the terms of micro-batches; summed over the world, shares give their count."""
+        """Return this rank's share of the number of terms in its micro-batches; the shares of all ranks add up to the
+        count."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """This rank's share of sums over terms, given the sums over its own micro-batches."""
+        """Return this rank's share of the sums over terms; the shares of all ranks add up. sums: those of its
+        micro-batches."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Name the means of the metric sums."""
+        """Return named metrics. means: the metric sums divided by the number of terms."""
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Compute or load what the loss needs before the first step. Collective."""
+        """Compute or load the inputs of the loss before the first step (reference log-probabilities). Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Entries of `state.json`."""
+        """Return the objective's entries of `state.json`."""
 
 
 class NextToken:
-    """Cross-entropy of each next token, a mean over the target tokens (those that are not -100)."""
+    """Cross-entropy of the next token, a mean over the target tokens (those that are not -100)."""
 
     pair_loss: Preference | None = None
     metric_sums = 0
@@ -83,19 +89,19 @@ class NextToken:
     most_pairs = 0
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return the documents as they are."""
+        """Return the documents unchanged."""
         return documents
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Count the target tokens of all ranks."""
+        """Return the number of target tokens over all ranks."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Target tokens over the tp x pp ranks that have the same ones."""
+        """Return this rank's target tokens divided by the tp x pp ranks that hold the same ones."""
         return sum((targets != -100).sum() for _, targets, _ in micro_batches) / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Sums over the tp ranks that compute the same ones."""
+        """Return the sums divided by the tp ranks that compute the same ones."""
         return loss_share(sums, mesh)
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -103,8 +109,8 @@ class NextToken:
         return Metrics()
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Do nothing: the loss needs tokens and targets alone."""
+        """Do nothing: the loss needs only tokens and targets."""
 
     def state(self) -> dict[str, Any]:
-        """Return no entries."""
+        """Return an empty dict."""
         return {}

@@ -1,8 +1,8 @@
-"""AdamW and SGD on flat shards: the elementwise update of torch's fused kernels, one call for all shards.
+"""AdamW and SGD on flat shards, by torch's fused kernels, in one call for all shards of equal weight decay.
 
-A shard is a 1-D slice of a unit's flat master buffer. Its first `decay_numel` entries (matrices) get weight decay, the
-rest (norms, biases) none, so that each shard is at most two tensors to torch: those that decay go in one call, those
-that do not in another. The calls are torch's functions, since its optimizer objects load the compiler, over a second.
+A shard is a 1-D slice of an FSDP unit's flat master buffer. Its first `decay_numel` elements (matrices) have weight
+decay, the rest (norms, biases) none, so that it gives torch at most two tensors. torch's functional optimizers are
+called, since importing its optimizer classes loads the compiler, which takes over a second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
-class _Part(NamedTuple):
-    """What decays of a shard, or what does not: views of it, its state, how often it was updated as torch counts."""
+class _ShardSlice(NamedTuple):
+    """A slice of a shard with one weight decay: shard index, slice, views of its master weights and optimizer state,
+    and the update count that torch uses for bias correction."""
 
     shard: int
     where: slice
@@ -36,11 +37,12 @@ class _Part(NamedTuple):
 class Optimizer:
     """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum over flat shards.
 
-    State lives in one 1-D tensor per shard and kind, laid out like the shard's master, so that a checkpoint can cut it
-    along the same offsets.
+    The state is one 1-D tensor per shard and kind, laid out like the shard's master weights, so that checkpoints slice
+    both alike.
     """
 
     def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
+        """Allocate zero state for the shards. train: the recipe's [train] table."""
         self.shards = list(shards)
         self.name = train.optimizer
         self.router_bias_rate = train.router_bias_rate
@@ -48,18 +50,19 @@ class Optimizer:
         self._betas, self._epsilon, self._momentum = train.betas, train.epsilon, train.momentum
         kinds = STATE_KINDS[self.name] if self.name == "adamw" or train.momentum else ()
         self._state = {kind: [torch.zeros_like(shard.master) for shard in self.shards] for kind in kinds}
-        self._parts: list[_Part] = []
+        self._parts: list[_ShardSlice] = []
         for index, shard in enumerate(self.shards):
             cut, end = shard.decay_numel, shard.master.numel()
             for decay, part in ((train.weight_decay, slice(0, cut)), (0.0, slice(cut, end))):
                 if part.start < part.stop:  # a rank may own nothing of a small model
                     state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
                     updates = torch.zeros((), device=shard.master.device)
-                    self._parts.append(_Part(index, part, decay, shard.master[part], state, updates))
+                    self._parts.append(_ShardSlice(index, part, decay, shard.master[part], state, updates))
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
-        """Update the masters in place from the shards' gradients, first multiplied by `gradient_scale` (clipping)."""
+        """Update the fp32 master weights in place from the shards' gradients, first multiplied by `gradient_scale`
+        (clipping)."""
         self.step_count += 1
         for shard in self.shards:
             for low, high in shard.balancing:  # by the sign of the load above the mean (arXiv:2408.15664, algorithm 1)
@@ -74,7 +77,10 @@ class Optimizer:
             parts = [part for part in self._parts if part.weight_decay == decay]
             update(parts, [self.shards[part.shard].gradient[part.where] for part in parts], learning_rate, decay)
 
-    def _adamw(self, parts: list[_Part], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
+    def _adamw(
+        self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float
+    ) -> None:
+        """Apply one fused AdamW call to all slices with this weight decay."""
         first, second = self._betas
         adamw(
             [part.master for part in parts],
@@ -93,8 +99,9 @@ class Optimizer:
             maximize=False,
         )
 
-    def _sgd(self, parts: list[_Part], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
-        """torch's SGD couples the decay to the gradient; that is what "SGD with weight decay" means everywhere."""
+    def _sgd(self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
+        """Apply one fused SGD call to all slices with this weight decay; as in torch, decay is added to the
+        gradient."""
         sgd(
             [part.master for part in parts],
             gradients,
@@ -109,11 +116,12 @@ class Optimizer:
         )
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Kind of state → one 1-D tensor per shard, the live ones: a loader fills them in place."""
+        """Return the optimizer state by kind, one 1-D tensor per shard; the tensors are live: a loader fills them in
+        place."""
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done (bias correction), after `state_tensors` were filled."""
+        """Set the number of updates done (for bias correction), after `state_tensors` were filled."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

@@ -1,4 +1,4 @@
-"""Dtypes of a training run, and how CUDA multiplies float32 matrices."""
+"""Dtypes of a training run, and the TF32 setting of CUDA."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PARAMETER_DTYPES = {
 
 
 class Dtypes(NamedTuple):
-    """dtype of the parameters, in which the model computes, and of master weights, gradients and optimizer state."""
+    """dtype of the parameters and compute, and dtype of master weights, gradients and optimizer state."""
 
     parameters: torch.dtype
     masters: torch.dtype = torch.float32
 
 
 def set_matmul_precision(precision: str | None, device: torch.device) -> None:
-    """Switch TF32 on or off for float32 matrix products on CUDA, for the whole process. `UserError` for tf32 on another
-    device."""
+    """Switch TF32 on (precision "tf32") or off for float32 matmuls on CUDA, for the whole process. `UserError` for tf32
+    on another device."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     elif precision == "tf32":

@@ -1,4 +1,4 @@
-"""Predicts memory, step time and traffic of a run before its first step."""
+"""Predict memory, step time and traffic of a run before its first step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ Found = TypeVar("Found")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
-    """Predict memory, step time and traffic before the first step; never raises: an unavailable prediction is None plus
-    a note. memory: what is known of the process."""
+    """Return predictions of memory, step time and traffic before the first step; never raises: an unavailable
+    prediction is None plus a note. memory: resident memory of the process so far."""
     notes: list[str] = []
 
-    def tried(what: str, work: Callable[[], Found]) -> Found | None:
+    def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
+        """Return `work()`; on an exception note that `what` is not predicted and return None."""
         try:
             return work()
         except UserError as error:
@@ -41,21 +42,21 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
             notes.append(f"{what} is not predicted, by a fault of the planner: {type(error).__name__}: {error}")
         return None
 
-    machine = tried("the time of a step", lambda: machine_of(trainer))
-    time = None if machine is None else tried("the time of a step", lambda: _time(trainer, machine))
-    found = tried("memory", lambda: _ledger(trainer, machine, notes))
+    machine = try_predict("the time of a step", lambda: machine_of(trainer))
+    time = None if machine is None else try_predict("the time of a step", lambda: _predict_step_time(trainer, machine))
+    found = try_predict("memory", lambda: _predict_ledger(trainer, machine, notes))
     share = _unexplained_share(machine)
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu":
-        process = tried("process memory", lambda: _process(trainer, found, memory, share))
-    axes = tried("what is sent", trainer.task.predicted_traffic_by_axis)
-    tensors = None if found is None else _memory(found, share)
+        process = try_predict("process memory", lambda: _predict_process_memory(trainer, found, memory, share))
+    axes = try_predict("what is sent", trainer.task.predicted_traffic_by_axis)
+    tensors = None if found is None else _bytes_by_category(found, share)
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
 
 
 def machine_of(trainer: Trainer) -> Cluster:
-    """The ranks' devices: as `meshwright probe` or a start of a run measured them, else the catalogue's. `UserError`
-    where neither is."""
+    """Return the cluster description of the ranks' devices: from a hardware profile, else from the device catalogue.
+    `UserError` if neither has one."""
     device, ranks = trainer.device, trainer.mesh.world_size
     known = None
     if device.type == "cuda":
@@ -64,7 +65,7 @@ def machine_of(trainer: Trainer) -> Cluster:
         threads = torch.get_num_threads()
         processors = find_hardware_profile(ranks, threads)
         if processors is not None:
-            return _part(processors, ranks)
+            return _select_devices(processors, ranks)
         each = f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
         advice = measurement_advice(trainer.recipe.run.device)
         raise UserError(f'no hardware profile for {each}; run "meshwright probe", or {advice}')
@@ -72,28 +73,31 @@ def machine_of(trainer: Trainer) -> Cluster:
         found = cluster("this")
         alike = found.kind == device.type and (known is None or found.device.name == known.name)
         if alike and found.devices >= ranks:
-            return _part(found, ranks)
+            return _select_devices(found, ranks)
     if known is not None:
-        return cluster({"device": known.name, "devices": ranks, "devices_per_node": _whole(ranks, _local(device))})
+        node = _devices_per_node(ranks, _count_local_devices(device))
+        return cluster({"device": known.name, "devices": ranks, "devices_per_node": node})
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     raise UserError(f'no hardware profile for {many}; run "meshwright probe"')
 
 
-def _local(device: torch.device) -> int:
+def _count_local_devices(device: torch.device) -> int:
+    """Return the number of visible GPUs, 1 on a CPU."""
     return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
-def _whole(ranks: int, most: int) -> int:
-    """The largest node of at most so many devices of which `ranks` are several."""
+def _devices_per_node(ranks: int, most: int) -> int:
+    """Return the largest devices per node, at most `most`, that divides `ranks`."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
-def _part(whole: Cluster, ranks: int) -> Cluster:
-    """So many devices of it."""
-    return replace(whole, devices=ranks, devices_per_node=_whole(ranks, whole.devices_per_node))
+def _select_devices(whole: Cluster, ranks: int) -> Cluster:
+    """Return the cluster with only `ranks` of its devices."""
+    return replace(whole, devices=ranks, devices_per_node=_devices_per_node(ranks, whole.devices_per_node))
 
 
-def _time(trainer: Trainer, machine: Cluster) -> StepTime:
+def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
+    """Predict the step time of the trainer's run on `machine`."""
     train, task = trainer.recipe.train, _language_model(trainer)
     tokens = task.tokens
     documents = 1.0
@@ -109,7 +113,8 @@ def _time(trainer: Trainer, machine: Cluster) -> StepTime:
     )  # fmt: skip
 
 
-def _ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
+def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
+    """Predict this rank's memory, itemized. notes: a line is added if compiled blocks could not be considered."""
     task = _language_model(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
@@ -126,17 +131,21 @@ def _ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledg
     return found
 
 
-def _memory(found: Ledger, share: float) -> dict[str, int]:
+def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
+    """Return the predicted bytes by category with "unexplained" and "peak". share: fraction of the peak that is
+    unexplained."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 
 def _unexplained_share(machine: Cluster | None) -> float:
-    """What finished runs needed beyond their predictions, of the whole."""
+    """Return the fraction by which finished runs exceeded their predicted memory, 0 without calibration."""
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
-def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
+def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
+    """Predict the peak resident memory of this CPU process; `UserError` without a measured profile. share: unexplained
+    fraction."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
@@ -146,9 +155,11 @@ def _process(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) 
 
 
 def _language_model(trainer: Trainer) -> LanguageModelTask:
+    """Return the trainer's task as a language-model task."""
     return cast(LanguageModelTask, trainer.task)
 
 
 def _optimizer(trainer: Trainer) -> str:
+    """Return the planner's name of the optimizer: "adamw", "sgd" or "momentum"."""
     train = trainer.recipe.train
     return "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer

@@ -1,4 +1,4 @@
-"""The preference objective: losses of pairs of responses (DPO, IPO) against the policy that training began with."""
+"""The preference objective: losses of pairs of responses (DPO, IPO) relative to the initial policy (the reference)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from meshwright.training.task import RunStart
 
 
 class PreferencePairs:
-    """A loss of pairs of responses (`model.preference.Preference`), a mean over pairs, with the rewards as metrics.
+    """A loss of pairs of responses (`model.preference.Preference`), averaged over pairs, with the rewards as metrics.
 
     splits: the sequences of "train" and "validation". reference: log-probabilities under the reference policy, which
     `prepare` sets before the first step.
@@ -46,6 +46,7 @@ class PreferencePairs:
     metric_names: Sequence[str] = REWARDS
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples]) -> None:
+        """Count the pairs of every sequence in the splits."""
         self.pair_loss: Preference | None = pair_loss
         self.reference: Reference | None = None
         self._splits = splits
@@ -53,37 +54,37 @@ class PreferencePairs:
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self._pairs.values()), default=0)
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Add the pairs, with the log-probabilities under the reference where it is known."""
+        """Return the documents with their pairs of responses, and the reference log-probabilities if they are known."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
         if self.reference is not None:
             pairs = pairs.with_reference(self.reference.splits[split].of_rows(rows, self.most_pairs))
         return documents.in_pairs(pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Count the pairs of all ranks."""
+        """Return the number of pairs over all ranks."""
         return count_pairs(_pairs_of(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Pairs over the cp x tp x pp ranks that have the same ones."""
+        """Return this rank's pairs divided by the cp x tp x pp ranks that hold the same ones."""
         pairs = sum(pairs.count / mesh.cp.size for pairs in _pairs_of(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Sums over the cp x tp ranks that compute the same ones."""
+        """Return the sums divided by the cp x tp ranks that compute the same ones."""
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Rewards of the chosen and rejected responses, their margin, and the accuracy."""
+        """Return the rewards of the chosen and rejected responses, their margin, and the accuracy."""
         rewards = Rewards(*means)
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
         return Metrics(rewards.document(), text)
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Load the log-probabilities under the reference from the run directory; a fresh run computes them unless an
-        earlier start of it did. A resumed run whose file is missing, damaged or another's is a `UserError`."""
+        """Load the reference log-probabilities from the run directory; a fresh run computes them unless an earlier
+        start of it did. `UserError` if a resumed run's file is missing, damaged or from another run."""
         path = start.directory / FILE
         if start.saved is not None and start.saved["step"]:
-            self.reference = self._read_again(path, start)
+            self.reference = self._read_for_resume(path, start)
             return
         identity = {
             **policy.identity,
@@ -93,6 +94,7 @@ class PreferencePairs:
         begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
 
         def compute() -> Reference:
+            """Compute the reference and log its progress."""
             log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
             return self.compute_reference(policy, identity, log)
 
@@ -105,8 +107,8 @@ class PreferencePairs:
     def compute_reference(
         self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
-        """Compute the log-probabilities of all responses under the weights as they are now; `progress` gets the number
-        of sequences done. Collective."""
+        """Compute the log-probabilities of all responses under the current weights; `progress` is called with the
+        number of sequences done. Collective."""
         splits = {name: Responses.unknown(pairs) for name, pairs in self._pairs.items()}
         mesh, before = policy.mesh, 0
         for name, responses in splits.items():
@@ -121,11 +123,12 @@ class PreferencePairs:
         return Reference(splits, identity)
 
     def state(self) -> dict[str, Any]:
-        """The checksum of the reference, which a resumed run compares."""
+        """Return the checksum of the reference, which a resumed run compares."""
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
-    def _read_again(self, path: Path, start: RunStart) -> Reference:
-        """Read the reference of a run that is resumed."""
+    def _read_for_resume(self, path: Path, start: RunStart) -> Reference:
+        """Read the reference of a resumed run; every rank raises `UserError` if any rank cannot, or if it is another
+        run's."""
         assert start.saved is not None
         problem, found = None, None
         try:
@@ -145,6 +148,7 @@ class PreferencePairs:
 
 
 def _pairs_of(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
+    """Return the pairs of responses of each micro-batch."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
     return found  # type: ignore[return-value]

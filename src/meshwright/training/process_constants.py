@@ -1,6 +1,5 @@
-"""The memory of a process beyond its tensors, measured once per machine in a process of its own and kept in the store
-of `planner/machine_profile.py`. Free of torch.
-"""
+"""Process memory beyond tensors, measured once per machine in a separate process and kept in the store of
+`planner/machine_profile.py`. Free of torch."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ class ProcessConstants:
     """Measured process memory beyond tensors on this machine.
 
     first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth over
-    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_*: torch.compile, what it
-    keeps and what it holds beside that while it works.
+    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_resident_bytes: kept by
+    torch.compile; compiler_transient_bytes: in addition while it compiles.
     """
 
     first_use_bytes: int
@@ -45,7 +44,7 @@ class ProcessConstants:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """What constants hold for: the recipe's precision, threads of a rank, whether blocks are compiled."""
+    """The conditions that `ProcessConstants` depend on: precision, threads per rank, blocks compiled or not."""
 
     precision: str
     threads: int
@@ -53,15 +52,16 @@ class ProcessKey:
 
     @property
     def path(self) -> Path:
-        """The file; whether there is one or not."""
+        """The path of the file of the constants, which may not exist."""
         return measurement_file(KIND, self._document())
 
     def _document(self) -> dict[str, Any]:
+        """Return the key as a dict, with the versions of meshwright, torch and libc and the processor."""
         versions = {"meshwright": __version__, "torch": torch_version(), "libc": " ".join(platform.libc_ver())}
         return {**asdict(self), **versions, "processor": processor_name()}
 
     def read(self) -> ProcessConstants | None:
-        """The constants kept; None where there are none or the file is damaged."""
+        """Return the stored constants; None if there are none or the file is damaged."""
         found = read_measurement(KIND, self._document())
         try:
             return None if found is None else _constants(found)
@@ -69,13 +69,13 @@ class ProcessKey:
             return None
 
     def write(self, constants: ProcessConstants) -> None:
-        """Keep constants. `OSError` where the directory takes no file."""
+        """Store constants under this key. `OSError` if the directory is not writable."""
         write_measurement(KIND, self._document(), asdict(constants))
 
 
 def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> ProcessConstants:
-    """Measure in a process of its own, which is started as a rank is, with as many threads. Raises as
-    `meshwright.launcher.launcher.launch`: `RankLost` where it takes longer than `LIMIT_SECONDS`, `Terminated`."""
+    """Measure the constants for `key` in a separate process, started like a rank with the same threads. Raises as
+    `meshwright.launcher.launcher.launch`: `RankLost` after `LIMIT_SECONDS`, `Terminated`."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
     description = {**asdict(key), "limit_seconds": LIMIT_SECONDS}
@@ -86,6 +86,7 @@ def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> Proce
 
 
 def _constants(table: Mapping[str, Any]) -> ProcessConstants:
+    """Return the constants in a table by field name; `KeyError`, `TypeError` or `ValueError` if it is damaged."""
     values = {field.name: table[field.name] for field in fields(ProcessConstants)}
     if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
         raise ValueError(table)

@@ -1,9 +1,8 @@
-"""Predicts the peak resident set size (RSS) of a rank's process on a CPU, itemized, before the first step: what `top`,
-cgroup limits and the OOM killer see.
+"""Predict the peak resident set size (RSS) of a rank's process on a CPU, itemized, before the first step: the number
+that `top`, cgroup limits and the OOM killer use.
 
-What is resident already is read, not predicted. The step's tensors are the ledger's. What libraries add in the first
-steps, and what the C library's allocator holds beyond the tensors, is measured on small steps of the engine in a
-process of its own, once per machine, and kept in a file.
+The current resident size is read. The step's tensors are the ledger's. Library memory of the first steps and the
+allocator's overhead are measured in a separate process, once per machine (`training/process_constants.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def predict_process_memory(
 ) -> ProcessMemory:
     """Predict peak RSS by item, in bytes; call after `release_freed_memory`.
 
-    found: the ledger of this rank. resident_before: the process before its trainer was made. share: of the whole, what
-    calibration expects beyond. `UserError` where the kernel does not say what is resident.
+    found: the ledger of this rank. resident_before: RSS in bytes before the trainer was created. share: fraction of the
+    total that calibration adds. `UserError` if the kernel does not report the resident size.
     """
     _import_what_steps_import(trainer)
     now = resident_bytes()
@@ -53,7 +52,7 @@ def predict_process_memory(
     snapshot = sum((item.stop - item.start) * item.tensor.element_size() for item in trainer.slices(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
     compiled = trainer.recipe.train.compile
-    retained = round(constants.heap_overhead_fraction * _on_heap(found.items))
+    retained = round(constants.heap_overhead_fraction * _heap_bytes(found.items))
     step = found.peak_bytes - states
     items = {
         "framework": resident_before,
@@ -64,9 +63,9 @@ def predict_process_memory(
         "library workspaces": constants.first_use_bytes,
         "compiled code": constants.compiler_resident_bytes if compiled else 0,
         "compiler workspace": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
-        "oneDNN kernel cache": _kernels(trainer) * constants.kernel_bytes,
+        "oneDNN kernel cache": _count_cached_kernels(trainer) * constants.kernel_bytes,
         "heap overhead": retained,
-        "mapped data": _data_read(trainer),
+        "mapped data": _mapped_data_bytes(trainer),
         "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
     items["startup peak"] = max(
@@ -77,15 +76,15 @@ def predict_process_memory(
 
 
 def _import_what_steps_import(trainer: Trainer) -> None:
-    """Have torch import now what the first step would: it is resident then before the prediction."""
+    """Import the torch modules that the first step would import, so that the resident size includes them."""
     if trainer.layout.pp > 1:  # torch.autograd.backward with gradients of its own
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if trainer.layout.recompute != "none":  # torch.utils.checkpoint
         importlib.import_module("torch._dynamo")
 
 
-def _on_heap(items: tuple[Item, ...]) -> int:
-    """Bytes of the step's tensors that the allocator puts on its heap."""
+def _heap_bytes(items: tuple[Item, ...]) -> int:
+    """Return the bytes of the step's tensors that malloc puts on its heap instead of mapping them."""
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):
@@ -96,11 +95,13 @@ def _on_heap(items: tuple[Item, ...]) -> int:
 
 
 def _language_model(trainer: Trainer) -> LanguageModelTask:
+    """Return the trainer's task as a language-model task."""
     return cast("LanguageModelTask", trainer.task)
 
 
-def _kernels(trainer: Trainer) -> int:
-    """Products of shapes that differ in every step, as far as their kernels are kept."""
+def _count_cached_kernels(trainer: Trainer) -> int:
+    """Return the number of oneDNN kernels in the cache at the end of the run: matmuls of experts, whose shapes differ
+    in each step, at most the cache's capacity; 0 in fp32."""
     config, layout = _language_model(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
@@ -110,8 +111,8 @@ def _kernels(trainer: Trainer) -> int:
     return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
 
 
-def _data_read(trainer: Trainer) -> int:
-    """Bytes of the files of prepared data that the steps left will have mapped."""
+def _mapped_data_bytes(trainer: Trainer) -> int:
+    """Return the bytes of the prepared data's files that the remaining steps will map."""
     tokens, layout, train = _language_model(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)

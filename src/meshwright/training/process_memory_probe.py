@@ -1,8 +1,7 @@
-"""Measures what a rank's process takes beyond tensors, in a process that the launcher starts as a rank of its own.
+"""Measure process memory beyond tensors, in a process that the launcher starts like a rank.
 
-Two small models take a few steps each, as ranks take them. What the process keeps afterwards, freed memory released, is
-first use; by how much its highest resident set was above that and the ledger's peak is what the allocator retained.
-Reports the fields of `ProcessConstants`.
+Two small models run a few steps. RSS afterwards, with freed memory released, minus RSS before is the first-use memory;
+peak RSS minus RSS afterwards and minus the ledger's peak is the allocator's overhead. Reports `ProcessConstants`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ KERNELS = 24
 """Products of shapes of their own, whose kernels' memory is measured."""
 
 
-def _model(hidden: int, layers: int) -> ModelConfig:
+def _make_config(hidden: int, layers: int) -> ModelConfig:
+    """Return a small Llama configuration."""
     return ModelConfig(
         family="llama", vocabulary=2048, hidden=hidden, layers=layers, heads=4, kv_heads=2, head_dim=hidden // 4,
         intermediate=3 * hidden, max_positions=512, norm="rmsnorm", norm_epsilon=1e-5, activation="silu", gated=True,
@@ -50,14 +50,16 @@ def _model(hidden: int, layers: int) -> ModelConfig:
     )  # fmt: skip
 
 
-SMALL = _model(64, 1), 4, 64  # rows, tokens
-LARGE = _model(192, 4), 8, 256
+SMALL = _make_config(64, 1), 4, 64  # rows, tokens
+LARGE = _make_config(192, 4), 8, 256
 
 
-class _Run:
-    """A model that takes steps: forward and backward of one micro-batch, an update."""
+class _ProbeRun:
+    """A small model with an optimizer that runs training steps on one fixed micro-batch. size: (model, sequences,
+    tokens)."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
+        """Build the model, its optimizer, the micro-batch, and the ledger's prediction of a step's bytes."""
         config, rows, sequence = size
         layout = Layout.parse(f"dp1 {precision}")
         mesh = Mesh.create(layout, "cpu")
@@ -77,9 +79,10 @@ class _Run:
         states = sum(self.engine.memory().values()) + sum(tensor.nbytes for tensor in state)
         self.step_bytes = found.peak_bytes - states
 
-    def steps(self) -> tuple[int, int]:
-        """Take some; bytes that the process keeps from then on, and by how much it was larger in them."""
-        before = _settled()
+    def run_steps(self) -> tuple[int, int]:
+        """Run `STEPS` steps; return (growth of the settled RSS, peak RSS above the settled RSS afterwards), both in
+        bytes."""
+        before = _settled_rss()
         reset_peak_rss()
         for _ in range(STEPS):
             self.passes.train(self.batch, self.targets)
@@ -87,42 +90,44 @@ class _Run:
             self.engine.all_gather_parameters()
             self.engine.zero_gradients()
         highest = peak_resident_bytes() or 0
-        after = _settled()
+        after = _settled_rss()
         return after - before, highest - after
 
 
 def measure(precision: str, compiled: bool) -> ProcessConstants:
-    """What `ProcessConstants` has, of this process."""
+    """Measure the `ProcessConstants` of this process."""
     torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))  # loads what every rank has loaded
-    kept, _ = _Run(SMALL, precision, False).steps()
-    large = _Run(LARGE, precision, False)
-    more, above = large.steps()
+    kept, _ = _ProbeRun(SMALL, precision, False).run_steps()
+    large = _ProbeRun(LARGE, precision, False)
+    more, above = large.run_steps()
     retention = max(0.0, above / large.step_bytes - 1)
-    kernel = 0 if precision == "fp32" else _kernel(PARAMETER_DTYPES[precision])
+    kernel = 0 if precision == "fp32" else _measure_kernel_bytes(PARAMETER_DTYPES[precision])
     compiler = compiling = 0
     if compiled:
         with tempfile.TemporaryDirectory(prefix="meshwright-compiled-") as place:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = place  # as the first run of a model has it
-            run = _Run(SMALL, precision, True)
-            compiler, compiling = run.steps()
+            run = _ProbeRun(SMALL, precision, True)
+            compiler, compiling = run.run_steps()
     return ProcessConstants(max(0, kept) + max(0, more), retention, kernel, max(0, compiler), max(0, compiling))
 
 
-def _kernel(dtype: torch.dtype) -> int:
-    """Bytes that a product of a new shape keeps."""
+def _measure_kernel_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes that oneDNN keeps for a matmul of a new shape."""
     weight = torch.randn(384, 192).to(dtype)
-    before = _settled()
+    before = _settled_rss()
     for rows in range(101, 101 + KERNELS):
         torch.nn.functional.linear(torch.randn(rows, 192).to(dtype), weight)
-    return max(0, (_settled() - before) // KERNELS)
+    return max(0, (_settled_rss() - before) // KERNELS)
 
 
-def _settled() -> int:
+def _settled_rss() -> int:
+    """Return the RSS of this process in bytes, after freed memory is released."""
     release_freed_memory()
     return resident_bytes() or 0
 
 
-def _work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """Run the measurement that the launcher describes; return the constants as a dict."""
     signal.alarm(description["limit_seconds"])  # ends this process
     torch.set_num_threads(description["threads"])
     keep_freed_memory()
@@ -130,4 +135,4 @@ def _work(description: dict[str, Any], start: Place) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_rank(_work)
+    run_rank(_measure_as_described)

@@ -1,8 +1,7 @@
-"""Log-probabilities of the responses in preference data under the policy that training began with (the reference):
-computed once, before the first step, and kept in the run directory, for the weights move on and a resumed run has no
-other way to know them.
+"""Reference log-probabilities of preference data: the log-probabilities of all responses under the initial policy,
+computed before the first step and stored in the run directory, since a resumed run has no longer the initial weights.
 
-Shapes: B rows, P the most pairs of a row, D = 2 P responses.
+Shapes: B sequences, P the maximum pairs of a sequence, D = 2 P responses.
 """
 
 from __future__ import annotations
@@ -37,24 +36,26 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Log-probabilities (nats, float64) of all responses of one split, row after row. bounds [rows + 1]: where those of
-    each row begin and end."""
+    """Log-probabilities (nats, float64) of all responses of one split, concatenated over sequences. bounds [sequences +
+    1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
 
     @classmethod
     def unknown(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
-        """Room for those of rows with so many pairs."""
+        """Return zeros for sequences with these numbers of pairs, two responses each."""
         bounds = np.cumsum([0, *(2 * pairs_by_row)], dtype=np.int64)
         return cls(np.zeros(int(bounds[-1])), bounds)
 
     @property
     def rows(self) -> int:
+        """Number of sequences."""
         return len(self.bounds) - 1
 
     def of_rows(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """[B, D]; 0 where a row has fewer than `most` pairs, and in rows beyond the last."""
+        """Return the log-probabilities of the sequences `rows` as [B, D] with P = `most`; missing pairs and sequences
+        are 0."""
         found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
@@ -63,21 +64,21 @@ class Responses:
         return found
 
     def put(self, row: int, values_D: torch.Tensor) -> None:
-        """What was found of a row, in whose place there may be more than it has responses."""
+        """Store the log-probabilities of sequence `row`; values beyond its number of responses are padding."""
         first, end = int(self.bounds[row]), int(self.bounds[row + 1])
         self.values[first:end] = values_D[: end - first].cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Of both splits. `made_of`: of which data and weights, and in which precision; `sha256`: of all of it."""
+    """Reference log-probabilities of all splits. `made_of`: identity of data, weights and precision."""
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]
 
     @property
     def sha256(self) -> str:
-        """Equal where all values and what they were made of are."""
+        """Checksum of all values and of `made_of`."""
         digest = hashlib.sha256(json.dumps(dict(self.made_of), sort_keys=True).encode())
         for name in sorted(self.splits):
             digest.update(name.encode() + b"\0")
@@ -85,7 +86,8 @@ class Reference:
         return digest.hexdigest()
 
     def write(self, path: Path) -> None:
-        """Whole or not at all. Raises OSError."""
+        """Write the log-probabilities to a safetensors file atomically (temporary file, fsync, rename). Raises
+        OSError."""
         tensors = {name: np.ascontiguousarray(found.values) for name, found in self.splits.items()}
         metadata = {"format": str(FORMAT), "sha256": self.sha256, **self.made_of}
         fresh = path.with_name(f".{path.name}.new")
@@ -98,8 +100,8 @@ class Reference:
 
 
 def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
-    """What `Reference.write` left, for splits whose rows have so many pairs. `UserError` says what is wrong with it:
-    there is none, it is damaged, or it is of other rows."""
+    """Read a file of `Reference.write` for splits with these pairs per sequence. `UserError` if it is missing, damaged,
+    or of other data."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:
@@ -121,7 +123,7 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
 
 
 def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
-    """Give every rank all log-probabilities; each was put in on one rank and is 0 on the others."""
+    """All-reduce log-probabilities in place; each value is set on one rank and 0 on the others."""
     if not responses.values.size:
         return
     values = torch.from_numpy(responses.values).to(mesh.device)
@@ -130,8 +132,9 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
-    """64 bits that any layout finds alike of the same masters: the sum over all elements of their bits times an odd
-    number that depends on row and place, modulo 2^64. `owned`: the slices of which each element is one rank's."""
+    """Return a 64-bit checksum (hex) of the master weights that is independent of the layout: the sum, modulo 2^64,
+    over all elements of their bits times an odd number from parameter name and position. `owned`: slices that cover
+    each element on exactly one rank. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for item in owned:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
@@ -155,8 +158,11 @@ def load_or_compute(
     agree: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Load the reference that an earlier start of a run wrote, if it is of the same data and weights (True); otherwise
-    compute it and have the leader write it. `UserError` where it cannot be written."""
+    """Load the reference that an earlier start of the run wrote, if data and weights are the same, or compute it.
+
+    made_of: identity of data, weights and precision; leader: this rank writes the file. Returns (reference, True if it
+    was loaded). `UserError` if it cannot be written.
+    """
     earlier = None
     try:
         earlier = read_reference(path, pairs_by_row)

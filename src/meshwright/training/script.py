@@ -1,5 +1,5 @@
-"""A user's script as one of several ranks: started by `meshwright run` (`python -m meshwright.training.script`), by
-torchrun or SLURM, or by itself. Free of torch until the script asks for it."""
+"""A user's script as one of several ranks, started by `meshwright run` (`python -m meshwright.training.script`),
+torchrun, SLURM, or alone. Free of torch until the script imports it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshwright.terminal import print_message
 
 @dataclass(slots=True)
 class Launched:
-    """This process as `meshwright run` started it: its place, the run directory that the launcher has locked, and what
-    `fit` returned last. `meetings`: how often ranks have met."""
+    """This process as started by `meshwright run`: rank and rendezvous (`place`), the run directory locked by the
+    launcher, and the result of the last `fit`. `meetings`: number of rendezvous so far."""
 
     place: Place
     directory: Path
@@ -35,8 +35,10 @@ _launched: ContextVar[Launched | None] = ContextVar("launched", default=None)
 
 
 def place(rendezvous: str | None = None) -> Place:
-    """This process among the ranks of its script; alone where nobody started several. Each call is for a meeting of its
-    own. `rendezvous`: where, unless at the place that who started them has chosen."""
+    """Return this process's rank, world size and rendezvous; rank 0 of 1 if no launcher started it.
+
+    Each call is for a new rendezvous. `rendezvous`: its method, by default the launcher's.
+    """
     launched = _launched.get()
     if launched is not None:
         launched.meetings += 1
@@ -48,13 +50,13 @@ def place(rendezvous: str | None = None) -> Place:
 
 
 def directory() -> Path | None:
-    """The run directory that `meshwright run` has locked; None where others started this process."""
+    """Return the run directory that `meshwright run` has locked; None under any other launcher."""
     launched = _launched.get()
     return None if launched is None else launched.directory
 
 
 def note(result: dict[str, Any]) -> None:
-    """A training run in this process has ended."""
+    """Record the result document of a training run, which the rank reports to `meshwright run`."""
     launched = _launched.get()
     if launched is not None:
         launched.result = result
@@ -62,8 +64,10 @@ def note(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Around what a script does: a mistake is one line and exit code 2, SIGTERM after a save 143, as of a command. In a
-    script that `meshwright run` started, that command says it."""
+    """Turn exceptions of a script into one line and an exit code: 2 for a user error, 143 after SIGTERM and a save.
+
+    Under `meshwright run`, exceptions propagate and that command prints them.
+    """
     try:
         yield
     except (MeshwrightError, KeyboardInterrupt) as error:
@@ -80,15 +84,17 @@ def exit_codes() -> Iterator[None]:
 def run_script(
     path: Path, arguments: list[str], ranks: int, directory: Path, *, restarts: int = 0, aside: bool = False
 ) -> dict[str, Any]:
-    """Run a script on `ranks` processes of this machine and return the result of its last `fit` on rank 0, empty where
-    it called none. `aside`: what it prints goes to standard error. Raises as `meshwright.launcher.launcher.launch`."""
+    """Run a script on `ranks` processes of this machine and return the result document of its last `fit` on rank 0,
+    empty if it called none. `aside`: its output goes to standard error. Raises as
+    `meshwright.launcher.launcher.launch`."""
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")
     spec = LaunchSpec(description, ranks, directory, restarts, command=command, output=2 if aside else 1)
     return launch(spec)
 
 
-def _run(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """Run the described script as this rank and return the result document of its last `fit`."""
     launched = Launched(start, Path(description["directory"]))
     _launched.set(launched)
     script = description["script"]
@@ -103,19 +109,20 @@ def _run(description: dict[str, Any], start: Place) -> dict[str, Any]:
 
 
 class ScriptFailed(MeshwrightError):
-    """The script has ended itself with an exit code that says that it failed."""
+    """The script exited with a non-zero exit code."""
 
     def __init__(self, code: object) -> None:
+        """Keep the script's exit code; 1 if it is not an integer."""
         super().__init__(f"the script ended with {f'exit code {code}' if isinstance(code, int) else code}")
         self.exit_code = code if isinstance(code, int) else 1
 
 
 def main() -> None:
-    """A rank, from the launcher's first word to its report."""
+    """Run one rank of a script: read the launcher's description, run, report."""
     # Not this module as __main__: `fit` asks the one that everybody imports.
     from meshwright.training import script
 
-    run_rank(script._run)
+    run_rank(script._run_script_rank)
 
 
 if __name__ == "__main__":

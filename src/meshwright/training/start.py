@@ -1,5 +1,5 @@
-"""Starts a recipe's run on this machine: refusals first, then the data, the measurements that predictions need, and the
-ranks. Free of torch."""
+"""Start a recipe's run on this machine: checks, data preparation, measurements for predictions, then the ranks. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: not f
 
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
-    """Train `recipe` on this machine, one process for each rank of its layout, and return rank 0's result document.
-    Missing data are prepared first.
+    """Train `recipe` on this machine, one process per rank of its layout, and return rank 0's result document. Missing
+    data are prepared first.
 
-    A rank or a fault that ends the run starts it again, up to `restarts` times, from the newest whole checkpoint.
-    probe: measure this machine first, when the run directory is locked, where predictions need that and it was not done
-    yet; some 10 seconds.
-    `options` go to `meshwright.training.loop.train`. Raises what the ranks raised (`UserError`, `CheckFailed` ...);
-    `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM, when all have saved;
-    `KeyboardInterrupt` after an interrupt, likewise and with such a line.
+    restarts: how often the run restarts from the newest complete checkpoint after a rank or a fault ended it. probe:
+    measure this machine first (some 10 seconds), with the run directory locked, if predictions need it and it was never
+    measured. `options` go to `meshwright.training.loop.train`. Raises the ranks' exceptions (`UserError`, `CheckFailed`
+    ...); `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM and `KeyboardInterrupt`
+    after an interrupt, when all ranks have saved.
     """
     from meshwright.data import prepare
 

@@ -1,5 +1,5 @@
-"""The interface between `Trainer` and what it trains: a language model of a recipe (training/language_model.py) or a
-module of a script (training/module/module_task.py)."""
+"""The interface between `Trainer` and a training task: a recipe's language model (training/language_model.py) or a
+script's module (training/module/module_task.py)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Arguments of `Task.prepare`. directory: the run directory; saved: `state.json` of the checkpoint from which the
-    run resumes, None for a fresh run; log: prints a line on rank 0."""
+    """Arguments of `Task.prepare`. directory: the run directory; agreement: exchanges flags and texts between ranks;
+    saved: `state.json` of the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -34,12 +34,13 @@ class RunStart:
 class Task(Protocol):
     """Model, data and loss of a training run on one rank.
 
-    table: the parameters. parallel: the ZeRO engine of this rank. passes: forward and backward of a step, with
-    the profiler's hook. Micro-batches are opaque to the trainer: `load_step` makes them, the other methods take them.
+    table: the parameter table. parallel: the ZeRO engine of this rank. passes: forward and backward of a step, with the
+    profiler's hook. Micro-batches are opaque to the trainer: `load_step` returns them, the other methods take them.
     """
 
     @property
-    def recipe(self) -> Recipe: ...
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
 
     layout: Layout
     table: ParameterTable
@@ -53,43 +54,44 @@ class Task(Protocol):
         """Load this rank's micro-batches of a step, counted from 0."""
 
     def count_terms(self, micro_batches: Any) -> int:
-        """Count the terms (target tokens, pairs, items) of the step's loss over all ranks, at least 1."""
+        """Return the number of terms (target tokens, pairs, items) of the step's loss over all ranks, at least 1."""
 
     def forward_backward(self, micro_batches: Any, divisor: float) -> torch.Tensor:
-        """Run forward and backward; `parallel.shards` then hold the gradients of the loss sum over `divisor`.
+        """Run forward and backward; `parallel.shards` then hold the gradients of the loss sum divided by `divisor`.
 
-        Returns float64 [1 + metrics]: this rank's share of the loss (of the sum over `divisor`), and of the sums that
-        `report` turns into metrics (undivided). Summed over the world, shares give the whole.
+        Returns float64 [1 + metrics]: this rank's share of the loss sum over `divisor`, and of the (undivided) sums
+        that `report` turns into metrics. The shares of all ranks add up to the total.
         """
 
     def discard_step(self) -> None:
-        """Undo what a step that is skipped has changed beside parameters and optimizer state."""
+        """Undo the changes of a skipped step beyond parameters and optimizer state (buffers)."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Name the metrics of a step, given their means over all ranks."""
+        """Return named metrics of a step. means: metric sums divided by the number of terms, over all ranks."""
 
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Describe model and data for the run's report; the peak of the device is left open."""
+        """Return the description of model and data for the run's report, without the device's peak FLOP/s."""
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load what the first step needs. Collective; all ranks raise the same `UserError`."""
+        """Compute or load the inputs of the first step. Collective; all ranks raise the same `UserError`."""
 
     def validate(self) -> Validation:
-        """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
+        """Return loss and metrics on the first `train.validation_sequences` samples of the validation data, without an
+        update."""
 
     def state(self) -> dict[str, Any]:
-        """Entries of `state.json` that identify the data."""
+        """Return the entries of `state.json` that identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Values to save beside master weights and optimizer state (buffers, frozen parameters)."""
+        """Return the slices of buffers and frozen parameters to save; `owned`: only those that this rank writes."""
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Bytes of these values on this rank, by kind."""
+        """Return the bytes of buffers and frozen parameters on this rank, by kind."""
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by call site."""
+        """Return the predicted bytes that this rank sends in a step, by call site."""
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""

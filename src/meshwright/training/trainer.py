@@ -1,4 +1,4 @@
-"""One rank of a training run. `Trainer.step` is a training step from batch to update; everything else serves it."""
+"""The training step on one rank, from batch to optimizer update."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshwright.training.task import Task
 
 @dataclass
 class StepOutcome:
-    """Result of a step's forward and backward, the same on all ranks: from one small all-reduce (sum, float64).
+    """Outcome of a step's forward and backward, all-reduced and so equal on all ranks.
 
-    loss and gradient_norm are divided by `loss_scale`, by which both were multiplied while they were computed. finite:
-    loss and norm are, so the update takes place. stop, save_failed: some rank was asked to stop, or could not save.
-    rank_seconds: each rank's own work. metrics: those of the objective.
+    loss and gradient_norm are already divided by `loss_scale`. finite: both are finite, so the update takes place.
+    stop, save_failed: some rank received a stop request, or could not save. rank_seconds: each rank's working time
+    without waiting. metrics: those of the objective.
     """
 
     loss: float
@@ -38,9 +38,10 @@ class StepOutcome:
 
 
 class Trainer:
-    """A task with optimizer, loss scale and step counters on one rank, and the step that joins them."""
+    """A task with its optimizer, loss scale and step counters on one rank; runs training steps."""
 
     def __init__(self, task: Task) -> None:
+        """Create optimizer state, loss scale and counters for the task."""
         self.task, self.recipe, self.layout, self.mesh = task, task.recipe, task.layout, task.mesh
         self.parallel, self.passes = task.parallel, task.passes
         self.device = torch.device(self.mesh.device)
@@ -56,12 +57,12 @@ class Trainer:
         was not tried against."""
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> StepOutcome:
-        """One step: forward and backward of every micro-batch, one agreement of all ranks, one update.
+        """Run one step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
 
         The loss is the sum of token losses over the target tokens of the whole step (of pairs of responses, over its
         pairs), so that gradients are summed and never averaged. A step whose loss or gradient norm is not finite on any
-        rank is skipped on all. stop, save_failed: this rank was asked to stop, could not save; the outcome says whether
-        any rank was or could not.
+        rank is skipped on all. stop, save_failed: this rank received a stop request, could not save; the outcome has
+        them for any rank.
         """
         task, clock = self.task, self.clock
         clock.start()
@@ -88,16 +89,16 @@ class Trainer:
         return outcome
 
     def validate(self) -> Validation:
-        """Evaluate the task's validation data, without an update."""
+        """Return loss and metrics on the task's validation data, without an update."""
         return self.task.validate()
 
     @property
     def threads(self) -> int | None:
-        """Threads that compute on a CPU, on which the last bits of a result depend; None on another device."""
+        """Number of intra-op threads on a CPU, on which the last bits of a result depend; None on another device."""
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
-        """Entries of `state.json`: what a run needs beside tensors to resume bit for bit."""
+        """Return the entries of `state.json` that a bitwise resume needs beside tensors."""
         return {
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,
@@ -113,7 +114,8 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint whose tensors were just read into `slices(owned=False)`."""
+        """Continue from a checkpoint after its tensors were read into `slices(owned=False)`. state: its
+        `state.json`."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_scale.restore(state.get("loss_scale"))
@@ -121,21 +123,21 @@ class Trainer:
         self.parallel.all_gather_parameters()
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Master weights, optimizer state and buffers as slices: those that this rank writes (`owned`), or all that it
-        must read."""
+        """Return master weights, optimizer state and buffers as slices: those that this rank writes (`owned`), or all
+        that it must read."""
         slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
             slices += self.parallel.slices_like(kind, tensors, owned)
         return slices + self.task.buffer_slices(owned)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the model states and buffers on this rank, by kind."""
+        """Return the bytes of model states and buffers on this rank, by kind."""
         tensors = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]
         states = self.parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
         return states | self.task.buffer_bytes()
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Predict `memory` between steps, from shapes and dtypes alone."""
+        """Return the bytes that `memory` should report, predicted from shapes and dtypes alone."""
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
         kinds = len(self.optimizer.state_tensors())
         states = {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
@@ -143,7 +145,7 @@ class Trainer:
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
         """All-reduce loss, squared gradient norm, metrics, requests and times. shares: as `Task.forward_backward`
-        returns them."""
+        returns them; terms: number of loss terms."""
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, device=self.device)
         values[0] = shares[0] / scale
@@ -165,11 +167,11 @@ class Trainer:
         )
 
     def _gradient_scale(self, outcome: StepOutcome) -> float:
-        """Factor of the gradients before the update: clips their global norm and undoes the loss scale."""
+        """Return the factor on gradients before the update: clipping of the global norm divided by the loss scale."""
         clip = self.recipe.train.clip
         clipped = min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0
         return clipped / outcome.loss_scale
 
     def _discard_step(self) -> None:
-        """Skip the step: parameters and optimizer state have not changed yet, buffers get their values back."""
+        """Skip the step: parameters and optimizer state are still unchanged, buffers are restored."""
         self.task.discard_step()

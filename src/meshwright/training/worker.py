@@ -1,4 +1,5 @@
-"""One rank: started by the launcher (`python -m meshwright.training.worker`) or by torchrun, Kubernetes or SLURM."""
+"""One rank of a training run, started by the launcher (`python -m meshwright.training.worker`), torchrun, Kubernetes or
+SLURM."""
 
 from __future__ import annotations
 
@@ -40,23 +41,23 @@ if TYPE_CHECKING:
 
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train the recipe of the launcher's description and return the run's result document."""
+    """Train the recipe in the launcher's description as the rank at `start` and return the result document."""
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
-    return _train(recipe, start, RunDirectory(description["directory"]), description["threads"], description["options"])
+    directory = RunDirectory(description["directory"])
+    return _run_as_rank(recipe, start, directory, description["threads"], description["options"])
 
 
 # --- started by others
 
 
 def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
-    """Be the rank that torchrun, Kubernetes or SLURM started this process as, and return the run's result.
+    """Train as the rank that torchrun, Kubernetes or SLURM started this process as, and return the result document.
 
-    probe: as `launch_recipe` has it; by rank 0, where all ranks share its host, while the others wait to meet it. Where
-    `run.collective_timeout` is shorter than a measurement may take, nothing is measured.
-
-    `options` go to `meshwright.training.loop.train`. Rank 0 locks the run directory for all.
+    probe: as for `launch_recipe`; rank 0 measures if all ranks share its host, before the rendezvous. Nothing is
+    measured if `run.collective_timeout` is shorter than a measurement may take. `options` go to
+    `meshwright.training.loop.train`. Rank 0 locks the run directory for all.
     """
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
@@ -75,20 +76,20 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     if probe and start.rank == 0 and patient and share_this_host(start):
         with suppress(UserError), directory:  # what is wrong here is said by all ranks when they have met
             measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
-    return _train(recipe, start, directory, None, options, lock=True)
+    return _run_as_rank(recipe, start, directory, None, options, lock=True)
 
 
 def join_script(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Do `work(recipe, mesh, run directory, **options)` as the rank at `start`, in a script of the user's. `locked`:
-    the run directory that this process's launcher holds."""
+    """Run `work(recipe, mesh, run directory, **options)` as the rank at `start`, in a user's script, and return its
+    result. `locked`: the run directory that this process's launcher already holds."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
-    return _train(recipe, start, RunDirectory(directory), None, options, lock, work)
+    return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
 
 
-def _train(
+def _run_as_rank(
     recipe: Recipe,
     start: Place,
     directory: RunDirectory,
@@ -97,6 +98,10 @@ def _train(
     lock: bool = False,
     work: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
+    """Set up device, process group, threads and mesh of this rank, then run `work` (default: `training.loop.train`).
+
+    threads: given by the launcher, None to resolve them; lock: rank 0 locks the run directory.
+    """
     import torch
     import torch.distributed as dist
 
@@ -112,14 +117,14 @@ def _train(
     store = None
     if lock and start.ranks > 1:
         store = rendezvous.meet(start, timeout)
-        _find_the_way(start, store)
+        _set_gloo_interface(start, store)
         device = agree_on_device(recipe.run.device, start, store)
     else:
         device = choose_device(recipe.run.device, start.local_rank or 0)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     elif start.ranks > 1:
-        _compile_apart(start)
+        _separate_compile_caches(start)
     if start.ranks > 1:
         store = store or rendezvous.meet(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
@@ -127,8 +132,8 @@ def _train(
     calls = None
     try:
         if lock:
-            _lock_for_all(directory, start, store)
-            _write_ranks(directory, start, store)
+            _lock_run_directory(directory, start, store)
+            _write_process_ids(directory, start, store)
             if store is not None and start.started_by != rendezvous.LAUNCHER:
                 calls = HostCalls.agree(directory, start, store)
         layout = recipe.parsed_layout
@@ -149,9 +154,8 @@ def _train(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Compute with `given` threads; unless given, with those of `run.threads` or of the run that is resumed, else by
-    the rule for ranks that others started, else, in a script of the user's, as many as it has left set. note: print the
-    line about the choice, if there is one: not where the ranks compute on GPUs."""
+    """Set the number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the rule for
+    ranks that other launchers started; a module's script keeps torch's current number. note: print the reason."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -167,24 +171,24 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
 
 
-def _compile_apart(start: Place) -> None:
-    """Give each rank of a host a place for its compiled code, unless the environment names one for all: ranks that
-    compile for a CPU at once may load a library that another is still writing (torch 2.13)."""
+def _separate_compile_caches(start: Place) -> None:
+    """Give each rank of a host its own Inductor cache, unless the environment sets one: ranks that compile for a CPU at
+    once may load a library that another is still writing (torch 2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     rank = start.rank if start.local_rank is None else start.local_rank
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
-def _find_the_way(start: Place, store: Any) -> None:
-    """Have gloo talk on the network that leads to the other hosts, unless the environment says which to use."""
+def _set_gloo_interface(start: Place, store: Any) -> None:
+    """Set gloo's network interface to the one that reaches the other hosts, unless the environment sets it."""
     interface = agree_on_interface(start, store)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _lock_for_all(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Rank 0 takes the run directory; when it cannot, every rank raises rank 0's `UserError`."""
+def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> None:
+    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`."""
     problem = ""
     if start.rank == 0:
         try:
@@ -199,7 +203,8 @@ def _lock_for_all(directory: RunDirectory, start: Place, store: Any) -> None:
         raise UserError(problem)
 
 
-def _write_ranks(directory: RunDirectory, start: Place, store: Any) -> None:
+def _write_process_ids(directory: RunDirectory, start: Place, store: Any) -> None:
+    """Write the process ids of all ranks to the run directory, on rank 0."""
     processes = [os.getpid()]
     if store is not None:
         store.set(f"meshwright/process/{start.rank}", str(os.getpid()))

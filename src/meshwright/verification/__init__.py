@@ -1,1 +1,2 @@
-"""Layouts against one device: a small model is trained both ways, and all that training is made of is compared."""
+"""Verification of layouts against one device: a small model is trained on both, and every result of training is
+compared."""

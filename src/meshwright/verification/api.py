@@ -1,4 +1,4 @@
-"""`meshwright.verify`: check from Python that a layout computes what one device computes. Free of torch."""
+"""`meshwright.verify`: check from Python that a layout computes the same as one device. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Verification:
     """Outcome of a comparison of layouts with one device.
 
     Attributes:
-        passed: True if every layout agrees and every planted fault was found.
+        passed: True if every layout agrees and every planted fault was detected.
         dtype: Parameter dtype of the comparison, `"float64"` or `"float32"`.
         tolerance: Largest relative error that passes in this dtype.
         worst: Name, relative error and layout of the tensor that differs most.
@@ -26,7 +26,7 @@ class Verification:
         gradient_norm_error: Largest relative error of a gradient norm.
         layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
         mutations: Faults planted, caught, neutral and missed; None unless asked for.
-        failure: First disagreement or missed fault in one line; None where all passed.
+        failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
     """
 
@@ -58,20 +58,20 @@ def verify(
 ) -> Verification:
     """Train a small model on a layout and on one device, and compare losses, gradients, updates and optimizer state.
 
-    Ranks are processes of this machine, on its CPU; a layout of many ranks is made small first.
+    Ranks are processes of this machine, on its CPU; a large layout is scaled down to at most 8 ranks first.
 
     Args:
         layout: Layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
             axis of parallelism.
-        model: Preset, Hugging Face directory, config.json, configuration or recipe, made small and kept in kind;
-            representative models unless given.
+        model: Preset, Hugging Face directory, config.json, configuration or recipe; it is scaled down with all its
+            features. Default: representative models.
         dtype: `"float64"`, in which relative errors up to 1e-10 pass, or `"float32"`, up to 1e-5.
-        mutate: Plant faults at every collective call site and in local code, one at a time; each must be found.
+        mutate: Plant faults at every collective call site and in local code, one at a time; each must be detected.
         thorough: Run the slow cases, too; without `model`, on three models.
         log: Called with a line for each layout.
 
     Returns:
-        The comparison, the same as the document of `meshwright verify --json`; `passed` is False where something
+        The comparison, the same as the document of `meshwright verify --json`; `passed` is False if something
         disagrees.
 
     Raises:
@@ -95,7 +95,8 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """The line for a person: the first layout that disagrees, else the first fault that was missed."""
+    """Return the failure in one line: the first layout that disagrees, else the first missed fault; None if all
+    passed."""
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

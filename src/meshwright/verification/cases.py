@@ -1,4 +1,4 @@
-"""The training problems that a layout is verified on: each covers what the others cannot."""
+"""The training problems on which a layout is verified, each for features that the others do not cover."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.verification.problem import ADAMW, SGD, Problem, scaled_down, se
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem by name. resume_layout: layout of the steps after the checkpoint; None: the same."""
+    """A named verification problem. resume_layout: layout of the steps after the checkpoint; None: the same."""
 
     name: str
     problem: Problem
@@ -27,8 +27,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseBuilder:
-    """Builds the verification cases of one layout and model. batch: minimum global batch (sequences), rounded up to a
-    multiple of dp x micro-batches."""
+    """Builds the verification cases of one layout and model.
+
+    batch: minimum global batch (sequences), replaced by a multiple of dp x micro-batches if it is none.
+    """
 
     layout: Layout
     config: ModelConfig
@@ -37,12 +39,13 @@ class CaseBuilder:
     batch: int = 8
 
     def default(self) -> list[Case]:
-        """The step with AdamW, sequences of several attention tiles with SGD, and parameters in another dtype than
-        their master weights."""
+        """Return the default cases: AdamW updates, SGD on sequences of several attention tiles, and parameters in a
+        narrower dtype than their master weights."""
         return [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
 
     def thorough(self) -> list[Case]:
-        """The rest: SGD with the products of small models, several loss chunks, bf16, a resume on another layout."""
+        """Return all cases: the default ones, SGD without fused gradient accumulation, several loss chunks, bf16, and a
+        resume on another layout."""
         return [
             *self.default(),
             Case("sgd", dataclasses.replace(self.plain(), training=SGD, fused_gradient_accumulation=False)),
@@ -52,29 +55,30 @@ class CaseBuilder:
         ]
 
     def plain(self, layers: int = 5) -> Problem:
-        """Three steps of plain SGD on short sequences."""
+        """Return three steps of plain SGD on short sequences. layers: minimum number of layers."""
         config = self._config(layers)
         sequence = sequence_of(self.layout)
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, preference=self.preference))
 
     def updates(self, ranks: int = 1, layers: int = 5) -> Problem:
-        """AdamW with decay, active clipping and a loss scale; a step that is not finite; a resume after it, where
-        skipped_in_a_row is not zero, and one in the middle of the loss scale's count of finite steps. In float32,
-        where a gradient that is all rounding would decide an update, SGD."""
+        """Return a problem with AdamW, weight decay, active clipping, a dynamic loss scale, one non-finite step and two
+        resumes: one right after the skipped step, one within the loss scale's count of finite steps. In float32, where
+        a gradient of pure rounding error would decide an AdamW update, SGD. ranks: the batch becomes a multiple of
+        it."""
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.plain(layers)
         batch = math.lcm(plain.batch, ranks)
         return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=(2, 3))
 
     def long(self) -> Problem:
-        """A step of SGD on sequences of several attention tiles: of one document, and of many; under ring attention
-        every piece of a sequence has more than a tile."""
+        """Return one step of SGD on sequences of several attention tiles, with one or many documents; under ring
+        attention, each rank's slices are longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
         return self._of_length(wanted, self._config(2))
 
     def loss_chunks(self) -> Problem:
-        """One step on a vocabulary so large that the loss of a micro-batch is computed in several chunks."""
+        """Return one step on a vocabulary so large that the loss of a micro-batch is computed in several chunks."""
         tokens = 4 * TILE_QUERIES + 45
         vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
         config = dataclasses.replace(self._config(1), vocabulary=vocabulary * self.layout.tp)
@@ -82,39 +86,43 @@ class CaseBuilder:
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
     def dtypes(self) -> Problem:
-        """Two steps of SGD with parameters of half the width of their master weights: where a parameter is not its
-        master weight rounded, it shows in every bit."""
+        """Return two steps of SGD with parameters of half the width of their master weights, so that a parameter that
+        is not its rounded master weight shows in every bit."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.plain(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
 
     def bf16(self) -> Case:
-        """Three steps of SGD with bf16 parameters and float32 master weights, as training in bf16 has them."""
+        """Return three steps of SGD with bf16 parameters and float32 master weights, as in bf16 training."""
         return Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD))
 
     def _of_length(self, tokens: int, config: ModelConfig) -> Problem:
+        """Return one step of SGD on sequences of at least `tokens` tokens."""
         sequence = sequence_of(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference))
 
     def _config(self, layers: int) -> ModelConfig:
+        """Return the model scaled down for the layout, with at least `layers` layers."""
         layout = self.layout
         layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         return scaled_down(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
     def _batch(self) -> int:
+        """Return the global batch in sequences, a multiple of dp x micro-batches."""
         share = self.layout.dp * self.layout.micro_batches
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
     def _checked(self, problem: Problem) -> Problem:
+        """Return the problem; `UserError` if the layout cannot run it."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)
         return problem
 
 
 def another_layout(layout: Layout) -> Layout:
-    """A layout on as many ranks that has as little as possible in common with this one."""
+    """Return a layout on the same number of ranks that has as little as possible in common with this one."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

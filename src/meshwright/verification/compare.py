@@ -1,4 +1,5 @@
-"""Comparison of the ranks' results with one device's: which value differs first, by how much, in what pattern."""
+"""Compare the ranks' results with one device's: the first value that differs, its error, and the pattern of the
+error."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding sends tokens that are near to two exper
 
 
 def tolerance_of(problem: Problem) -> float:
-    """The largest relative error that passes."""
+    """Return the largest relative error that passes for a problem."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The largest relative error over all gradients, updates and optimizer states and whose it is, those of losses and
-    norms, and, where one exceeds the tolerance, a line that says what differs first."""
+    """Result of a comparison: the largest relative error over gradients, updates and optimizer states and its tensor,
+    the errors of losses and norms, and, if one exceeds the tolerance, a line about the first difference."""
 
     worst_name: str
     worst_error: float
@@ -42,6 +43,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
+        """True if nothing differs by more than the tolerance."""
         return self.failure is None
 
 
@@ -51,7 +53,7 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
     refused = next((result.refused for result in results if result.refused), None)
     if refused is not None:
         return Comparison("", math.inf, math.inf, math.inf, refused)
-    comparing = _Comparing(reference, results, layout)
+    comparing = _LayoutComparison(reference, results, layout)
     found = list(comparing.differences())
     text, step = found[0] if found else (None, None)
     return Comparison(comparing.worst_name, comparing.worst, comparing.loss_error, comparing.norm_error, text, step)
@@ -60,18 +62,19 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
 Difference = tuple[str, int | None]  # what differs, and in which step, from 0
 
 
-class _Comparing:
-    """A comparison in the order in which things are computed."""
+class _LayoutComparison:
+    """A comparison of all ranks with the reference, in the order of computation; keeps the largest errors."""
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
+        """Start with no errors."""
         self.reference, self.results, self.layout = reference, results, layout
         self.tolerance = tolerance_of(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
 
     def differences(self) -> Iterator[Difference]:
-        """Everything that differs by more than the tolerance, first things first."""
+        """Yield every difference beyond the tolerance, in the order of computation."""
         for step in sorted(self.results[0].steps):
-            yield from self._counters(step)
+            yield from self._compare_counters(step)
             if step == self.reference.problem.nan_step:
                 if any(math.isfinite(result.steps[step].norm) for result in self.results):
                     yield (
@@ -82,30 +85,31 @@ class _Comparing:
                         None,
                     )
             else:
-                yield from self._gradients(step)
-            yield from self._weights(step)
+                yield from self._compare_gradients(step)
+            yield from self._compare_weights(step)
         if self.reference.problem.steps in self.results[0].counters:
-            yield from self._end()
+            yield from self._compare_end()
 
-    def _counters(self, steps: int) -> Iterator[Difference]:
-        """Checkpoint counters after `steps` steps, and what a resume there did not restore."""
+    def _compare_counters(self, steps: int) -> Iterator[Difference]:
+        """Yield differences of the checkpoint counters after `steps` steps."""
         for name, right in self.reference.counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
                 yield f"{name} is {wrong} after {steps} steps, not {right}", None
 
-    def _gradients(self, step: int) -> Iterator[Difference]:
-        """Gradients, loss and norm of a step."""
+    def _compare_gradients(self, step: int) -> Iterator[Difference]:
+        """Yield differences of a step's gradients, loss, gradient norm and loss scale."""
         reference, results = self.reference, [result.steps[step] for result in self.results]
         slices = [result.gradients for result in results]
-        errors = self._note(_errors(_copies(self.layout, slices, reference), reference.gradients[step]))
+        copies = _assemble_copies(self.layout, slices, reference)
+        errors = self._track_worst(_worst_errors(copies, reference.gradients[step]))
         truth = reference.losses[step]
-        loss = max(_relative(result.loss, truth) for result in results)
-        norm = max(_relative(result.norm, reference.norms[step]) for result in results)
+        loss = max(_relative_error(result.loss, truth) for result in results)
+        norm = max(_relative_error(result.norm, reference.norms[step]) for result in results)
         self.loss_error, self.norm_error = max(self.loss_error, loss), max(self.norm_error, norm)
-        farthest = max((result.loss for result in results), key=lambda value: _relative(value, truth))
+        farthest = max((result.loss for result in results), key=lambda value: _relative_error(value, truth))
         ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
-        if (first := self._first(errors)) is not None:
+        if (first := self._first_wrong(errors)) is not None:
             pattern = describe_pattern(reference, slices, self.layout, step, first)
             beside = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
             yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){beside}", step
@@ -116,24 +120,25 @@ class _Comparing:
         if any(result.scale != reference.scales[step] for result in results):
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
-    def _weights(self, step: int) -> Iterator[Difference]:
-        """The updates up to a step, and the equality of replicas."""
+    def _compare_weights(self, step: int) -> Iterator[Difference]:
+        """Yield differences of the master weights' updates up to a step, and replicas that are not bitwise equal."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
-        copies = _copies(self.layout, [result.steps[step].weights for result in self.results], reference)
+        copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
         made = [{name: after - start[name] for name, after in copy.items()} for copy in copies]
         # Adding an update to a weight rounds it, on both sides; that rounding says nothing of the update.
         rounding = (step + 1) * torch.finfo(getattr(torch, problem.resolved_master_dtype)).eps
         grains = {name: rounding * float(weights.norm()) for name, weights in start.items()}
-        errors = self._note(_errors(made, {name: after - start[name] for name, after in end.items()}, grains))
-        if (first := self._first(errors)) is not None:
+        updates = {name: after - start[name] for name, after in end.items()}
+        errors = self._track_worst(_worst_errors(made, updates, grains))
+        if (first := self._first_wrong(errors)) is not None:
             steps = f"{step + 1} steps" if step else "1 step"
             yield f"the update of {first} after {steps} is off by {errors[first]:.1e}", None
-        if (name := _unequal(copies)) is not None:
+        if (name := _first_unequal(copies)) is not None:
             yield f"replicas of {name} differ after step {step + 1}", None
 
-    def _end(self) -> Iterator[Difference]:
-        """Optimizer state, parameters, counters and validation loss after the last step."""
+    def _compare_end(self) -> Iterator[Difference]:
+        """Yield differences of optimizer state, parameters, counters and validation loss after the last step."""
         reference, results = self.reference, self.results
         slices = [result.optimizer for result in results]
         kinds = {held.kind for of_rank in slices for held in of_rank}
@@ -141,47 +146,54 @@ class _Comparing:
             yield f"the optimizer keeps {sorted(kinds)}, not {sorted(reference.optimizer)}", None
         for kind in sorted(kinds & set(reference.optimizer)):
             of_kind = [[held for held in of_rank if held.kind == kind] for of_rank in slices]
-            copies, truth = _copies(self.layout, of_kind, reference), reference.optimizer[kind]
-            errors = self._note(_errors(copies, {name: truth[name] for name in truth if name in self._optimized()}))
-            if (first := self._first(errors)) is not None:
+            copies = _assemble_copies(self.layout, of_kind, reference)
+            truth = {
+                name: state for name, state in reference.optimizer[kind].items() if name in self._optimized_names()
+            }
+            errors = self._track_worst(_worst_errors(copies, truth))
+            if (first := self._first_wrong(errors)) is not None:
                 yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
-        masters = next(iter(_copies(self.layout, [self._last(result) for result in results], reference)))
+        last_weights = [self._last_weights(result) for result in results]
+        masters = next(iter(_assemble_copies(self.layout, last_weights, reference)))
         for rank, result in enumerate(results):
             for held in result.parameters:
                 if not torch.equal(held.tensor, held.of(masters[held.name]).to(held.tensor.dtype)):
                     yield f"the parameter {held.name} on rank {rank} is not its master weight, rounded", None
-        yield from self._counters(reference.problem.steps)
+        yield from self._compare_counters(reference.problem.steps)
         for rank, result in enumerate(results):
             yield from ((f"{text} (rank {rank})", None) for text in result.not_restored)
-        loss = max(_relative(result.final_loss, reference.final_loss) for result in results)
+        loss = max(_relative_error(result.final_loss, reference.final_loss) for result in results)
         self.loss_error = max(self.loss_error, loss)
         if loss > self.tolerance:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
 
-    def _optimized(self) -> set[str]:
-        """Parameter entries that the optimizer updates; biases that balance experts follow a rule of their own."""
+    def _optimized_names(self) -> set[str]:
+        """Return the names of the parameters that the optimizer updates, without the router biases that balance
+        experts."""
         return {row.name for row in self.reference.table.rows if not row.balances}
 
-    def _last(self, result: RankResult) -> list[TensorSlice]:
+    def _last_weights(self, result: RankResult) -> list[TensorSlice]:
+        """Return a rank's master weights after its last step."""
         return result.steps[max(result.steps)].weights
 
-    def _note(self, errors: dict[str, float]) -> dict[str, float]:
+    def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
+        """Update the largest error so far and return `errors` (tensor name -> relative error) unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
         return errors
 
-    def _first(self, errors: dict[str, float]) -> str | None:
-        """The first entry in the order of the backward pass whose error is too large."""
+    def _first_wrong(self, errors: dict[str, float]) -> str | None:
+        """Return the first tensor in backward order whose error exceeds the tolerance; None if there is none."""
         if max(errors.values()) <= self.tolerance:
             return None
         return next(name for name in backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
 
 
 def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
-    """The relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of `truth`), for
-    some true gradients are zero (a key bias). Infinite where a value is missing or not finite. `grains`: norms of
-    differences, by name, that are not counted."""
+    """Return the relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of
+    `truth`), since some true gradients are zero (a key bias). Infinite if a value is missing or not finite. `grains`:
+    allowed rounding error (norm) by name, subtracted first."""
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
     errors = {}
@@ -195,10 +207,12 @@ def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None =
     return errors
 
 
-def holders(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
-    """Groups of ranks that hold one whole copy of gradients and masters together: those that share ZeRO's shards, each
-    with its ranks of tp, on all stages; of experts that are spread over ranks of their own, with those of its block of
-    ep x etp."""
+def copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
+    """Return the groups of ranks that together hold one full copy of gradients and master weights.
+
+    A group is the ranks that share ZeRO's shards, each with its tp ranks (`part` "experts": its ep x etp block), on all
+    pipeline stages.
+    """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
     stages = {rank: group for group in layout.groups("pp") for rank in group}
@@ -213,23 +227,30 @@ def holders(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     ]
 
 
-def _copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
-    """Every copy of the rows that the ranks hold, put together; what nobody holds is not a number. What several ranks
-    of tp or pp hold is once that of each of them. Of experts there may be more copies, or fewer, than of all else."""
+def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
+    """Assemble every full copy of all parameter entries from the ranks' slices; elements that no rank holds are NaN.
+
+    Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have different
+    numbers of copies; the shorter list repeats.
+    """
     parts: tuple[Part, Part] = ("dense", "experts")
-    dense, experts = (_copies_of(layout, slices, reference, part) for part in parts)
+    dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
     return [
         dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
     ]
 
 
-def _copies_of(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part) -> list[Rows]:
+def _assemble_copies_of(
+    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part
+) -> list[Rows]:
+    """Assemble every full copy of the entries in one kind of flat buffer (`part`: "dense" or "experts"); see
+    `_assemble_copies`."""
     names = [row.name for row in reference.table.rows if row.part(layout) == part]
     if not names:
         return [{}]
     copies = []
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    for ranks in holders(layout, part):
+    for ranks in copy_groups(layout, part):
         for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
             rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
@@ -240,8 +261,8 @@ def _copies_of(layout: Layout, slices: Sequence[Sequence[TensorSlice]], referenc
     return copies
 
 
-def _errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
-    """The largest error of each row over all copies."""
+def _worst_errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
+    """Return the largest relative error of each tensor over all copies; see `relative_errors`."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
         for name, error in relative_errors(copy, truth, grains).items():
@@ -249,16 +270,18 @@ def _errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None
     return errors
 
 
-def _relative(value: float, truth: float) -> float:
+def _relative_error(value: float, truth: float) -> float:
+    """Return |value - truth| / |truth|; infinite if it is not finite."""
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
 
 
-def _unequal(copies: Sequence[Rows]) -> str | None:
-    """The first entry of which two whole copies differ in a bit."""
+def _first_unequal(copies: Sequence[Rows]) -> str | None:
+    """Return the name of the first tensor that is not bitwise equal in all copies; None if all are."""
     first, *others = copies
-    return next((name for name in first for copy in others if not _same(first[name], copy[name])), None)
+    return next((name for name in first for copy in others if not _bitwise_equal(first[name], copy[name])), None)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors are bitwise equal, or the first is not finite."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

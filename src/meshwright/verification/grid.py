@@ -1,4 +1,4 @@
-"""Which layouts are verified when none is named: every axis that this version runs, and every pair of them."""
+"""The default layouts of `meshwright verify`: every axis of parallelism, and every pair of axes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MIXTURES = (
 
 
 def grid() -> list[Layout]:
-    """Layouts of up to 8 ranks that meet every axis alone and every two values of different axes, each on as few ranks
-    as the candidates do it; and `MIXTURES`."""
+    """Return layouts of up to 8 ranks that cover every feature alone and every pair of features, each on as few ranks
+    as possible; and `MIXTURES`."""
     chosen = list(MIXTURES)
-    brings = {layout: _brings(layout) for layout in _candidates()}
+    brings = {layout: _features(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
     while missing:
         best = max(brings, key=lambda layout: len(brings[layout] & missing) / layout.world_size)
@@ -32,8 +32,8 @@ def grid() -> list[Layout]:
     return chosen
 
 
-def _brings(layout: Layout) -> set[tuple[str, ...]]:
-    """What is seen where the layout runs: each value that it sets, every two of them, and how few of them are alone."""
+def _features(layout: Layout) -> set[tuple[str, ...]]:
+    """Return the features that a layout covers: each single one, each pair, and the full set if it has at most two."""
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
     sets |= {f"zero{layout.zero}"} if layout.zero else set()
@@ -50,8 +50,8 @@ def _brings(layout: Layout) -> set[tuple[str, ...]]:
 
 
 def _candidates() -> list[Layout]:
-    """Layouts of up to 8 ranks: dp x zero x micro-batches x recompute, hybrid sharding where it can be, tensor
-    parallelism with each of them, context parallelism with each of those, and pipelines with all."""
+    """Return the layouts of up to 8 ranks from which the grid is chosen: dp x zero x micro-batches x recompute, and
+    tensor, context, pipeline and expert parallelism with them."""
     recomputes = ("none", "selective", "full")
     layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
     for dp in (2, 3, 4):
@@ -65,12 +65,12 @@ def _candidates() -> list[Layout]:
         layouts.append(Layout(dp=4, zero=zero, recompute=recomputes[zero - 1]))
         layouts.append(Layout(dp=2, zero=zero, recompute=recomputes[zero % 3], micro_batches=2))
     layouts += [Layout(dp=8, zero=3, hybrid=4), Layout(dp=8, zero=2, hybrid=2, micro_batches=2), Layout(dp=8, zero=1)]
-    layouts += _tensor() + _context() + _pipeline() + _experts() + _remaining_pairs()
-    return [layout for layout in dict.fromkeys(layouts) if _runs(layout)]
+    layouts += _tensor_layouts() + _context_layouts() + _pipeline_layouts() + _expert_layouts() + _remaining_pairs()
+    return [layout for layout in dict.fromkeys(layouts) if _is_runnable(layout)]
 
 
-def _runs(layout: Layout) -> bool:
-    """Whether this version runs the layout; what it does not run yet joins the grid when it does."""
+def _is_runnable(layout: Layout) -> bool:
+    """Return True if this version can run the layout."""
     try:
         layout.refuse_unbuilt()
     except UserError:
@@ -79,7 +79,7 @@ def _runs(layout: Layout) -> bool:
 
 
 def _remaining_pairs() -> list[Layout]:
-    """What meets nowhere else."""
+    """Return layouts for pairs of features that no other candidate covers."""
     ulysses: dict[str, Any] = {"cp": 2, "cp_method": "ulysses"}
     nosp: dict[str, Any] = {"tp": 2, "tensor_sequence_parallel": False}
     sharded: dict[str, Any] = {"dp": 4, "hybrid": 2}
@@ -107,8 +107,8 @@ def _remaining_pairs() -> list[Layout]:
     ]
 
 
-def _tensor() -> list[Layout]:
-    """tp with sequence parallelism and without; key-value heads are fewer than ranks from tp4 on."""
+def _tensor_layouts() -> list[Layout]:
+    """Return layouts of tp with and without sequence parallelism; from tp4 on, key-value heads are fewer than ranks."""
     layouts = [Layout(tp=tp, tensor_sequence_parallel=parallel) for tp in (2, 3, 4) for parallel in (True, False)]
     layouts += [Layout(tp=4, recompute=recompute, micro_batches=2) for recompute in ("none", "selective", "full")]
     layouts += [
@@ -123,8 +123,8 @@ def _tensor() -> list[Layout]:
     return [*layouts, Layout(tp=8)]
 
 
-def _experts() -> list[Layout]:
-    """Experts spread over ranks of every other axis, by expert, by columns and by both."""
+def _expert_layouts() -> list[Layout]:
+    """Return layouts of expert parallelism over every other axis: ep, etp and both."""
     layouts = [Layout(dp=dp, ep=dp, recompute=recompute) for dp, recompute in ((2, "none"), (3, "selective"))]
     layouts += [Layout(dp=2, etp=2, micro_batches=2), Layout(dp=4, ep=2, etp=2, recompute="full")]
     layouts += [Layout(dp=4, zero=zero, ep=2, micro_batches=1 + zero % 2) for zero in (1, 2, 3)]
@@ -138,8 +138,9 @@ def _experts() -> list[Layout]:
     return layouts
 
 
-def _context() -> list[Layout]:
-    """Both ways of cutting rows; key-value heads are fewer than ranks from cp4 on."""
+def _context_layouts() -> list[Layout]:
+    """Return layouts of context parallelism with ring attention and Ulysses; from cp4 on, key-value heads are fewer
+    than ranks."""
     layouts = []
     for method in ("ring", "ulysses"):
         layouts += [Layout(cp=cp, cp_method=method) for cp in (2, 3, 4)]
@@ -153,8 +154,8 @@ def _context() -> list[Layout]:
     return [*layouts, Layout(cp=8)]
 
 
-def _pipeline() -> list[Layout]:
-    """Every schedule that runs in steps; stages with each other axis."""
+def _pipeline_layouts() -> list[Layout]:
+    """Return layouts of every synchronous pipeline schedule, and of stages with each other axis."""
     layouts = []
     for index, (name, (chunks, _, _)) in enumerate(SCHEDULE_CHUNKS.items()):
         if name not in ASYNCHRONOUS_SCHEDULES:

@@ -1,6 +1,6 @@
-"""Faults planted in local code: while one is planted, one function of the engine is replaced by a wrong one.
+"""Faults in local code: while a fault is planted, one function of the engine is replaced by a wrong one.
 
-Each strikes only where it changes what the function does, so that a fault that a layout cannot have is not counted.
+Each counts only where it changes a result, so that a fault that a layout cannot have is not counted.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from meshwright.training.trainer import Trainer
 
 
 class FaultCounter:
-    """How often a planted fault changed something on this rank."""
+    """Counts how often a planted fault changed something on this rank."""
 
     def __init__(self) -> None:
+        """Start at 0."""
         self.count = 0
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def record_if(self, changed: bool) -> bool:
-        """Count a strike if something is changed; whether it is."""
+        """Increment the count if `changed`; return `changed`."""
         self.count += bool(changed)
         return bool(changed)
 
-    def again(self, thing: object) -> bool:
-        """Whether an object is met for a second time."""
+    def seen_before(self, thing: object) -> bool:
+        """Return True if this object was passed before."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
 
 
-FaultyFunction = Callable[..., Any]  # takes the strikes, the right function and its arguments
+FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of the call)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """Where a fault is planted: `owner.name`, a method or function; `case`: the problem that shows it."""
+    """A local fault: the attribute `owner.name` (method or function) is replaced by `wrong`; `case`: the problem that
+    exposes it."""
 
     case: str
     owner: Any
@@ -61,32 +63,34 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """One of `LOCAL_FAULTS`, by name."""
+    """A fault of `LOCAL_FAULTS`, by name."""
 
     name: str
 
     def __str__(self) -> str:
+        """Return the fault's name."""
         return self.name
 
     @property
     def case(self) -> str:
-        """Name of the problem that shows it: updates, dtypes or long sequences."""
+        """Name of the problem that exposes the fault: updates, dtypes or long sequences."""
         return LOCAL_FAULTS[self.name].case
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Inside, the fault is planted in this process."""
-        plan, strikes = LOCAL_FAULTS[self.name], FaultCounter()
+        """Plant the fault in this process within the context; yields its counter."""
+        plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
-        right = kind.__func__ if isinstance(kind, classmethod) else kind
+        original = kind.__func__ if isinstance(kind, classmethod) else kind
 
         def wrong(*arguments: Any, **options: Any) -> Any:
-            return plan.wrong(strikes, right, *arguments, **options)
+            """Call the faulty function with the counter and the original function."""
+            return plan.wrong(counter, original, *arguments, **options)
 
         replacement: Any = classmethod(wrong) if isinstance(kind, classmethod) else wrong
         setattr(plan.owner, plan.name, replacement)
         try:
-            yield strikes
+            yield counter
         finally:
             setattr(plan.owner, plan.name, kind)
 
@@ -94,148 +98,175 @@ class LocalFault:
 # --- gradients and updates
 
 
-def _overwritten(strikes: FaultCounter, right: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
-    view, stale = right(gradient, index)
-    strikes.record_if(not stale)
+def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
+    """Faulty `UnshardedGradient.view`: micro-batches overwrite the gradient instead of accumulating."""
+    view, stale = original(gradient, index)
+    counter.record_if(not stale)
     return view, True
 
 
-def _unclipped(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+def _unclipped(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    """Faulty `Trainer._gradient_scale`: no clipping."""
     scale = 1.0 / verdict.loss_scale
-    strikes.record_if(scale != right(self, verdict))
+    counter.record_if(scale != original(self, verdict))
     return scale
 
 
-def _clipped_twice(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    clipped = right(self, verdict) * verdict.loss_scale
-    strikes.record_if(clipped != 1.0)
+def _clipped_twice(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    """Faulty `Trainer._gradient_scale`: the clipping factor is squared."""
+    clipped = original(self, verdict) * verdict.loss_scale
+    counter.record_if(clipped != 1.0)
     return float(clipped**2 / verdict.loss_scale)
 
 
-def _clipped_locally(strikes: FaultCounter, right: FaultyFunction, self: Trainer, verdict: Any) -> float:
+def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
+    """Faulty `Trainer._gradient_scale`: clipping by this rank's norm instead of the global one."""
     norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
-    strikes.record_if(not math.isclose(norm, verdict.gradient_norm))
+    counter.record_if(not math.isclose(norm, verdict.gradient_norm))
     return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    def wrong(strikes: FaultCounter, right: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
-        shard = right(self, unit)
+    """Return a faulty `ZeroEngine._shard` whose weight-decay range is `by` elements longer."""
+
+    def wrong(counter: FaultCounter, original: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
+        """Faulty `ZeroEngine._shard`: the weight-decay range is moved."""
+        shard = original(self, unit)
         end = shard.master.numel()
         held = [last - unit.start for _, _, last in unit.flat.within(unit.start, unit.stop)]  # the rest is padding
         moved = min(max(shard.decay_numel + by, 0), end)
-        strikes.record_if(moved != shard.decay_numel and min(moved, shard.decay_numel) < max(held, default=0))
+        counter.record_if(moved != shard.decay_numel and min(moved, shard.decay_numel) < max(held, default=0))
         return dataclasses.replace(shard, decay_numel=moved)
 
     return wrong
 
 
-def _next_rate(strikes: FaultCounter, right: FaultyFunction, step: int, train: Any) -> float:
-    strikes.record_if(right(step + 1, train) != right(step, train))
-    return float(right(step + 1, train))
+def _next_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
+    """Faulty `learning_rate`: that of the next step."""
+    counter.record_if(original(step + 1, train) != original(step, train))
+    return float(original(step + 1, train))
 
 
-def _more_terms(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> int:
-    strikes.record_if(True)
-    return int(right(*arguments)) + 1
+def _more_terms(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> int:
+    """Faulty `count_terms`: one term too many."""
+    counter.record_if(True)
+    return int(original(*arguments)) + 1
 
 
-def _never_skipped(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> Any:
-    verdict = right(*arguments)
-    verdict.finite = verdict.finite or strikes.record_if(True)
+def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
+    """Faulty `Trainer._agree`: a non-finite step is not skipped."""
+    verdict = original(*arguments)
+    verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
 
 
 # --- parameters
 
 
-def _not_rounded(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
+def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
+    """Faulty `FsdpUnit.update_parameters`: from its second call on, parameters are not copied from the master
+    weights."""
     master = self.master
-    if strikes.again(self) and strikes.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
+    if counter.seen_before(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
-    right(self)
+    original(self)
     self.master = master
 
 
-def _not_gathered(strikes: FaultCounter, right: FaultyFunction, self: FsdpUnit) -> None:
+def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
+    """Faulty `FsdpUnit.update_parameters`: from its second call on, parameters are not all-gathered (ZeRO-1 and 2)."""
     zero = self.zero
-    if strikes.again(self) and strikes.record_if(zero in (1, 2)):
+    if counter.seen_before(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
         self.zero = 0
-    right(self)
+    original(self)
     self.zero = zero
 
 
 # --- samples
 
 
-def _next_samples(strikes: FaultCounter, right: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    strikes.record_if(True)
+def _next_samples(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
+    """Faulty `samples_of_step`: sample numbers are off by one."""
+    counter.record_if(True)
     share = self.recipe.train.batch // self.mesh.dp.size
     return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
 
 
-def _samples_of_rank_0(strikes: FaultCounter, right: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
+def _samples_of_rank_0(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
+    """Faulty `samples_of_step`: every rank reads rank 0's samples."""
     share = self.recipe.train.batch // self.mesh.dp.size
-    strikes.record_if(self.mesh.dp.rank > 0)
+    counter.record_if(self.mesh.dp.rank > 0)
     return self.order.sample(step * self.recipe.train.batch + np.arange(share))
 
 
-def _one_epoch(strikes: FaultCounter, right: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
+def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
+    """Faulty `SampleOrder.sample`: every epoch repeats the first one's permutation."""
     wanted = np.asarray(numbers)
-    strikes.record_if(bool((wanted >= self.sequences).any()))
-    return right(self, wanted % self.sequences)
+    counter.record_if(bool((wanted >= self.sequences).any()))
+    return original(self, wanted % self.sequences)
 
 
 # --- what a checkpoint restores
 
 
 def _restored_without(key: str) -> FaultyFunction:
-    def wrong(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+    """Return a faulty `Trainer.restore` that ignores one key of `state.json`."""
+
+    def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+        """Faulty `Trainer.restore`: the key has its initial value."""
         fresh: Any = None if key == "loss_scale" else 0
-        strikes.record_if(state.get(key) != fresh)
-        right(self, {**state, key: fresh})
+        counter.record_if(state.get(key) != fresh)
+        original(self, {**state, key: fresh})
 
     return wrong
 
 
-def _finite_steps_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+def _finite_steps_forgotten(
+    counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]
+) -> None:
+    """Faulty `Trainer.restore`: the loss scale's count of finite steps is 0."""
     scale = state.get("loss_scale")
-    if scale is not None and strikes.record_if(scale["finite_steps"] != 0):
+    if scale is not None and counter.record_if(scale["finite_steps"] != 0):
         state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
-    right(self, state)
+    original(self, state)
 
 
-def _optimizer_forgotten(strikes: FaultCounter, right: FaultyFunction, self: Optimizer, step_count: int) -> None:
-    right(self, step_count)
+def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: Optimizer, step_count: int) -> None:
+    """Faulty `Optimizer.restore_step_count`: the optimizer state is zeroed."""
+    original(self, step_count)
     for tensors in self.state_tensors().values():
         for tensor in tensors:
-            strikes.record_if(bool(tensor.any()))
+            counter.record_if(bool(tensor.any()))
             tensor.zero_()
 
 
 # --- attention
 
 
-def _no_documents(strikes: FaultCounter, right: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
-    found = right(cls, ids_BS)
-    strikes.record_if(found.starts_BS is not None)
+def _no_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
+    """Faulty `Documents.from_ids`: attention crosses document boundaries."""
+    found = original(cls, ids_BS)
+    counter.record_if(found.starts_BS is not None)
     return cls(None)
 
 
-def _sees_next(strikes: FaultCounter, right: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
-    strikes.record_if(len(triangle) > 1)
-    return right(span, torch.triu(triangle, 2), first_RS)
+def _sees_next(
+    counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
+) -> Any:
+    """Faulty `tiles_of`: the causal mask lets each token see the next one."""
+    counter.record_if(len(triangle) > 1)
+    return original(span, torch.triu(triangle, 2), first_RS)
 
 
 def _tile_forgets(
-    strikes: FaultCounter, right: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
+    counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Every tile but the first loses the first key that it sees."""
+    """Faulty `tiles_of`: every tile but the first misses its first key."""
     found = []
-    for tile in right(span, triangle, first_RS):
+    for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
-        if tile.queries.start > 0 and strikes.record_if(keys.stop - keys.start > 1):
+        if tile.queries.start > 0 and counter.record_if(keys.stop - keys.start > 1):
             wide = mask is not None and mask.shape[-1] == keys.stop - keys.start
             mask = mask[..., 1:] if wide else mask
             keys = slice(keys.start + 1, keys.stop)
@@ -243,10 +274,10 @@ def _tile_forgets(
     return found
 
 
-def _ring_forgets(strikes: FaultCounter, right: FaultyFunction, *arguments: Any) -> Any:
-    """Of what queries see of another rank's keys, the last piece is left out."""
-    found = right(*arguments)
-    return found[:-1] if strikes.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
+def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
+    """Faulty `spans`: the last KV block of another rank is left out."""
+    found = original(*arguments)
+    return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 
 
 LOCAL_FAULTS: dict[str, LocalFaultSpec] = {

@@ -1,5 +1,5 @@
-"""Faults planted at every collective call of a layout and in local code, one at a time. A verifier that cannot fail
-proves nothing."""
+"""Mutation test of the verifier: plant faults at every collective call of a layout and in local code, one at a time,
+and check that each is detected."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
     ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays",
     ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
 }
-"""(site, operation, kind) -> why that fault changes nothing. A test holds that these are all."""
+"""(site, operation, kind) -> why that fault changes nothing. A test checks that the table is complete."""
 NEUTRAL_WHERE_LOSSES_AGREE: dict[tuple[str, str, str], str] = {
     ("validation.loss", "all_reduce", kind): "all ranks have the same quotient of loss and targets before the sum"
     for kind in ("skip", "drop")
 }
-"""The same where every rank holds an equal share of the same loss: all are in one group of tp, and for preference pairs
-of tp x cp."""
+"""Further neutral faults if every rank holds an equal share of the same loss: all ranks are in one tp group, or, for
+preference pairs, one tp x cp group."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
 SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do
@@ -49,34 +49,36 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Every kind of fault at every call site of the layout, at all its calls and at a single one, and every local fault
-    that changes something there. Returns planted, caught, neutral, missed and faults.
+    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every local
+    fault that changes something there. Return counts of faults planted, caught and neutral, and lists of missed ones
+    and all.
 
-    planted: those that another model on the same layout had, which are left out; these are added. Most faults show
-    after one step; the others get all the steps of the problem.
+    planted: keys of the faults that an earlier model on the same layout had, which are skipped; new ones are added.
+    Most faults show after one step; the others get all the steps of the problem.
     """
-    planting = _Planting(maker, reference, ranks, collectives)
+    planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
     before = set() if planted is None else set(planted)
     for fault, found in planting.collective_faults(before):
         neutral = neutral_reason(fault, maker.layout, paired=maker.preference is not None)
-        _note(report, maker.layout, str(fault), found.failure, neutral, log)
+        _report_fault(report, maker.layout, str(fault), found.failure, neutral, log)
     for local, found in planting.local_faults(before):
-        _note(report, maker.layout, str(local), found.failure, None, log)
+        _report_fault(report, maker.layout, str(local), found.failure, None, log)
     if planted is not None:
         planted |= planting.planted
     return report
 
 
 def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Why the fault changes nothing on the layout; None if it must be found. paired: for preference pairs."""
+    """Return why the fault cannot change a result on the layout; None if it must be detected. paired: for preference
+    pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
-class _Planting:
-    """Runs of one layout and model with faults."""
+class _FaultRuns:
+    """Runs one layout and model with planted faults. planted: keys of the faults so far."""
 
     def __init__(
         self,
@@ -85,26 +87,30 @@ class _Planting:
         ranks: LocalRanks,
         collectives: CollectivesRecipe | None,
     ) -> None:
+        """Keep the case builder (`maker`), the function that returns references, and the ranks that run the
+        problems."""
         self.maker, self.reference, self.ranks, self.collectives = maker, reference, ranks, collectives
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Faults at call sites that struck, and what came of them."""
+        """Yield the faults in collectives that changed something, each with its comparison. before: keys of faults to
+        skip."""
         problem = self.maker.plain(layers=3)
-        (healthy,) = self._run(problem, [None])
+        (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
-        every = [fault for fault in faults_of(self.maker.layout, healthy) if _key(fault) not in before]
+        every = [fault for fault in faults_of(self.maker.layout, healthy) if _fault_key(fault) not in before]
         for batch in _batches(every):
-            found = self._try(short, batch)
+            found = self._compare_effective(short, batch)
             # Those that no step showed, and stale results: one step may have no earlier one of the same size.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
             if again:
-                found |= self._try(problem, again)
+                found |= self._compare_effective(problem, again)
             yield from ((fault, found[fault]) for fault in batch if fault in found)
-            self.planted |= {_key(fault) for fault in batch if fault in found}
+            self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Faults in local code that struck, and what came of them."""
+        """Yield the faults in local code that changed something, each with its comparison. before: keys of faults to
+        skip."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
@@ -114,20 +120,20 @@ class _Planting:
                 LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
             ]
             for batch in _batches(faults):
-                found = self._try(make(), batch)
+                found = self._compare_effective(make(), batch)
                 yield from found.items()
                 self.planted |= {(fault.name,) for fault in found}
 
-    def _try(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """What came of each fault that struck."""
+    def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
+        """Run the problem once with each fault; return the comparison of each fault that changed something."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
-            for fault, results in zip(faults, self._run(problem, faults), strict=True)
+            for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
             if any(result.struck for result in results)
         }
 
-    def _run(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
-        """By fault, then by rank."""
+    def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
+        """Run the problem once with each fault (None: no fault); return the results by fault, then by rank."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
             of_ranks = self.ranks.run(
@@ -137,18 +143,19 @@ class _Planting:
 
 
 def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
-    """Some at a time, so that progress is seen."""
+    """Yield consecutive batches of `BATCH` faults, so that progress is reported."""
     for start in range(0, len(faults), BATCH):
         yield faults[start : start + BATCH]
 
 
-def _key(fault: Fault) -> tuple[str, ...]:
+def _fault_key(fault: Fault) -> tuple[str, ...]:
+    """Return the key of a fault: site, operation, kind and "True" if it is at all calls."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
-def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls of the first step and of all steps: of each kind those of the rank that makes the most (ranks of other
-    stages may make none)."""
+def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the collective calls of the first step and of all steps, by site and operation those of the rank with the
+    most calls (ranks of other stages may have none)."""
     found: list[list[dict[str, Any]]] = []
     for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
         most: dict[tuple[str, str], dict[str, Any]] = {}
@@ -161,10 +168,10 @@ def _calls_of_all(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], 
 
 
 def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """What can go wrong with the calls of a run that nothing spoilt: each site and operation, each kind, at all calls
-    and in the middle of the first step."""
+    """Return all faults that the calls of a healthy run can have: each site and operation, each kind, at all calls and
+    in the middle of the first step."""
     faults = []
-    calls_first_step, calls = _calls_of_all(results)
+    calls_first_step, calls = _merge_calls(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
     for call in calls:
         site, operation = call["site"], call["operation"]
@@ -173,7 +180,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
             if kind == "wrong group":
                 if operation == "transfer":
                     continue  # between two ranks; a message of another micro-batch is a stale one
-                alike = [_signature(result, site, operation) for result in results]
+                alike = [_call_signature(result, site, operation) for result in results]
                 groups = tuple(other_groups(layout, call["axis"], operation != "all_reduce", alike))
                 if not groups and operation in ("all_reduce", "rotate"):
                     continue  # the same ranks in another order have the same sum, and make the same ring
@@ -185,8 +192,8 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
     return faults
 
 
-def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """How often a rank made these calls, and of how many bytes."""
+def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
+    """Return (number of calls, payload bytes) for each of a rank's records of this site and operation."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls
@@ -194,7 +201,7 @@ def _signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int
     )
 
 
-def _note(
+def _report_fault(
     report: dict[str, Any],
     layout: Layout,
     fault: str,
@@ -202,6 +209,8 @@ def _note(
     neutral: str | None,
     log: Callable[[str], None],
 ) -> None:
+    """Add the outcome of one fault (caught, neutral or missed) to the report and log it. failure: the verifier's
+    message; neutral: why the fault changes nothing."""
     report["planted"] += 1
     outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
     if outcome == "missed":

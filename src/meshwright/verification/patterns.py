@@ -1,4 +1,5 @@
-"""The pattern of a wrong gradient, in words: whose part is missing, counted twice, of another parameter or step."""
+"""Describe the error pattern of a wrong gradient: a rank's contribution missing or counted twice, another parameter's
+or step's gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _FORWARD = (
 
 
 def backward_order(reference: Reference) -> list[str]:
-    """Rows in the order in which the backward pass comes to them."""
+    """Return the names of all parameter entries in the order in which the backward pass computes their gradients."""
     places = []
     for tensor in reference.table.tensors:
         module = tensor.name.rpartition(".")[0]
@@ -38,12 +39,13 @@ def backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """What a wrong gradient looks like: how often each rank's part is in it, as the least squares say."""
+    """Describe in words how the wrong gradient of entry `name` differs from the reference: from a least-squares fit of
+    how often each rank's contribution is in it. slices: the gradients of each rank."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
-    if _apart_on_tp(reference, mine, layout, truth, name):
+    if _is_unsummed_over_tp(reference, mine, layout, truth, name):
         return "partial gradients were not summed over tp"
-    if _apart_on_pp(mine, layout, truth):
+    if _is_unsummed_over_pp(mine, layout, truth):
         return "partial gradients of shared parameters were not summed over pp"
     # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
     parts = reference.parts(step, layout.dp * layout.micro_batches)
@@ -57,9 +59,9 @@ def describe_pattern(
             values, right = item.tensor, item.of(truth)
             if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
                 previous = None if before is None else item.of(before)
-                what = _describe(values.double(), right.double(), item.of(contributions), labels, previous)
+                what = _describe_slice(values.double(), right.double(), item.of(contributions), labels, previous)
                 if what in (NO_PATTERN, TOO_SHORT):
-                    what = _of_another(reference, step, item) or what
+                    what = _match_other_entry(reference, step, item) or what
                 found.setdefault(what, []).append(rank)
     if not found:
         return "a small error everywhere"
@@ -69,18 +71,18 @@ def describe_pattern(
     next(iter(found.values())).extend(too_short)
     wrong = sorted({rank for ranks in found.values() for rank in ranks})
     everywhere = len(wrong) == sum(bool(of_rank) for of_rank in mine)
-    where = "" if everywhere else f", on {_ranks(wrong)} alone"
+    where = "" if everywhere else f", on {_format_ranks(wrong)} alone"
     if not everywhere and [*found] == [NO_PATTERN]:
-        return f"differs on {_ranks(wrong)} alone"
+        return f"differs on {_format_ranks(wrong)} alone"
     if len(found) == 1:
         return next(iter(found)) + where
-    return "; ".join(f"on {_ranks(ranks)} {what}" for what, ranks in found.items())
+    return "; ".join(f"on {_format_ranks(ranks)} {what}" for what, ranks in found.items())
 
 
-def _apart_on_tp(
+def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Whether neighbouring ranks of tp, whose parts are to be summed, have the right gradient together but not each."""
+    """Return True if the ranks' partial gradients are correct in sum over tp but each alone is not."""
     row = reference.table.row(name)
     if "tp" not in row.gradient_axes(layout):
         return False
@@ -95,8 +97,9 @@ def _apart_on_tp(
     return True
 
 
-def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Whether the ranks of pp that hold a row have the right gradient together but not each."""
+def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
+    """Return True if the gradients of the pipeline ranks that share an entry are correct in sum but each alone is
+    not."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]
@@ -110,8 +113,8 @@ def _apart_on_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth:
     return True
 
 
-def _of_another(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Whether a slice holds what belongs to another row of the same size."""
+def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
+    """Return "the gradient of ..." if the slice holds the gradient of another entry of the same size, else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
@@ -120,14 +123,15 @@ def _of_another(reference: Reference, step: int, item: TensorSlice) -> str | Non
     return None
 
 
-def _describe(
+def _describe_slice(
     values: torch.Tensor,
     truth: torch.Tensor,
     parts: torch.Tensor,
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """The pattern of one rank's slice. `parts`: what each (rank, micro-batch) of `labels` contributes to it."""
+    """Return the error pattern of one rank's slice. `parts`: the contribution of each (rank, micro-batch) in `labels`;
+    `before`: the gradient of the previous step."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -144,12 +148,12 @@ def _describe(
     basis = parts[counted].T
     times = torch.linalg.lstsq(basis, values[:, None], driver="gelsd").solution[:, 0]
     if float((basis @ times - values).norm()) < 1e-6 * size:
-        return _counts({labels[index]: value for index, value in zip(counted, times.tolist(), strict=True)})
+        return _describe_counts({labels[index]: value for index, value in zip(counted, times.tolist(), strict=True)})
     return NO_PATTERN
 
 
-def _counts(often: dict[tuple[int, int], float]) -> str:
-    """How often the parts are in a sum that should hold each once."""
+def _describe_counts(often: dict[tuple[int, int], float]) -> str:
+    """Describe how often contributions are in a sum that should hold each once. often: (rank, micro-batch) -> count."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
     gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]
@@ -159,17 +163,18 @@ def _counts(often: dict[tuple[int, int], float]) -> str:
         alone = next(rank for rank in ranks if rank not in gone)
         return f"only the contribution of rank {alone}: not summed"
     if missing and all(rank in gone for rank, _ in missing):
-        return f"contribution of {_ranks(gone)} missing"
+        return f"contribution of {_format_ranks(gone)} missing"
     if missing:
         rank, micro_batch = min(missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"contribution of rank {rank}, micro-batch {micro_batch + 1}{more} missing"
     extra = sorted({rank for (rank, _), times in often.items() if times > 1 + 1e-4})
     if extra:
-        return f"contribution of {_ranks(extra)} counted more than once"
+        return f"contribution of {_format_ranks(extra)} counted more than once"
     return "contributions of the ranks summed with wrong weights"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Format rank numbers: "rank 3", "ranks 0, 1 and 2"."""
     text = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
     return f"rank{'s' * (len(ranks) > 1)} {text}"

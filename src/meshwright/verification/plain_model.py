@@ -36,7 +36,8 @@ class BatchLoss(NamedTuple):
 
 
 def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
-    """Forward pass and loss of whole sequences."""
+    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 engine tensors by
+    name."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -64,7 +65,7 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
 def _preference_loss(
     preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17), pair by pair."""
+    """Return the loss summed over pairs: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17)."""
     assert batch.reference is not None
     total = chosen_BS.new_zeros(())
     for row in range(len(ids_BS)):
@@ -82,9 +83,11 @@ def _preference_loss(
 
 
 class _Forward:
-    """One forward pass, and what its mixtures of experts leave for the loss."""
+    """One forward pass; collects the load-balancing losses and excess loads of its mixtures of experts. ids_BS:
+    document number of each token."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
+        """Derive attention visibility and positions from the document numbers."""
         self.config, self.weights = config, weights
         self.balance_losses: list[torch.Tensor] = []
         self.excess_loads: dict[str, torch.Tensor] = {}
@@ -95,6 +98,7 @@ class _Forward:
         self.positions_BS = (self.visible_BSS.sum(dim=2) - 1).long()  # tokens of the same document before each
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return the final hidden states [B, S, H] of tokens [B, S]."""
         x_BSH = self.weights["embedding.weight"][tokens_BS]
         if self.config.positions == "learned":
             x_BSH = x_BSH + self.weights["positions.weight"][self.positions_BS]
@@ -107,6 +111,7 @@ class _Forward:
         return self.norm(x_BSH, "final_norm")
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Apply the RMSNorm or LayerNorm called `name` over the last dim."""
         weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
         if self.config.norm == "rmsnorm":
             return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
@@ -115,11 +120,13 @@ class _Forward:
         return normed + self.weights[f"{name}.bias"] if self.config.norm_bias else normed
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Apply the linear layer called `name`: x W^T + b."""
         y = x @ self.weights[f"{name}.weight"].T
         bias = self.weights.get(f"{name}.bias")
         return y if bias is None else y + bias
 
     def attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the attention output [B, S, H] of a layer: causal within documents, sliding window if it has one."""
         config, name = self.config, f"layers.{layer}.attention"
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         sizes = [heads * size, kv_heads * size, kv_heads * size]
@@ -140,7 +147,7 @@ class _Forward:
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
     def rotate(self, x_BSND: torch.Tensor) -> torch.Tensor:
-        """RoPE: the pair of dimension i is i + D / 2."""
+        """Apply RoPE to [B, S, N, D]; dimension i is paired with i + D / 2."""
         frequencies = inverse_frequencies(self.config, torch.float64)
         scale = self.config.rope_scaling.attention_scale if self.config.rope_scaling else 1.0
         angles = self.positions_BS[..., None, None] * frequencies
@@ -149,6 +156,7 @@ class _Forward:
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the activation function elementwise."""
         match self.config.activation:
             case "silu":
                 return x * torch.sigmoid(x)
@@ -160,6 +168,7 @@ class _Forward:
                 return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
     def feed_forward(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
+        """Apply the MLP called `name`, gated or not: [B, S, H] -> [B, S, H]."""
         up = self.linear(x_BSH, f"{name}.up")
         if not self.config.gated:
             return self.linear(self.activate(up), f"{name}.down")
@@ -167,7 +176,8 @@ class _Forward:
         return self.linear(self.activate(gate) * up, f"{name}.down")
 
     def mixture(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Every expert computes every token; a token's weights are zero for those that it did not choose."""
+        """Apply the mixture of experts called `name`: every expert computes every token, with weight 0 unless
+        chosen."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
         scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)

@@ -1,4 +1,5 @@
-"""What a layout is verified on: the model made small but kept in kind, and how it is trained."""
+"""The small training problems of the verification: the model scaled down with all its features, and the optimizer
+settings."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MOST_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The entries of a recipe's [train] that change what a step computes, and the dynamic loss scale (1: none)."""
+    """The optimizer settings of a problem: a recipe's [train] keys that affect a step, and the dynamic loss scale (1:
+    none)."""
 
     optimizer: str = "sgd"
     learning_rate: float = 0.2
@@ -49,11 +51,10 @@ ADAMW = Training(
 class Problem:
     """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
-    dtype, master_dtype: of parameters, and of master weights, gradients and optimizer state (the same unless given).
-    preference: the loss of pairs of responses, if it is not next-token prediction. nan_step: 0-based step in which the
-    last rank produces NaN activations. resumed_at: numbers of steps after which a checkpoint is saved, from which a new
-    trainer goes on. fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as those
-    of large models do.
+    dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default: dtype). preference:
+    the loss of pairs of responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces
+    NaN activations. resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
+    fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as in large models.
     """
 
     config: ModelConfig
@@ -76,11 +77,12 @@ class Problem:
 
     @property
     def train_sequences(self) -> int:
-        """Sequences of the training split: a third step reads across the end of an epoch."""
+        """Number of sequences in the training split, so that the third step crosses the end of an epoch."""
         return 2 * self.batch + 3
 
     def recipe(self, layout: Layout) -> Recipe:
-        """The recipe of the run. What it says of model and text is not read: both are given to the trainer."""
+        """Return the recipe of the run; its model and data source are placeholders, as both are passed to the
+        trainer."""
         training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
         preference = {}
         if self.preference is not None:
@@ -109,7 +111,7 @@ class Problem:
 
 
 def sequence_of(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """The shortest sequence of at least `tokens` that the layout can cut: odd where that is possible."""
+    """Return the shortest sequence length of at least `tokens` that the layout divides: odd if possible."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 
@@ -117,11 +119,11 @@ def sequence_of(layout: Layout, tokens: int = SEQUENCE) -> int:
 def scaled_down(
     config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
-    """A model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as they may on
-    `tp` ranks, `ulysses` ranks that trade tokens for heads, and `ep` x `etp` that share experts: fewer key-value heads
-    than ranks from four on, where heads share them."""
+    """Return a model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as
+    possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. With grouped-query attention,
+    key-value heads are fewer than ranks from four ranks on."""
     grouped = config.kv_heads < config.heads
-    heads, kv_heads = _heads(tp, ulysses)
+    heads, kv_heads = _choose_heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
     windowed = config.windowed_layers
     if windowed is not None:
@@ -130,7 +132,7 @@ def scaled_down(
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
         scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
-    experts = _few_experts(config, tp, ep, etp)
+    experts = _scaled_experts(config, tp, ep, etp)
     intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
     return dataclasses.replace(
         config,
@@ -153,8 +155,8 @@ def scaled_down(
     )
 
 
-def _heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """The fewest heads, and key-value heads that several of them share, which can be cut; four and two, if they can."""
+def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
+    """Return the smallest (heads, key-value heads), from (4, 2) on, that tp and Ulysses ranks can divide."""
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)
@@ -165,9 +167,9 @@ def _heads(tp: int, ulysses: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def _few_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
-    """Five experts, or what is next that ranks can share, of which a token takes three; one layer without any where the
-    model has such layers."""
+def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+    """Return the mixture fields of a scaled-down model: about five experts that ep divides, three per token, and one
+    dense layer if the model has dense layers; empty without experts."""
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp
@@ -188,9 +190,9 @@ def _few_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, A
 
 
 def scaled_layout(layout: Layout) -> Layout:
-    """The layout on at most `MOST_RANKS` ranks, with what makes it what it is: several stages, several replicas,
-    several sharding groups, ranks of tp and cp. A schedule from a file stays as it is. Its precision is left out: the
-    problem says in which the sums are formed."""
+    """Return the layout on at most `MOST_RANKS` ranks with its features kept: several stages, replicas, sharding
+    groups, tp and cp ranks. A schedule from a file is unchanged. The precision is dropped: the problem sets the
+    dtypes."""
     layout = layout.with_(precision=None)
     if layout.schedule.startswith("@"):
         return layout

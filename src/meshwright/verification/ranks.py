@@ -1,4 +1,4 @@
-"""One rank of a layout under verification: the trainer itself on a synthetic problem, and everything it came to."""
+"""One rank of a layout under verification: runs the real trainer on a synthetic problem and returns its results."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """One step on one rank: the global loss and gradient norm, what the loss was scaled by, the gradients that the rank
-    holds (before clipping), and its master weights afterwards."""
+    """One step on one rank: the global loss and gradient norm, the loss scale, this rank's gradients before clipping,
+    and its master weights after the update."""
 
     loss: float
     norm: float
@@ -49,11 +49,13 @@ class StepResult:
 
 @dataclass
 class RankResult:
-    """One rank's run. After the last step: optimizer state, unsharded parameters and the validation loss. counters: by
-    steps done, those of a checkpoint, before each step (of the new trainer after a resume) and after the last.
-    not_restored: differences between the checkpoint state of a trainer and of the one resumed from it. calls: those of
-    the first step and of all steps. struck: how often the planted fault changed something. refused: why ranks that
-    noticed a fault by themselves went no further."""
+    """All results of one rank's run.
+
+    optimizer, parameters, final_loss: optimizer state, unsharded parameters and validation loss after the last step.
+    counters: checkpoint counters by steps done. not_restored: differences between the checkpoint state of a trainer and
+    of the one resumed from it. calls_first_step, calls: collective calls of the first step and of all. struck: how
+    often the planted fault changed something. refused: error with which the ranks themselves detected a fault.
+    """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
     optimizer: list[TensorSlice] = field(default_factory=list)
@@ -69,8 +71,8 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves at `stop` unless None
-    (end of run)."""
+    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves one at `stop` unless
+    None (end of run)."""
 
     first: int = 0
     stop: int | None = None
@@ -87,8 +89,11 @@ def run_rank(
     directory: str | None = None,
     span: StepRange = WHOLE,
 ) -> list[RankResult]:
-    """Train on this rank once for each of `faults` (None: nothing is planted), all over one mesh. collectives: the
-    programs that a recipe names. directory: for checkpoints, where the problem or the span asks for them."""
+    """Train on this rank once for each of `faults` (None: no fault), all over one mesh; return one result for each.
+
+    collectives: the recipe's choice of collective programs. directory: for checkpoints, if the problem or `span` needs
+    them. span: the steps to run.
+    """
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
     mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
@@ -101,7 +106,7 @@ def run_rank(
             below = None if directory is None else Path(directory) / (str(number) if fault else "")
             with planted as strikes:
                 try:
-                    result = _Run(problem, layout, mesh, below).run(span)
+                    result = _VerificationRun(problem, layout, mesh, below).run(span)
                 except (RanksDisagree, UserError) as error:  # on all of them, and nobody waits for anybody
                     if fault is None and isinstance(error, UserError):
                         raise
@@ -114,55 +119,59 @@ def run_rank(
         mesh.close()
 
 
-class _WatchedTrainer(Trainer):
-    """The trainer, which keeps the gradients of a step as they are before the optimizer sees them."""
+class _RecordingTrainer(Trainer):
+    """A trainer that keeps a copy of each step's gradients before clipping and update."""
 
     gradients: list[TensorSlice]
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
+        """All-reduce the step's outcome and keep the unscaled gradients."""
         verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
         return verdict
 
 
-class _Run:
-    """A training run: trainer, checkpoint in between, what is handed back."""
+class _VerificationRun:
+    """One training run of the problem, with checkpoints and resumes as the problem asks."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
+        """Keep the problem and where to run it; directory: of checkpoints."""
         self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
 
     def run(self, span: StepRange) -> RankResult:
+        """Run the steps of `span` and return their results."""
         problem, result = self.problem, RankResult()
-        trainer = self._trainer() if span.first == 0 else self._resumed()
+        trainer = self._make_trainer() if span.first == 0 else self._resume_trainer()
         for step in range(span.first, problem.steps if span.stop is None else span.stop):
             if step in problem.resumed_at and step > span.first:
-                self._save(trainer)
+                self._save_checkpoint(trainer)
                 saved = trainer.state()
                 del trainer
-                trainer = self._resumed()
-                result.not_restored += _differences(step, saved, trainer.state())
-            result.counters[step] = _counters(trainer)
+                trainer = self._resume_trainer()
+                result.not_restored += _describe_differences(step, saved, trainer.state())
+            result.counters[step] = _read_counters(trainer)
             poisoned = step == problem.nan_step and self.mesh.rank == self.mesh.world_size - 1
-            with _poison(cast(LanguageModelTask, trainer.task).model) if poisoned else nullcontext():
+            with _inject_nan(cast(LanguageModelTask, trainer.task).model) if poisoned else nullcontext():
                 verdict = trainer.step()
-            weights = _copied(trainer.parallel.master_slices(owned=False))
+            weights = _clone_slices(trainer.parallel.master_slices(owned=False))
             result.steps[step] = StepResult(
                 verdict.loss, verdict.gradient_norm, verdict.loss_scale, trainer.gradients, weights
             )
             if step == 0:
                 result.calls_first_step = self.mesh.record.table()
         if span.stop is not None:
-            self._save(trainer)
+            self._save_checkpoint(trainer)
             return result
         result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
         result.calls = self.mesh.record.table()
-        result.optimizer = [item for item in _copied(trainer.slices(owned=False)) if item.kind != "master"]
+        result.optimizer = [item for item in _clone_slices(trainer.slices(owned=False)) if item.kind != "master"]
         result.parameters = trainer.parallel.parameter_slices()
-        result.counters[problem.steps] = _counters(trainer)
+        result.counters[problem.steps] = _read_counters(trainer)
         return result
 
-    def _trainer(self, initialise: bool = True) -> _WatchedTrainer:
+    def _make_trainer(self, initialise: bool = True) -> _RecordingTrainer:
+        """Return a trainer for the problem. initialise: initialise the weights from the seed."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
         dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype))
@@ -172,21 +181,22 @@ class _Run:
             problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
             initialise=initialise, dtypes=dtypes, fused_accumulation_min_numel=fused,
         )  # fmt: skip
-        trainer = _WatchedTrainer(task)
+        trainer = _RecordingTrainer(task)
         if training.loss_scale_every:
             trainer.loss_scale = LossScale(training.loss_scale, training.loss_scale_every)
         if isinstance(task.objective, PreferencePairs):
             task.objective.reference, task.objective.most_pairs = data.response_reference(), MOST_PAIRS
         return trainer
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save_checkpoint(self, trainer: Trainer) -> None:
+        """Save a checkpoint; `UserError` if that fails."""
         self._checkpointer.save(trainer.steps_done, trainer.slices(owned=True), trainer.state())
         if (reason := self._checkpointer.failed()) is not None:
             raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
 
-    def _resumed(self) -> _WatchedTrainer:
-        """A new trainer that goes on from the checkpoint, as `train.loop` makes it."""
-        trainer = self._trainer(initialise=False)
+    def _resume_trainer(self) -> _RecordingTrainer:
+        """Return a new trainer that resumes from the newest checkpoint, as `training.loop` does."""
+        trainer = self._make_trainer(initialise=False)
         loaded = self._checkpointer.load_newest(trainer.slices(owned=False))
         if loaded is None:
             raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
@@ -195,13 +205,14 @@ class _Run:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
+        """The checkpointer of the run's directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, background=False)
 
 
 @contextmanager
-def _poison(model: Transformer) -> Iterator[None]:
-    """Inside, the output of the first layer here is not a number."""
+def _inject_nan(model: Transformer) -> Iterator[None]:
+    """In this context, the output of the first layer on this rank is NaN."""
     block = next(block for block in model.layers if block is not None)
     hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
     try:
@@ -210,13 +221,15 @@ def _poison(model: Transformer) -> Iterator[None]:
         hook.remove()
 
 
-def _counters(trainer: Trainer) -> dict[str, Any]:
+def _read_counters(trainer: Trainer) -> dict[str, Any]:
+    """Return the trainer's checkpoint counters (`COUNTERS`)."""
     state = trainer.state()
     return {name: state[name] for name in COUNTERS}
 
 
-def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
-    """Keys of the checkpoint state after `step` steps whose restored value is not the saved one, one text each."""
+def _describe_differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
+    """Return one line for each key of the checkpoint state after `step` steps whose restored value differs from the
+    saved one."""
     return [
         f"{key} is {restored.get(key)} after the resume at step {step + 1}, not {saved.get(key)}"
         for key in sorted({*saved, *restored})
@@ -224,5 +237,6 @@ def _differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> 
     ]
 
 
-def _copied(slices: list[TensorSlice]) -> list[TensorSlice]:
+def _clone_slices(slices: list[TensorSlice]) -> list[TensorSlice]:
+    """Return the slices with cloned tensors."""
     return [replace(item, tensor=item.tensor.clone()) for item in slices]

@@ -1,5 +1,5 @@
-"""One device's answer, written plainly: autograd in float64 on whole sequences, textbook updates, the documented order
-of samples. It shares nothing with `training/` and `parallel/`."""
+"""The single-device reference: autograd in float64 on full sequences, textbook optimizer updates, the documented sample
+order. It shares no code with `training/` and `parallel/`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that ar
 
 @dataclass
 class Reference:
-    """Losses, norms and gradients of every step, the master weights before each and after the last, the optimizer state
-    after the last, and the validation loss under those weights. scales, finite_steps: the loss scale and its finite
-    steps in a row, before each step and after the last. The poisoned step makes no update."""
+    """The expected results of a problem, computed on one device at construction.
+
+    losses, norms, gradients: of every step. weights: master weights before each step and after the last. optimizer:
+    state after the last step. scales, finite_steps: loss scale and its count of finite steps, before each step and
+    after the last. final_loss: validation loss after the last step. The poisoned step makes no update.
+    """
 
     problem: Problem
     losses: list[float] = field(default_factory=list)
@@ -40,6 +43,7 @@ class Reference:
     _parts: dict[tuple[int, int], list[Rows]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        """Run all steps of the problem."""
         problem, training = self.problem, self.problem.training
         self.table: ParameterTable = parameter_table(problem.config)
         kinds = ("exp_avg", "exp_avg_sq") if training.optimizer == "adamw" else ("momentum",) * (training.momentum > 0)
@@ -48,12 +52,12 @@ class Reference:
             for row in self.table.rows
             for value in (initial_value(row, problem.seed),)
         }
-        weights = self._rounded(initial)
+        weights = self._round_to_master(initial)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
         self.weights.append(weights)
         scale, finite_in_a_row = training.loss_scale, 0
         for step in range(problem.steps):
-            self._note_scale(scale, finite_in_a_row)
+            self._record_scale(scale, finite_in_a_row)
             loss, gradients = self._differentiate(weights, self.samples(step))
             counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
             norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
@@ -69,33 +73,34 @@ class Reference:
                 scale /= 2
             elif training.loss_scale_every and finite_in_a_row == training.loss_scale_every:
                 scale, finite_in_a_row = 2 * scale, 0
-        self._note_scale(scale, finite_in_a_row)
+        self._record_scale(scale, finite_in_a_row)
         first = problem.train_sequences
         batch = make_sequences(problem, range(first, first + VALIDATION_SEQUENCES))
         self.final_loss = self._loss(weights, batch)
 
     def samples(self, step: int) -> Batch:
-        """The sequences of a step: by their place in the order of the training split."""
+        """Return the sequences of a step, in the sample order of the training split."""
         problem = self.problem
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
         return make_sequences(problem, [shuffled(number, problem.train_sequences, problem.seed) for number in numbers])
 
     def parts(self, step: int, count: int) -> list[Rows]:
-        """The gradient of a step split by ranks: what each of `count` equal shares of the batch contributes."""
+        """Return the contribution to a step's gradient of each of `count` equal consecutive shares of the batch."""
         if (step, count) not in self._parts:
             batch = self.samples(step)
             rows = self.problem.batch // count
             shares = [batch.rows(rank * rows, (rank + 1) * rows) for rank in range(count)]
-            terms = self._terms(batch)
+            terms = self._count_terms(batch)
             self._parts[step, count] = [self._differentiate(self.weights[step], share, terms)[1] for share in shares]
         return self._parts[step, count]
 
-    def _note_scale(self, scale: float, finite_steps: int) -> None:
+    def _record_scale(self, scale: float, finite_steps: int) -> None:
+        """Append the loss scale and its count of finite steps."""
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
     def counters(self, steps: int) -> dict[str, Any]:
-        """Those of a checkpoint after `steps` steps. A poisoned last step counts as skipped in a row."""
+        """Return the expected checkpoint counters after `steps` steps."""
         poisoned = self.problem.nan_step
         skipped = int(poisoned is not None and poisoned < steps)
         scale = {"value": self.scales[steps], "finite_steps": self.finite_steps[steps]}
@@ -111,15 +116,16 @@ class Reference:
     # --- loss and gradient
 
     def _differentiate(self, weights: Rows, batch: Batch, terms: int | None = None) -> tuple[float, Rows]:
-        """Loss and gradient over `terms` (those of the batch unless given), of the parameters that the masters make."""
+        """Return (loss, gradients) of a batch, divided by `terms` (default: its own), at the parameters of these master
+        weights."""
         problem = self.problem
-        tensors = self._tensors(self.parameters(weights))
+        tensors = self._engine_tensors(self.parameters(weights))
         for leaf in tensors.values():
             leaf.requires_grad_()
-        terms = terms or self._terms(batch)
+        terms = terms or self._count_terms(batch)
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}
-        for part in self._portions(batch):
+        for part in self._split_batch(batch):
             found = run_batch(problem.config, tensors, part, problem.preference)
             (found.objective / terms).backward()
             loss += float(found.loss) / terms
@@ -135,36 +141,38 @@ class Reference:
 
     @torch.no_grad()
     def _loss(self, weights: Rows, batch: Batch) -> float:
-        tensors = self._tensors(self.parameters(weights))
+        """Return the mean loss of a batch under these master weights, in nats per term."""
+        tensors = self._engine_tensors(self.parameters(weights))
         found = [
-            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._portions(batch)
+            run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
         ]
         return sum(float(each.loss) for each in found) / max(1, sum(each.terms for each in found))
 
-    def _terms(self, batch: Batch) -> int:
-        """Targets of the batch, or pairs of responses."""
+    def _count_terms(self, batch: Batch) -> int:
+        """Return the number of loss terms in a batch: target tokens, or pairs of responses."""
         if self.problem.preference is None:
             return max(1, int((batch.targets >= 0).sum()))
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
-    def _portions(self, batch: Batch) -> list[Batch]:
+    def _split_batch(self, batch: Batch) -> list[Batch]:
+        """Split a batch into groups of sequences that fit into memory at once."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
         return [batch.rows(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
 
     def parameters(self, weights: Rows) -> Rows:
-        """The master weights rounded to the dtype of the parameters."""
+        """Return the master weights rounded to the parameter dtype."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
-    def _tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
-        """Engine tensors in float64, each made of its entries."""
+    def _engine_tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
+        """Return the engine tensors in float64, each concatenated from its parameter entries."""
         return {
             tensor.name: torch.cat([parameters[row.name] for row in tensor.rows]).double().view(tensor.shape)
             for tensor in self.table.tensors
         }
 
-    def _rounded(self, weights: Rows) -> Rows:
-        """Values as the dtype of the master weights has them, in float64."""
+    def _round_to_master(self, weights: Rows) -> Rows:
+        """Return float64 values rounded to the dtype of the master weights."""
         return {
             name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
             for name, values in weights.items()
@@ -173,8 +181,9 @@ class Reference:
     # --- update
 
     def _update(self, weights: Rows, gradients: Rows, norm: float, step: int) -> Rows:
-        """SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101, algorithm 2), after clipping by the global
-        norm (as `torch.nn.utils.clip_grad_norm_`). Matrices decay; norms, biases and other vectors do not."""
+        """Return the master weights after an update: SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101,
+        algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). Only matrices have weight
+        decay."""
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -199,11 +208,12 @@ class Reference:
                 if training.momentum:
                     g = self.optimizer["momentum"][name] = training.momentum * self.optimizer["momentum"][name] + g
                 after[name] = w - rate * g
-        return self._rounded(after)
+        return self._round_to_master(after)
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:
-    """The documented schedules: a linear warm-up, then constant, or a line or half a cosine down to the minimum."""
+    """Return the learning rate of a 0-based step: linear warm-up, then constant, or linear or cosine decay to the
+    minimum."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -219,8 +229,8 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
 
 
 def shuffled(number: int, sequences: int, seed: int) -> int:
-    """The sample at a global sample number, as docs/data.md has it: in every epoch a permutation by a Feistel network
-    of eight rounds, walked until it falls inside."""
+    """Return the sample index at a global sample number, as docs/data.md defines it: for every epoch a permutation by a
+    Feistel network of eight rounds with cycle walking."""
     epoch, place = divmod(number, sequences)
     digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]
@@ -235,7 +245,7 @@ def shuffled(number: int, sequences: int, seed: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64."""
+    """Return a 64-bit hash: the finaliser of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

@@ -1,4 +1,5 @@
-"""Train layouts on local ranks and compare with one device; with `mutate`, find faults that are planted."""
+"""Train layouts on local ranks and compare them with one device; with `mutate`, check that planted faults are
+detected."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
 """Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query
 and key norms; biases, learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
-"""And where a layout spreads experts, and in some of a grid that do not: nothing but them; with a shared one behind a
-gate; a router that balances itself."""
+"""Verified on expert-parallel layouts, and on `MIXTURES`: routed experts only; a gated shared expert; a router that
+balances by its bias."""
 MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.7b"
 """Verified when one layout but no model is named: on every layout they make all calls that any of the others makes."""
 
@@ -49,16 +50,16 @@ def run_verification(
     thorough: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compare layouts with one device, on a small model of the same kind: the document of `meshwright verify --json`.
+    """Compare layouts with one device on small models and return the document of `meshwright verify --json`.
 
     Arguments and errors as in `meshwright.verify`.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
     begun = time.monotonic()
-    layouts, models, collectives, preference = _what(layout, model)
+    layouts, models, collectives, preference = _resolve_arguments(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
-    with _Bench(dtype, log, collectives, preference, thorough) as bench:
+    with _Verifier(dtype, log, collectives, preference, thorough) as bench:
         bench.many = len(layouts) > 1
         planted: set[tuple[str, ...]] = set()
         for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
@@ -87,9 +88,11 @@ def run_verification(
     }
 
 
-class _Bench:
-    """Local ranks, kept from layout to layout of one size, and one device's answers, computed once each. many: whether
-    layouts are verified by the hundred, each by the cases that it needs."""
+class _Verifier:
+    """Runs cases on local ranks, which are reused for layouts of equal size, and caches the single-device references.
+
+    many: a whole grid is verified, so each layout runs only its most relevant cases.
+    """
 
     many = False
 
@@ -101,24 +104,30 @@ class _Bench:
         preference: Preference | None,
         thorough: bool = False,
     ) -> None:
+        """Start without ranks and references. thorough: run all cases, the slow ones too."""
         self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
         self._ranks: LocalRanks | None = None
         self._references: dict[Problem, Reference] = {}
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> _Verifier:
+        """Compute references with one thread."""
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the thread count and stop the ranks."""
         torch.set_num_threads(self._threads)
         if self._ranks is not None:
             self._ranks.close()
 
     def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
-        """Run one layout's cases and note what came of them."""
+        """Run all cases of one layout, scaled down, and return its entry of the result document, which is also logged.
+
+        wanted: the layout as named by the user; model: name of `config` in the entry.
+        """
         begun = time.monotonic()
         layout = scaled_layout(wanted)
         cases = []
@@ -162,20 +171,23 @@ class _Bench:
         return entry
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
-        """Plant every fault that this layout can have, one at a time. planted: those that an earlier model had."""
+        """Plant every fault that this layout can have, one at a time; return the report of `plant_all`. planted: keys
+        of the faults that an earlier model had."""
         layout = scaled_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference)
         return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case: its steps on the layout, or those before its checkpoint there and the others elsewhere."""
+        """Run one case on the layout (after its checkpoint on `resume_layout`, if it has one) and compare it with the
+        reference."""
         problem = case.problem
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
         ranks = self.ranks(layout.world_size)
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
             def run(layout: Layout, span: StepRange) -> Comparison:
+                """Run the steps of `span` on a layout and compare them with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
                 results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
                 return compare(reference, [result for (result,) in results], layout)
@@ -187,6 +199,7 @@ class _Bench:
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
+        """Return the cases to run. wanted: the user's layout; layout: the same scaled down."""
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
@@ -195,6 +208,7 @@ class _Bench:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
+        """Return running local ranks of this number."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()
@@ -202,15 +216,17 @@ class _Bench:
         return self._ranks
 
     def reference(self, problem: Problem) -> Reference:
+        """Return the single-device reference of a problem, computed once."""
         if problem not in self._references:
             self._references[problem] = Reference(problem)
         return self._references[problem]
 
 
-def _what(
+def _resolve_arguments(
     layout: Any, model: Any
 ) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
-    """The layouts, the models if any are named, the programs that are asked for, and what pairs are to teach."""
+    """Return (layouts, models or [], choice of collective programs, preference loss or None) from the arguments of
+    `verify`."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -226,12 +242,14 @@ def _what(
         each.refuse_unbuilt()
         if recipe is not None:  # refused before ranks are started
             named_programs(recipe.collectives, scaled_layout(each), recipe.where)
-    models = [] if model is None else [_model(model)]
+    models = [] if model is None else [_resolve_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
     return layouts, models, collectives, None if recipe is None else preference_of(recipe)
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
+    """Return the (name, model) pairs to verify a layout on if none is named. mixture: take models with experts; one:
+    only one."""
     experts = layout.expert_parallel or mixture
     names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
     if one:
@@ -239,7 +257,8 @@ def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tu
     return [(name, preset(name)) for name in names]
 
 
-def _model(model: Any) -> tuple[str, ModelConfig]:
+def _resolve_model(model: Any) -> tuple[str, ModelConfig]:
+    """Return (name, configuration) of a model given as configuration, recipe, path or preset."""
     if isinstance(model, ModelConfig):
         return model.family, model
     if isinstance(model, Recipe):

@@ -1,5 +1,5 @@
-"""Synthetic ragged training data with the interface of `PreparedData`: sequences of one document and of many, with all
-targets, few, and none."""
+"""Synthetic ragged training data with the interface of `PreparedData`: sequences of one or many documents in which all
+tokens, few or none are targets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MOST_PAIRS = 2  # of responses in a sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some sequences: tokens, targets (-100: none) and a document number per token, all [B, S] int64. `reference`: of
-    responses that come in pairs the log-probabilities under the reference, float64 [B, 2 x MOST_PAIRS]."""
+    """A batch of sequences: tokens, targets (-100: ignored) and a document number per token, all [B, S] int64.
+    `reference`: reference log-probabilities of paired responses, float64 [B, 2 x MOST_PAIRS]."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -33,14 +33,14 @@ class Batch:
     reference: NDArray[np.float64] | None = None
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Sequences [start, stop)."""
+        """Return the sequences [start, stop) of the batch."""
         reference = None if self.reference is None else self.reference[start:stop]
         return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """The sequences with these numbers, each a function of (seed, number) alone. Those of the training split come
-    first, those of the validation split follow."""
+    """Return the sequences with these numbers, each a function of (seed, number) alone. The training split comes first,
+    then the validation split."""
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -48,7 +48,8 @@ def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """One document, two, a few, or many; every eighth sequence has no target."""
+    """Return (tokens, targets, document numbers, empty) of one sequence with one, two, a few or many documents; every
+    eighth sequence has no target."""
     random = np.random.default_rng([problem.seed, number])
     sequence, kind, turn = problem.sequence, number % 4, number // 4
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -66,10 +67,10 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """One pair of responses, two or none, mostly with padding behind them; of every document the first tokens, its
-    prompt, are no targets."""
+    """Return (tokens, targets, document numbers, reference log-probabilities) of a sequence with zero to two pairs of
+    responses, mostly padded; each document's first tokens, its prompt, are no targets."""
     random = np.random.default_rng([problem.seed, number])
-    sequence, pairs = problem.sequence, _pairs_of(number)
+    sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
     ids = np.zeros(sequence, dtype=np.int64)
     targets = np.full(sequence, IGNORED)
@@ -85,7 +86,8 @@ def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     return tokens[:-1].copy(), targets, ids, -math.log(problem.config.vocabulary) * trained + noise
 
 
-def _pairs_of(number: int) -> int:
+def _count_pairs(number: int) -> int:
+    """Return the number of pairs in the sequence with this number."""
     return (1, 2, 2, 0)[number % 4]
 
 
@@ -93,10 +95,12 @@ class SyntheticRows:
     """Drop-in replacement for `PackedDataset`: sequences [first, first + sequences) of a problem as one split."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
+        """Define the split; sequences are generated when read."""
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Rows `numbers` [B]; with `padded` also rows beyond the last, which have no target."""
+        """Return the sequences `numbers` [B] of the split; with `padded`, numbers beyond the last give padding without
+        targets."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.max() < self.sequences, (rows, self.sequences)
         found = make_sequences(self.problem, (self.first + np.minimum(rows, self.sequences - 1)).tolist())
@@ -107,11 +111,11 @@ class SyntheticRows:
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """Pairs of responses of each row."""
-        return np.array([_pairs_of(self.first + row) for row in range(self.sequences)])
+        """Number of pairs of responses in each sequence."""
+        return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """The log-probabilities of all responses under the reference."""
+        """Return the reference log-probabilities of all responses."""
         found = Responses.unknown(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
@@ -121,11 +125,12 @@ class SyntheticRows:
 
 
 class SyntheticData:
-    """Drop-in replacement for `PreparedData`."""
+    """Drop-in replacement for `PreparedData` with synthetic training and validation splits."""
 
     sha256 = "synthetic"
 
     def __init__(self, problem: Problem) -> None:
+        """Define the training split and the validation split after it."""
         self.problem = problem
         self._splits = {
             "train": SyntheticRows(problem, 0, problem.train_sequences),
@@ -133,11 +138,13 @@ class SyntheticData:
         }
 
     def split(self, name: str) -> SyntheticRows:
+        """Return the split "train" or "validation"."""
         return self._splits[name]
 
     def make_sample_order(self) -> SampleOrder:
+        """Return the order in which training sequences are drawn."""
         return SampleOrder(self.problem.seed, self.problem.train_sequences)
 
     def response_reference(self) -> ResponseReference:
-        """The log-probabilities of the responses under the policy that training began with, drawn at random."""
+        """Return random reference log-probabilities for the responses of both splits."""
         return ResponseReference({name: rows.responses() for name, rows in self._splits.items()}, {})

@@ -1,4 +1,4 @@
-"""Builds the task of a script's module: the same module with the same values on every rank."""
+"""Build the training task of a script's module: the same module with the same values on every rank."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.parallel.module.table import ModuleDescription, check_values, describe_module
-from meshwright.training.module.data import draw_from, seed_for
+from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
-from meshwright.training.module.values import contiguous_buffers, same_values
+from meshwright.training.module.values import broadcast_values, contiguous_buffers
 
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
-    """Build this rank's task, with the values that rank 0's `build` gave. Collective."""
+    """Build this rank's task from the script's `build`, with rank 0's initial values on every rank. Collective."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     derived = describe_module(module, spec.units, spec.decays)
-    _check_alike(derived, mesh)
-    same_values(module, mesh)
+    _check_same_module(derived, mesh)
+    broadcast_values(module, mesh)
     if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
         layout = Layout.parse(f"{layout} fp32")
     return ModuleTask(spec, recipe, layout, mesh, module, derived)
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Build the module on the device, ready to be trained."""
-    draw_from(seed_for(seed, "module"), device)
+    """Call the script's `build` and return its module on the device, in training mode, with frozen values in the run's
+    dtype."""
+    seed_generators(derive_seed(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):
         raise UserError(f"build gives {type(module).__name__}: a torch.nn.Module is needed")
@@ -52,10 +53,10 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
     return module
 
 
-def _check_alike(derived: ModuleDescription, mesh: Mesh) -> None:
-    """`UserError` on all ranks where one has built another module than rank 0."""
+def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
+    """Raise `UserError` on all ranks if any rank has built a module with other parameters than rank 0's. Collective."""
     rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
-    mine, agreement = seed_for(0, rows, derived.kept), Agreement(mesh)
+    mine, agreement = derive_seed(0, rows, derived.kept), Agreement(mesh)
     problem = None
     if agreement.broadcast_numbers([mine], count=1) != [mine]:
         problem = f"rank {mesh.rank} has built another module than rank 0: build must not depend on the rank"

@@ -1,7 +1,7 @@
-"""The samples of a foreign module's data: which rank reads which, when, and how they become a batch.
+"""Sampling and batching of a foreign module's data: each rank's samples of a step, and their collation.
 
 The order is a function of (seed, global sample number) alone (`data/order.py`), and so are the random numbers that a
-data set draws: a run goes on bit for bit, on another layout too.
+data set draws: a run resumes bitwise, on another layout too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Samples(Protocol):
-    """Anything with a length and an item for each number below it: a list, a torch or Hugging Face data set."""
+    """A map-style data set: anything with a length and integer indexing, such as a list, a torch or Hugging Face data
+    set."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of samples."""
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any:
+        """Return the sample at an index from 0 on."""
 
 
 def check_samples(data: Any, what: str) -> int:
-    """How many samples there are. `UserError` where they cannot be numbered."""
+    """Return the number of samples. `UserError` if `data` has no length or indexing, or is empty. what: its name in
+    errors."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise UserError(
             f"{what} is a {type(data).__name__}: a list or a data set with len() and items by number is needed, so "
@@ -42,14 +46,14 @@ def check_samples(data: Any, what: str) -> int:
     return len(data)
 
 
-def seed_for(seed: int, *what: object) -> int:
-    """The seed of the random numbers that something draws."""
+def derive_seed(seed: int, *what: object) -> int:
+    """Return a 63-bit seed derived by hash from the run's seed and a purpose, such as ("sample", number)."""
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def draw_from(seed: int, device: torch.device) -> None:
-    """Have torch, numpy and Python draw what belongs to `seed` from here on."""
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the random generators of torch, numpy and Python, and that of `device`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -57,11 +61,13 @@ def draw_from(seed: int, device: torch.device) -> None:
     np.random.seed(seed % 2**32)
 
 
-def on_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The batch on the device; its real numbers in `dtype` where that is narrower than float32."""
+def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the batch with its tensors on the device; floating-point tensors are cast to `dtype` if it is narrower
+    than float32."""
     narrow = dtype if dtype.itemsize < 4 else None
 
     def move(value: Any) -> Any:
+        """Move one leaf of the batch; values that are not tensors are returned as they are."""
         if not isinstance(value, torch.Tensor):
             return value
         to = narrow if value.is_floating_point() else None
@@ -71,12 +77,16 @@ def on_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 class TrainingSamples:
-    """The micro-batches of this rank: rank after rank, micro-batch after micro-batch, of each step of `batch`
-    samples."""
+    """Loader of this rank's micro-batches: consecutive shares of each step of `batch` samples go to consecutive dp
+    ranks.
+
+    ranks, rank: of axis dp; parts: micro-batches per step; workers: `DataLoader` processes.
+    """
 
     def __init__(
         self, data: Samples, seed: int, batch: int, ranks: int, rank: int, parts: int, collate: Collate, workers: int
     ) -> None:
+        """Set up the loader; no sample is read yet."""
         self._data, self._seed, self._collate, self._workers = data, seed, collate, workers
         self._order = SampleOrder(seed, len(data))
         self._batch, self._rank, self._share, self._parts = batch, rank, batch // ranks, parts
@@ -84,24 +94,24 @@ class TrainingSamples:
         self._next = 0
 
     def step(self, step: int) -> Iterator[tuple[int, int, Any]]:
-        """The micro-batches of a step: number of the first sample, how many samples, and what `collate` made of
-        them."""
+        """Yield the micro-batches of a step: (global number of the first sample, number of samples, collated batch)."""
         if self._loaded is None or step != self._next:
-            numbered = _Numbered(self._data, self._seed)
+            numbered = _SeededSamples(self._data, self._seed)
             loader: DataLoader[Any] = DataLoader(
                 numbered,  # type: ignore[arg-type]
-                batch_sampler=_Following(self._numbers, step),  # type: ignore[arg-type]
+                batch_sampler=_EndlessBatches(self._numbered_samples, step),  # type: ignore[arg-type]
                 num_workers=self._workers,
                 collate_fn=self._collate,
                 pin_memory=torch.cuda.is_available(),
             )
             self._loaded = iter(loader)
         self._next = step + 1
-        for part in self._numbers(step):
+        for part in self._numbered_samples(step):
             yield part[0][0], len(part), next(self._loaded)
 
-    def _numbers(self, step: int) -> list[list[tuple[int, int]]]:
-        """Of each micro-batch of a step the global numbers and the samples."""
+    def _numbered_samples(self, step: int) -> list[list[tuple[int, int]]]:
+        """Return, for each of this rank's micro-batches of a step, its (global sample number, index in the data set)
+        pairs."""
         numbers = step * self._batch + self._rank * self._share + np.arange(self._share)
         samples = self._order.sample(numbers)
         pairs = list(zip(numbers.tolist(), samples.tolist(), strict=True))
@@ -109,29 +119,36 @@ class TrainingSamples:
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 
-class _Following:
-    """Endless batches of numbers from a step on, for a `DataLoader`."""
+class _EndlessBatches:
+    """A `DataLoader` batch sampler that yields the batches of step `step` and all later ones, without end. numbers:
+    returns the batches of a step."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
-        self._numbers, self._step = numbers, step
+        """Start at step `step`."""
+        self._numbered_samples, self._step = numbers, step
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield one batch of data-set keys at a time."""
         step = self._step
         while True:
-            yield from self._numbers(step)
+            yield from self._numbered_samples(step)
             step += 1
 
 
-class _Numbered:
-    """Samples by (global number, sample): what a sample draws depends on its number alone."""
+class _SeededSamples:
+    """A data set indexed by (global number, index) that seeds the random generators by the number before it reads a
+    sample."""
 
     def __init__(self, data: Samples, seed: int) -> None:
+        """Wrap `data`; `seed`: the run's."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
+        """Return the sample at the index; its random draws depend on the global number alone."""
         number, sample = place
-        draw_from(seed_for(self._seed, "sample", number), torch.device("cpu"))
+        seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self._data)

@@ -1,4 +1,4 @@
-"""`fit`: what a script calls on every rank."""
+"""`fit` and `load`: train a script's own module, and load a checkpoint into one."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ def fit(
     trust: bool = False,
     show_progress: bool = True,
 ) -> dict[str, Any] | None:
-    """Train a module of the caller's, or resume it from its newest whole checkpoint. Every rank of the layout calls
+    """Train the caller's module, or resume it from its newest complete checkpoint. Every rank of the layout calls
     this, in a script that `meshwright run`, torchrun or SLURM starts; one rank needs no launcher.
 
     Args:
-        build: Makes the module, the same on every rank; its random draws come from `run.seed`, and all ranks start from
-            rank 0's values. Parameters with `requires_grad` are trained.
-        loss: `loss(module, batch)`, a tensor of one number: the mean over the batch's items.
-        data: Anything with a length and items by number.
+        build: Returns the module, the same on every rank; its random draws come from `run.seed`, and all ranks start
+            from rank 0's values. Parameters with `requires_grad` are trained.
+        loss: `loss(module, batch)`, a scalar tensor: the mean over the batch's items.
+        data: A map-style data set: anything with a length and integer indexing.
         recipe: The tables `layout`, `[run]`, `[train]`, `[checkpoint]` and `[collectives]` of a recipe, or a file of
             them. A run's name is the script's unless given.
         overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, or texts as on the command line.
-        collate: Makes a batch of a list of items.
-        count: Items of a batch, such as labels that are not ignored; its samples unless given. The step's loss is the
-            sum over all items of all ranks, divided by their number, whatever the layout.
-        reduction: `"mean"`, or `"sum"` where the loss is the sum over the batch's items.
+        collate: Returns a batch, given a list of items.
+        count: Number of items in a batch, such as labels that are not ignored; default: its samples. The step's loss is
+            the sum over all items of all ranks, divided by their number, whatever the layout.
+        reduction: `"mean"`, or `"sum"` if the loss is the sum over the batch's items.
         validation: Validation data, as `data`.
         measures: `{"accuracy": f}`: `f(module, batch)` is a sum over the batch's items; its mean over the validation
             data goes into metrics.jsonl and the result.
-        units: True for a module, given its name and itself, that ZeRO-3 gathers together; by sizes and lists unless
-            given.
-        decays: True for a parameter to which weight decay applies; those of two dims and more unless given.
-        workers: Processes that read data for each rank.
+        units: True for a module, given its name and itself, that is one FSDP unit (all-gathered together by
+            ZeRO-3); default: chosen by size and module lists.
+        decays: True for a parameter to which weight decay applies; default: those with two or more dims.
+        workers: `DataLoader` processes of each rank.
         trust: Allow a recipe's file to run code that it names, such as a tracker's class.
         show_progress: Print a line for each logged step.
 
@@ -73,7 +73,7 @@ def fit(
         The result document on rank 0, None on others: step, loss, samples_per_second, predicted, measured, checkpoint.
 
     Raises:
-        UserError: A key, value or file is wrong, or the layout needs other ranks than there are.
+        UserError: A key, value or file is wrong, or the number of ranks is not that of the layout.
         CheckFailed: Too many steps in a row had a loss or gradient that was not finite.
         RankLost: A rank died or stopped answering.
         Terminated: SIGTERM arrived; the state has been saved.
@@ -113,8 +113,8 @@ def fit(
 
 
 def load(module: nn.Module, path: str | Path) -> nn.Module:
-    """Put the values of a checkpoint (or the newest of a run directory) into a module that was built alike, and return
-    it. `UserError` names the first tensor that does not fit."""
+    """Copy a checkpoint's values (or those of the newest checkpoint of a run directory) into a module of the same
+    structure, and return the module. `UserError` names the first tensor that does not fit."""
     files = CheckpointFiles(find_checkpoint(path))
     state = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The training task of a script's own module."""
+"""The training task of a script's own module: the implementation of `Task` for a foreign module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.data_calls import Work, by_axis, by_site
 from meshwright.planner.module_traffic import module_calls
 from meshwright.spec.foreign import ModulePartition
-from meshwright.training.module.data import TrainingSamples, draw_from, on_device, seed_for
+from meshwright.training.module.data import TrainingSamples, derive_seed, move_to_device, seed_generators
 from meshwright.training.module.passes import Batch, ModulePasses
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
@@ -31,10 +31,10 @@ from meshwright.training.task import RunStart
 
 
 class ModuleTask:
-    """A foreign module on one rank of a training run.
+    """A foreign module on one rank of a training run; implements `Task`.
 
     module: with its initial values, on the mesh's device; its trained parameters become views of flat buffers. derived:
-    what `parallel.module.table.describe_module` found in it.
+    its parameter table, from `parallel.module.table.describe_module`.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ModuleTask:
         module: nn.Module,
         derived: ModuleDescription,
     ) -> None:
+        """Shard the module's parameters and set up its loader and passes."""
         self.recipe, self.layout, self.mesh, self.spec = recipe, layout, mesh, spec
         self.module, self.table, self.derived = module, derived.table, derived
         set_matmul_precision(layout.precision, mesh.device)
@@ -73,34 +74,36 @@ class ModuleTask:
     # --- a step
 
     def load_step(self, step: int) -> list[Batch]:
-        """Load this rank's micro-batches of a step, counted from 0; buffers are remembered as they are now."""
+        """Load this rank's micro-batches of a step, counted from 0, and snapshot the buffers that the step may
+        change."""
         self.values.begin_step()
         return [self._make_batch(number, samples, content) for number, samples, content in self.samples.step(step)]
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> int:
-        """Count the items of the step over all ranks, at least 1."""
+        """Return the number of items of the step over all ranks, at least 1. Collective."""
         items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
         collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
         return max(1, int(items))
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
-        """Run forward and backward, and make changed buffers equal on all ranks; see `Task`."""
+        """Run forward and backward and synchronize changed buffers; return this rank's share of the loss over `divisor`
+        [1]."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
 
     def discard_step(self) -> None:
-        """Give buffers the values from before the step."""
-        self.values.take_back()
+        """Restore the buffers to their values before the step."""
+        self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: measures are those of validation."""
+        """Return no metrics: measures are computed in validation only."""
         return Metrics()
 
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Describe module and data for the run's report; nothing is known of the module's FLOPs."""
+        """Return the description of module and data for the run's report; the module's FLOPs are unknown."""
         units = len(self.table.units)
         sharded = f", in {units} unit{'s' if units > 1 else ''}" if self.layout.zero else ""
         return RunDescription(
@@ -113,10 +116,10 @@ class ModuleTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Do nothing: the module was built."""
+        """Do nothing: the module is already built."""
 
     def validate(self) -> Validation:
-        """Evaluate the first `train.validation_sequences` samples of the validation data, without an update."""
+        """Return the loss and measures on the first `train.validation_sequences` samples of the validation data."""
         data, mesh, train = self.spec.validation, self.mesh, self.recipe.train
         assert data is not None
         count = min(train.validation_sequences, len(data))
@@ -128,7 +131,7 @@ class ModuleTask:
         for first in range(0, count, size * mesh.dp.size):  # every rank as often: all-gathers of units are collective
             start = first + mesh.dp.rank * size
             wanted = range(start, min(start + size, count)) or range(1)  # beyond the end: one that does not count
-            draw_from(seed_for(self.recipe.run.seed, "validation", start), mesh.device)
+            seed_generators(derive_seed(self.recipe.run.seed, "validation", start), mesh.device)
             batch = self._make_batch(start, len(wanted), self.spec.collate([data[index] for index in wanted]))
             found = self.passes.evaluate(batch)
             if start < count and batch.items:
@@ -142,27 +145,28 @@ class ModuleTask:
         return Validation(loss_sum / max(1.0, items), Metrics(means, text))
 
     def state(self) -> dict[str, Any]:
-        """The number of training samples, which a resumed run compares."""
+        """Return the number of training samples, which a resumed run compares."""
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Buffers and frozen parameters to save."""
+        """Return slices of the buffers and frozen parameters to save."""
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Bytes of buffers and frozen parameters."""
+        """Return the bytes of buffers and frozen parameters."""
         return {"buffers": self.values.nbytes()}
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by call site."""
-        return by_site(self._calls())
+        """Return the predicted bytes that this rank sends in a step, by call site."""
+        return by_site(self._predict_calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by axis of the mesh."""
-        return by_axis(self._calls())
+        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
+        return by_axis(self._predict_calls())
 
-    def _calls(self) -> dict[tuple[str, str], int]:
-        averaged, copied = self.values.numbers()
+    def _predict_calls(self) -> dict[tuple[str, str], int]:
+        """Return the predicted bytes that this rank sends in a step, by (call site, axis)."""
+        averaged, copied = self.values.count_synchronized()
         work = Work(
             self.recipe.train.batch,
             1,
@@ -179,19 +183,21 @@ class ModuleTask:
             held=self.passes.prefetcher.held,
             averaged=averaged,
             copied=copied,
-            looked_at=self.values.looked_at(),
+            looked_at=self.values.count_compared(),
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
+        """Return a micro-batch on the device with its item count. number: of the first sample; content: the collated
+        batch."""
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:
             raise UserError(f"count gives {items} items for a batch: there cannot be fewer than none")
-        return Batch(number, on_device(content, self.mesh.device, self.parallel.parameter_dtype), items)
+        return Batch(number, move_to_device(content, self.mesh.device, self.parallel.parameter_dtype), items)
 
 
 def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
-    """The dtype in which the module computes: the layout's, else float32, or float64 where the module has that."""
+    """Return the module's compute dtype: the layout's, else float64 if a trained parameter has it, else float32."""
     if layout.precision is not None:
         if layout.precision not in PARAMETER_DTYPES:
             raise UserError(f'layout "{layout}": a module of your own is trained in {", ".join(PARAMETER_DTYPES)}')

@@ -13,12 +13,13 @@ from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.pipeline import Compute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.schedules.library import program_of
-from meshwright.training.module.data import draw_from, seed_for
+from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.spec import ModuleSpec
 
 
 class Batch(NamedTuple):
-    """A micro-batch: the number of its first sample, what `collate` made, and how many items its loss is over."""
+    """A micro-batch: the global number of its first sample, the collated content, and the number of items of its
+    loss."""
 
     number: int
     content: Any
@@ -26,8 +27,8 @@ class Batch(NamedTuple):
 
 
 class ModulePasses:
-    """Forward and backward of a step, as `parallel.step.ForwardBackward` does it for a transformer. `mark`: told of
-    each part of the work that has ended. `seed`: of what the module draws (dropout)."""
+    """Forward and backward of a foreign module, the counterpart of `parallel.step.ForwardBackward`. `mark`: called with
+    the name of each part of the step that has ended. `seed`: of the module's random draws (dropout)."""
 
     def __init__(
         self,
@@ -37,18 +38,19 @@ class ModulePasses:
         seed: int,
         mark: Callable[[str], None] = lambda part: None,
     ) -> None:
+        """Connect the gradient hooks of the ZeRO engine with the prefetcher."""
         self.module, self.parallel, self.mark = module, parallel, mark
         self._spec, self.seed = spec, seed
         self.program = program_of(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
-        """While a profile is taken: what stands around the compute steps of a training step."""
+        """While a profile is taken: a wrapper of the `Compute` of a training step; None otherwise."""
         (self.stage,) = parallel.partition.stages
         prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
-        """`parallel.shards` have the true gradients afterwards. targets: what the sum of losses is divided by. Returns
-        this rank's loss (float64)."""
+        """Run forward and backward of all micro-batches; `parallel.shards` then hold the gradients. targets: divisor of
+        the loss sum. Return this rank's share of the loss (float64)."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -60,7 +62,8 @@ class ModulePasses:
         return compute.total
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """The sum of the batch's losses, in float32 at least."""
+        """Return the loss summed over the batch's items, in float32 or wider. `UserError` if the script's loss is not a
+        scalar that requires a gradient."""
         loss = self._spec.loss(self.module, batch.content)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(type(loss))
@@ -71,7 +74,7 @@ class ModulePasses:
         return loss * batch.items if self._spec.reduction == "mean" else loss
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
-        """The sum of the batch's losses, its items, and the sums of what is measured beside, without gradients."""
+        """Return the loss sum, the number of items and the sum of each measure of a batch, without gradients."""
         with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._spec.measures.values()]
@@ -80,16 +83,18 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """The `Compute` (parallel/pipeline.py) of one step: the whole module is its only stage."""
+    """The `Compute` (parallel/pipeline.py) of one step: the module is its only stage."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
+        """Start a step with zero loss. targets: divisor of the loss sum."""
         self._passes, self._micro_batches, self._targets = passes, micro_batches, targets
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> None:
+        """Run forward of one micro-batch and keep its loss for backward."""
         passes, batch = self._passes, self._micro_batches[micro_batch]
-        draw_from(seed_for(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
+        seed_generators(derive_seed(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
         with passes.prefetcher.forward(passes.parallel.mesh.shard):
             if batch.items:
@@ -98,6 +103,7 @@ class _ModuleCompute:
         passes.mark("forward")
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> None:
+        """Run backward of one micro-batch."""
         passes, parallel = self._passes, self._passes.parallel
         parallel.start_pass(passes.stage)
         with passes.prefetcher.backward(parallel.gradients):
@@ -108,10 +114,13 @@ class _ModuleCompute:
         passes.mark("backward")
 
     def input_gradient(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> NoReturn:
+        """Not used: no backward is split."""
         raise AssertionError("no backward is split")
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> NoReturn:
+        """Not used: no backward is split."""
         raise AssertionError("no backward is split")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> NoReturn:
+        """Not used: there is no other stage to receive from."""
         raise AssertionError("nothing comes from another stage")

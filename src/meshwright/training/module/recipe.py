@@ -1,4 +1,4 @@
-"""The recipe of a foreign module: that of a model of ours without [model] and [data], which a script has instead."""
+"""The recipe of a foreign module: a recipe without [model] and [data], which the script provides."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from meshwright.toml import parse_toml, read_toml
 
 
 class ModuleRecipe(Recipe):
-    """Layout, [run], [train], [collectives] and [checkpoint]."""
+    """The recipe of a foreign module: layout, [run], [train], [collectives] and [checkpoint]."""
 
     model: None = None  # type: ignore[assignment]
     data: None = None  # type: ignore[assignment]
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
+        """Reject [train] keys that only Meshwright's own models support."""
         if self.train.compile:
             raise ValueError("train.compile is for Meshwright's own models; call module.compile() where it is built")
         if self.train.objective not in (None, "next-token"):
@@ -32,7 +33,7 @@ class ModuleRecipe(Recipe):
 
     @property
     def objective(self) -> str:
-        """That of no preferences: the script's own loss."""
+        """Always "next-token", the value for no preference pairs; the script defines the loss."""
         return "next-token"
 
 
@@ -47,9 +48,11 @@ def module_recipe(
     directory: str = "",
     trust: bool = False,
 ) -> ModuleRecipe:
-    """A recipe from its tables or its file, with overrides such as `train.steps=100`. `name`, `directory`: of the run,
-    unless the recipe says them. `trust`: code that a file names may run; tables are the script's own. `UserError` in
-    one line."""
+    """Return a validated recipe from its tables or its file, with overrides such as `train.steps=100`.
+
+    `name`, `directory`: defaults of `run.name` and `run.directory`. `trust`: allow code that a file names to run;
+    tables are always trusted. `UserError` in one line.
+    """
     if isinstance(recipe, (str, Path)):
         where = str(recipe)
         tables = read_toml(Path(recipe), "recipe")
@@ -78,5 +81,5 @@ def module_recipe(
 
 
 def module_recipe_text(text: str, where: str) -> ModuleRecipe:
-    """A recipe from its text, as `to_toml` writes it."""
+    """Parse a recipe from TOML as `to_toml` writes it. where: its name in errors."""
     return MODULE_SCHEMA.check(parse_toml(text, where), lambda key: where)

@@ -1,4 +1,4 @@
-"""A training run of a foreign module on one rank: build or resume, then as every run."""
+"""A training run of a foreign module on one rank."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ from meshwright.training.trainer import Trainer
 def train_module(
     recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
-    """As `meshwright.training.loop.train`, for a module of the caller's."""
+    """Train a foreign module on this rank and return the result document, like `meshwright.training.loop.train`."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
-    """`Run` for a foreign module."""
+    """A training run of a foreign module on one rank; see `Run`."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
     ) -> None:
+        """Build the module and load the newest checkpoint if there is one. Collective."""
         self._set_up(recipe, mesh, run_directory, show_progress)
         check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()
         task = build_task(spec, recipe, mesh)
         self.trainer = Trainer(task)
         table = saved_table(task.derived.table, task.derived.kept)
+        files = {"config.json": _make_config_json(task.module)}
         self.checkpointer = Checkpointer(
             run_directory.checkpoints,
             mesh,
-            Contents(table, {"config.json": _config(task.module)}, lambda path: _check_rows(table, path)),
+            Contents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
             dtype=recipe.checkpoint.dtype,
             keep=recipe.checkpoint.keep,
             keep_best=recipe.checkpoint.keep_best,
@@ -63,22 +65,22 @@ class ModuleRun(Run):
         if loaded is not None:
             checkpoint, self.saved_state = loaded
             self.trainer.restore(self.saved_state)
-            self._note_resumed(self.saved_state)
+            self._collect_resume_notes(self.saved_state)
             self.resumed_from = checkpoint.name
 
     def _predict(self) -> Prediction:
-        """Predict traffic alone: nothing is known of the module's arithmetic."""
+        """Return a prediction of traffic alone: the module's FLOPs and activations are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
     def _result(self) -> dict[str, Any]:
-        """The result document; traffic is predicted anew, now that it is known which buffers change."""
+        """Return the result document; traffic is predicted again, now that it is known which buffers change."""
         prediction = self._predict() if self.journal.leader else None
-        return self.journal.result(self._end(), self.checkpointer, prediction)
+        return self.journal.result(self._run_end(), self.checkpointer, prediction)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
-    """The state of the newest checkpoint of the recipe's run directory, None where there is none. `UserError` for what
-    may not have changed since."""
+    """Return the `state.json` of the newest checkpoint in the recipe's run directory, None if there is none.
+    `UserError` if the recipe or the number of samples has changed in a way that rules out a resume."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return None
@@ -97,8 +99,8 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | 
     return state
 
 
-def _check_rows(table: ParameterTable, path: Path) -> None:
-    """`UserError` that names the first tensor in which a checkpoint holds another module."""
+def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
+    """Raise `UserError` with the first tensor whose name or shape in a checkpoint differs from the module's."""
     files = CheckpointFiles(path)
     wanted = {row.name: row.shape for row in table.rows}
     for name in sorted(wanted.keys() | files.names):
@@ -111,8 +113,9 @@ def _check_rows(table: ParameterTable, path: Path) -> None:
             )
 
 
-def _config(module: nn.Module) -> bytes:
-    """config.json: the module's own where it is a model of transformers, which then loads the checkpoint."""
+def _make_config_json(module: nn.Module) -> bytes:
+    """Return the content of the checkpoint's config.json: the transformers configuration if the module has one, and its
+    class."""
     write: Callable[[], str] | None = getattr(getattr(module, "config", None), "to_json_string", None)
     if write is not None:
         config = json.loads(write())
@@ -122,7 +125,7 @@ def _config(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """`UserError` for what can be seen before anything is built."""
+    """Raise `UserError` for arguments of `fit` that are wrong, before anything is built."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")

@@ -1,4 +1,4 @@
-"""What a script defines of its training: the module, the loss, the data."""
+"""The arguments of a script's `fit`: module, loss and data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """The arguments of `fit`; see there."""
+    """The arguments of `fit`, documented there."""
 
     build: Callable[[], nn.Module]
     loss: Loss

@@ -1,7 +1,7 @@
-"""What a foreign module holds beside its trained parameters: buffers and frozen parameters, the same on every rank.
+"""Buffers and frozen parameters of a foreign module, kept the same on every rank.
 
-Buffers that a forward pass changes (running statistics) differ from rank to rank, since ranks see other samples. After
-every step they are made one again: real numbers become the mean over the ranks, whole ones those of rank 0.
+Buffers that a forward pass changes (running statistics) differ between ranks, since ranks see other samples. After
+every step they are synchronized: floating-point buffers by their mean over ranks, integer ones from rank 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CHANGED_SITE = "module.buffers.changed"
 BUFFER_SITE = "module.buffers"
 
 
-def same_values(module: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the parameters and buffers that rank 0's module has."""
+def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
+    """Broadcast rank 0's parameters and buffers to every rank."""
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
             if value.numel():
@@ -30,9 +30,10 @@ def same_values(module: nn.Module, mesh: Mesh) -> None:
 
 
 class KeptValues:
-    """Buffers and frozen parameters of `module` on this rank."""
+    """Buffers and frozen parameters of `module` on this rank, with synchronization of buffers that steps change."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        """Start without changed buffers."""
         self._module, self._mesh = module, mesh
         self._before: dict[str, torch.Tensor] = {}
         self.changing: set[str] = set()
@@ -41,8 +42,7 @@ class KeptValues:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Remember the buffers that the step may change. At the steps 1, 2, 4, 8 ... of this process all are looked
-        at."""
+        """Snapshot the buffers that the step may change; at the steps 1, 2, 4, 8 ... of this process, all buffers."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -50,42 +50,42 @@ class KeptValues:
         self._before = {name: buffers[name].detach().clone() for name in names}
 
     def end_step(self) -> None:
-        """Make the changed buffers the same on all ranks."""
+        """Synchronize the changed buffers over the data ranks. Collective."""
         buffers, mesh = self._buffers(), self._mesh
         if self._looking and buffers:
-            changed = [not _same(self._before[name], value) for name, value in buffers.items()]
+            changed = [not _equal_with_nan(self._before[name], value) for name, value in buffers.items()]
             flags = torch.tensor(changed, dtype=torch.int64, device=mesh.device)
             all_reduce(flags, mesh.data, CHANGED_SITE)
             self.changing |= {name for name, flag in zip(buffers, flags.tolist(), strict=True) if flag}
         for real in (True, False):
             found = [buffers[name] for name in buffers if name in self.changing]
-            self._make_one([each for each in found if each.is_floating_point() == real], real)
+            self._synchronize([each for each in found if each.is_floating_point() == real], real)
 
-    def take_back(self) -> None:
-        """The step is skipped: what it changed is as before."""
+    def restore_buffers(self) -> None:
+        """Restore the snapshot of `begin_step` after a skipped step."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, value in self._before.items():
                 buffers[name].copy_(value)
 
-    def numbers(self) -> tuple[int, int]:
-        """How many real and how many whole numbers `end_step` sums over ranks."""
+    def count_synchronized(self) -> tuple[int, int]:
+        """Return the number of elements that `end_step` synchronizes: (floating point, integer)."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
             sizes[not buffers[name].is_floating_point()] += buffers[name].numel()
         return sizes[0], sizes[1]
 
-    def looked_at(self) -> int:
-        """How many buffers the last step has compared."""
+    def count_compared(self) -> int:
+        """Return the number of buffers that the last step compared with their snapshots."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Return the bytes of all buffers and frozen parameters."""
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """As slices of a checkpoint, which rank 0 writes."""
+        """Return them as checkpoint slices; owned: only what this rank writes, which is nothing except on rank 0."""
         if owned and self._mesh.rank:
             return []
         slices = []
@@ -95,9 +95,12 @@ class KeptValues:
         return slices
 
     def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return the module's buffers by name."""
         return dict(self._module.named_buffers())
 
-    def _make_one(self, values: list[torch.Tensor], real: bool) -> None:
+    def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
+        """Replace buffers by their mean over the data ranks (`real`: floating point) or by rank 0's values
+        (integers)."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
@@ -113,7 +116,7 @@ class KeptValues:
 
 
 def contiguous_buffers(module: nn.Module) -> None:
-    """Have every buffer and frozen parameter lie in memory as a checkpoint has it."""
+    """Make every buffer and frozen parameter contiguous in memory, as checkpoints store them."""
     for inner in module.modules():
         for name, value in inner._buffers.items():
             if value is not None and not value.is_contiguous():
@@ -123,5 +126,6 @@ def contiguous_buffers(module: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
+def _equal_with_nan(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return True if both tensors are equal, NaN counting as equal to NaN."""
     return torch.equal(before, after) or torch.equal(before.nan_to_num(), after.nan_to_num())
