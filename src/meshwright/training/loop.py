@@ -188,10 +188,10 @@ class Run:
 
     def _begin(self) -> None:
         if self.recipe.checkpoint.background:
-            with self.journal.memory.aside():
+            with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
         directory = RunDirectory(self.recipe.run_directory).path
-        with self.journal.memory.aside():
+        with self.journal.memory.exclude_allocations():
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:
