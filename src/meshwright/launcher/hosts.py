@@ -38,7 +38,8 @@ def addresses_of(host: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own IP address on the route to `host` (on itself: that address). `UserError` without a route."""
+    """Return this host's own IP address on the route to `host` (on itself: that address). `UserError`
+    without a route."""
     reasons = []
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -115,7 +115,8 @@ def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
 
 
 def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
-    """Return a warning line if a tensor-parallel group spans hosts of `host_ranks` consecutive ranks each, else None."""
+    """Return a warning line if a tensor-parallel group spans hosts of `host_ranks` consecutive ranks
+    each, else None."""
     if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
         return None
     inside = math.gcd(host_ranks, layout.tp)

@@ -148,7 +148,8 @@ def machine_memory() -> int:
 
 
 def _loopback_environment() -> dict[str, str]:
-    """Return the environment by which gloo uses the loopback interface: a host name may lead to a network that is down."""
+    """Return the environment by which gloo uses the loopback interface: a host name may lead to a
+    network that is down."""
     with suppress(OSError):
         for _, name in socket.if_nameindex():
             if name in ("lo", "lo0"):

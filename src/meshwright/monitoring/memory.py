@@ -28,7 +28,8 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return to the kernel, now, the freed memory that glibc still keeps, as start-up leaves it; no effect elsewhere."""
+    """Return to the kernel, now, the freed memory that glibc still keeps, as start-up leaves it; no
+    effect elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

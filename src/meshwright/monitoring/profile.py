@@ -75,7 +75,8 @@ class Profile:
         return True
 
     def _write(self, taken: _ProfileRecording, program: PipelineProgram, last: int) -> None:
-        """Write each rank's trace, then on rank 0 the trace of all ranks; log a failure. last: number of the last step."""
+        """Write each rank's trace, then on rank 0 the trace of all ranks; log a failure. last: number
+        of the last step."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - taken.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
@@ -166,7 +167,8 @@ class _ProfileRecording:
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that names a range of operators in torch's trace (nothing where no operators are recorded)."""
+        """Return a context that names a range of operators in torch's trace (nothing where no operators
+        are recorded)."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
@@ -199,7 +201,8 @@ class _NamedCompute:
         self.buffer = compute.buffer
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the forward of a micro-batch on a stage inside its recorded span. x: input, None on the first stage."""
+        """Compute the forward of a micro-batch on a stage inside its recorded span. x: input, None on
+        the first stage."""
         with self._around(Kind.FORWARD, stage, replica, micro_batch):
             return self._compute.forward(stage, replica, micro_batch, x)
 

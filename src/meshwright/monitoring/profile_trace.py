@@ -44,7 +44,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """Recorded spans and collective calls of one rank. zero: time 0 of the trace on the rank's clock, in nanoseconds."""
+    """Recorded spans and collective calls of one rank. zero: time 0 of the trace on the rank's clock,
+    in nanoseconds."""
 
     rank: int
     zero: int

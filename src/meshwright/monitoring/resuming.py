@@ -70,7 +70,8 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
 
 
 def resume_differences(old: Recipe, new: Recipe) -> None:
-    """Raise `UserError` naming the first key that differs and may not change when a run is resumed (see `RESUMABLE`)."""
+    """Raise `UserError` naming the first key that differs and may not change when a run is resumed (see
+    `RESUMABLE`)."""
     before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):

@@ -61,7 +61,8 @@ class Tracker(Protocol):
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Raise `UserError` for a tracker of `track.to` that is unknown, cannot be loaded, or does not accept its options."""
+    """Raise `UserError` for a tracker of `track.to` that is unknown, cannot be loaded, or does not
+    accept its options."""
     track = recipe.track
     for name in track.to:
         tracker_class(recipe, name)
