@@ -30,7 +30,8 @@ SHARED = ("mlp.shared.up.output", "mlp.shared.down.input")
 
 
 class CompiledMixture(CompiledBlock):
-    """One block on one rank whose experts have no ranks of their own."""
+    """Kernels and saved activations of one compiled mixture-of-experts block on one rank, without
+    expert parallelism."""
 
     def _values(self) -> Iterator[Value]:
         yield from super()._values()
@@ -75,7 +76,7 @@ class CompiledMixture(CompiledBlock):
 
     @property
     def columns(self) -> int:
-        """Of the expert of all tokens."""
+        """Hidden columns of the shared expert on this rank."""
         return self.at.config.shared_intermediate // self.at.layout.tp
 
     def kept(self) -> list[str]:
@@ -151,7 +152,7 @@ class CompiledMixture(CompiledBlock):
     # --- backward
 
     def backward(self) -> Iterator[Kernel]:
-        """In the order of those that were seen whose peak is the lowest, as inductor chooses its own."""
+        """Yield the kernels of the backward, in the order of lowest peak that inductor was observed to choose."""
         if "mlp.input" in self.kept():
             ways = [AT_ONCE]
         elif self._wide:
