@@ -76,6 +76,7 @@ def _end_with_launcher(launcher: int | None) -> None:
     die_with_parent()
 
     def watch() -> None:
+        """Kill this process when standard input closes."""
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGKILL)

@@ -80,10 +80,10 @@ def same_layout(layout: Layout, saved: object) -> bool:
 
 
 def layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the FLOPs of one layer, forward and backward of a micro-batch on one rank: the model's, LM head included,
-    by layers.
+    """Return the FLOPs of one layer on one rank: forward and backward of a micro-batch.
 
-    layout: the recipe's unless given. None for a user's own module.
+    The whole model's, LM head included, divided by its layers. layout: the recipe's unless given. None for a user's own
+    module.
     """
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None

@@ -275,6 +275,7 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
     found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
+        """Connect in a thread, as torch may wait for ever."""
         try:
             found.put(connect())
         except Exception as error:  # raised below

@@ -30,8 +30,7 @@ SHARED = ("mlp.shared.up.output", "mlp.shared.down.input")
 
 
 class CompiledMixture(CompiledBlock):
-    """Kernels and saved activations of one compiled mixture-of-experts block on one rank, without
-    expert parallelism."""
+    """Kernels and saved activations of a compiled mixture-of-experts block without expert parallelism."""
 
     def _values(self) -> Iterator[Value]:
         yield from super()._values()
@@ -152,7 +151,7 @@ class CompiledMixture(CompiledBlock):
     # --- backward
 
     def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the backward, in the order of lowest peak that inductor was observed to choose."""
+        """Yield the kernels of the backward, in inductor's order of lowest peak."""
         if "mlp.input" in self.kept():
             ways = [AT_ONCE]
         elif self._wide:

@@ -89,10 +89,8 @@ backward's, by architecture where it is not the first (aten/src/ATen/cuda/Cublas
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor in memory at the peak, or several equal ones. stage: pipeline stage, None where it belongs to none.
-
-    first, last: events between which it is allocated.
-    """
+    """A tensor in memory at the peak, or several equal ones. stage: pipeline stage, None where it belongs to none;
+    first, last: events between which it is allocated."""
 
     category: str
     name: str
@@ -106,11 +104,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All tensors of one rank at its memory peak.
-
-    items: tensors at the snapshot `moment`; peak_bytes: their sum without "framework", which torch's allocator does not
-    count. between_steps: persistent bytes. framework: (least, most) bytes. compiled: every layer is priced as compiled.
-    """
+    """All tensors of one rank at its memory peak. peak_bytes: sum of `items`, in memory at the snapshot `moment`,
+    without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework: (least,
+    most) bytes. compiled: every layer is priced as compiled."""
 
     items: tuple[Item, ...]
     peak_bytes: int
@@ -175,8 +171,7 @@ def _table(config: ModelConfig) -> ParameterTable:
 
 
 def repeating(layout: Layout) -> Layout:
-    """Return the layout with the fewest micro-batches that have the same memory peak: a full pipeline repeats its
-    rounds."""
+    """Return the layout with the fewest micro-batches that reach the same memory peak (rounds repeat)."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
@@ -363,8 +358,7 @@ class _Step:
         return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
-        """Return the memory snapshots of one of this rank's stages. at_once: each forward is directly followed by its
-        backward."""
+        """Return the memory snapshots of a stage. at_once: a forward is directly followed by its backward."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]

@@ -34,8 +34,7 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 
 
 def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
-    """Return the bytes that the queued weight gradients of a layer need: inputs of its products, gradients of their
-    results.
+    """Return the bytes of a layer's queued weight gradients: inputs of its products, gradients of their results.
 
     whole: saved activations without recompute; x: bytes of an element; attention: include attention's products.
     """
@@ -400,7 +399,7 @@ class StageMoments:
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
-        """Return the tensors that the last of the posted reductions hold until they are waited for."""
+        """Return the tensors that the last posted reductions hold until they are waited for."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
@@ -417,8 +416,7 @@ class StageMoments:
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
-        """Return the reductions that a backward posts. weights: those of its weight-gradient pass, or of the other;
-        None: both."""
+        """Return the reductions a backward posts. weights: True: of its W pass, False: of its B pass, None: both."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, ways)
 

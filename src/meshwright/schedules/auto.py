@@ -104,7 +104,7 @@ def find_schedule(
     seconds: float | None = None,
     weight_copies: int = 1,
 ) -> PipelineProgram:
-    """Return the program that `search_schedule` finds."""
+    """Search a schedule and return only its program; arguments and errors as in `search_schedule`."""
     return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
 
 
