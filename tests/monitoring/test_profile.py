@@ -15,7 +15,14 @@ from meshwright.comm.watched_calls import WatchedCall
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.layout import Layout
-from meshwright.monitoring.profile_trace import THREADS, RankSteps, Span, clock_offset, merged, of_rank
+from meshwright.monitoring.profile_trace import (
+    THREADS,
+    RankSteps,
+    Span,
+    build_rank_trace,
+    clock_offset,
+    merge_rank_traces,
+)
 from meshwright.program.durations import Durations
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import pipeline_timeline
@@ -230,7 +237,7 @@ def rank_steps(rank: int = 0, zero: int = 1_000_000) -> RankSteps:
 def test_calls_that_are_under_way_at_once_stand_on_threads_of_their_own():
     steps = RankSteps.from_table(json.loads(json.dumps(rank_steps().table())))
     assert steps == rank_steps()
-    trace = Trace(of_rank(steps, {"traceEvents": []})[0])
+    trace = Trace(build_rank_trace(steps, {"traceEvents": []})[0])
     placed = {event["name"]: event for events in trace.slices.values() for event in events}
     assert [placed[name]["tid"] for name in ("first", "second", "third")] == [1, 2, 1]
     assert (placed["first"]["ts"], placed["first"]["dur"]) == (1.0, 3.0)
@@ -256,13 +263,13 @@ def test_kernels_of_a_device_are_in_the_trace_of_all_on_the_threads_of_their_str
     }  # fmt: skip
     parts = []
     for rank in (0, 1):
-        trace, kernels = of_rank(rank_steps(rank), operators)
+        trace, kernels = build_rank_trace(rank_steps(rank), operators)
         whole = Trace(trace)
         assert {event["name"] for event in whole.slices[f"rank {rank}: operators of thread 99"]} == {
             "aten::mm", "cudaLaunchKernel",
         }  # fmt: skip
         parts.append(rank_steps(rank).table() | {"kernels": kernels})
-    trace = Trace(merged(parts, generate("1f1b", 1, 2), {0: 0, 1: 0}))
+    trace = Trace(merge_rank_traces(parts, generate("1f1b", 1, 2), {0: 0, 1: 0}))
     for rank in (0, 1):
         on_device = trace.slices[f"rank {rank}: device 0, stream 7"]
         assert [(event["name"], event["ts"]) for event in on_device] == [("F0", 20.0), ("gemm", 20.0)]

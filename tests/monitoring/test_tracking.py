@@ -20,7 +20,7 @@ from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.monitoring import tracking
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import TrackedRun
-from meshwright.monitoring.tracking import Tracking, figures_of
+from meshwright.monitoring.tracking import Tracking, flatten_line
 from meshwright.recipe import Recipe, load_recipe
 from tests.training import training_cases as cases
 
@@ -52,7 +52,7 @@ def written(place: Path) -> Figures:
     """Every figure of `metrics.jsonl` by its key, as (step, value)."""
     found: Figures = defaultdict(list)
     for line in cases.metrics(place):
-        step, values = figures_of(line)
+        step, values = flatten_line(line)
         for key, value in values.items():
             assert isinstance(value, float), key
             found[key].append((step, value))

@@ -253,7 +253,7 @@ def test_automatic_layout_measures_a_missing_hardware_profile_if_it_may(
 def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory, tmp_path: Path, monkeypatch):
     """With as many threads as the ranks will have; not beside a run that has the directory, nor after the last step."""
     recipe = cases.recipe(tmp_path, "dp1 fp32", run_threads=3)
-    monkeypatch.setattr("meshwright.launcher.launcher._attempts", lambda spec, directory: {"threads": spec.threads})
+    monkeypatch.setattr("meshwright.launcher.launcher._run_attempts", lambda spec, directory: {"threads": spec.threads})
     assert launch_recipe(recipe, probe=False) == {"threads": 3} and asked == []
     with RunDirectory(recipe.run_directory), pytest.raises(UserError, match="is in use"):
         launch_recipe(recipe)

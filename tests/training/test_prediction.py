@@ -215,7 +215,7 @@ def test_a_steps_memory_is_what_came_since_the_trainer_was_made():
     memory, size = StepMemory(torch.device("cpu")), 64 * 2**20
     before = peak_memory_bytes(torch.device("cpu"))
     memory.start()
-    with memory.aside():
+    with memory.exclude_allocations():
         kept = torch.ones(size // 4)
     memory.begin()
     if memory._left == 0:

@@ -350,8 +350,8 @@ def trackers_hang_after_step_3(run: loop.Run) -> None:
     def begun(*where: Any) -> None:
         begin(*where)
         if run.journal.tracking is not None:
-            line = run.journal.tracking.line
-            run.journal.tracking.line = lambda told: line(told) if told["step"] <= 3 else None  # type: ignore[method-assign]
+            line = run.journal.tracking.queue_line
+            run.journal.tracking.queue_line = lambda told: line(told) if told["step"] <= 3 else None  # type: ignore[method-assign]
 
     run.journal.begin = begun  # type: ignore[method-assign]
 

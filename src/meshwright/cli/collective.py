@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from meshwright.collectives.report import CollectiveReport
 
 
-def _quantity(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Reads an option with a parser of `collectives.quantities`, which is imported only then."""
+def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Return a click callback that parses an option with `collectives.quantities.<parser>`, imported on use."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+        """Parse the option's text; None stays None."""
         from meshwright.collectives import quantities
 
         return None if text is None else getattr(quantities, parser)(text, option.opts[0])
@@ -28,7 +29,8 @@ def _quantity(parser: str) -> Callable[[click.Context, click.Parameter, str | No
     return read
 
 
-def _dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+def _parse_dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Click callback of --dims: parse `4x4` into the sides (4, 4)."""
     if text is None:
         return None
     try:
@@ -52,21 +54,25 @@ def _dims(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.argument("algorithm")
 @click.option("--ranks", type=click.IntRange(min=1), help="How many ranks (a file says it itself).")
 @click.option(
-    "--bytes", "total_bytes", callback=_quantity("parse_bytes"), metavar="B", help="The full vector: 64MiB, 1GB, 4096."
+    "--bytes",
+    "total_bytes",
+    callback=_parse_with("parse_bytes"),
+    metavar="B",
+    help="The full vector: 64MiB, 1GB, 4096.",
 )
 @click.option(
     "--topology", default="switch", show_default=True, metavar="T",
     help="switch, ring, full-mesh, torus:4x4, mesh:4x4, nodes:2x8[,rails], spine-leaf:4x8[,oversubscription=4].",
 )  # fmt: skip
-@click.option("--latency", callback=_quantity("parse_seconds"), metavar="T", help="Of a link: 5us unless said.")
-@click.option("--bandwidth", callback=_quantity("parse_rate"), metavar="R", help="Each way: 25GB/s unless said.")
+@click.option("--latency", callback=_parse_with("parse_seconds"), metavar="T", help="Of a link: 5us unless said.")
+@click.option("--bandwidth", callback=_parse_with("parse_rate"), metavar="R", help="Each way: 25GB/s unless said.")
 @click.option(
-    "--reduce-rate", callback=_quantity("parse_rate"), metavar="R", help="How fast a rank adds: no cost unless said."
+    "--reduce-rate", callback=_parse_with("parse_rate"), metavar="R", help="How fast a rank adds: no cost unless said."
 )
 @click.option("--root", type=click.IntRange(min=0), help="The rank that sends out or collects; 0 unless said.")
 @click.option("--segments", type=click.IntRange(min=1), help="Parts that a pipelined algorithm cuts the vector into.")
 @click.option("--groups", type=click.IntRange(min=1), help="Ranks of one node, for hierarchical algorithms.")
-@click.option("--dims", callback=_dims, metavar="AxB", help="Sides of the grid, for tori and meshes.")
+@click.option("--dims", callback=_parse_dims, metavar="AxB", help="Sides of the grid, for tori and meshes.")
 @click.option("--reduction", metavar="R", help="sum (unless said), mean, minimum or maximum.")
 @click.option("--run", is_flag=True, help="Run it on processes of this machine, beside torch.distributed's own call.")
 @click.option(
@@ -132,7 +138,7 @@ def command(
             if html is not None:
                 write_file(html, draw_page(report, picture))
         if trace is not None:
-            write_file(trace, json.dumps(_trace(report)))
+            write_file(trace, json.dumps(_chrome_trace(report)))
         program_text = None
         if program_file is not None:
             from meshwright.program.load import format_program
@@ -147,8 +153,8 @@ def command(
         answer(document, "\n\n".join(part.rstrip("\n") for part in parts), alone=program_text if printed else None)
 
 
-def _trace(report: CollectiveReport) -> dict[str, Any]:
-    """The simulated transfers, as ui.perfetto.dev opens them."""
+def _chrome_trace(report: CollectiveReport) -> dict[str, Any]:
+    """Return the simulated transfers as a Chrome trace, which ui.perfetto.dev opens."""
     from meshwright.program.timeline import collective_timeline
     from meshwright.program.trace import trace_events
 

@@ -47,9 +47,9 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     Killed and started again, it goes on where it was.
     """
     with answering(as_json) as answer:
-        data, samples = _prepared(recipe, overrides, check=True)
+        data, samples = _load_prepared(recipe, overrides, check=True)
         summary = data.summary(samples)
-        answer(summary, render_tables([_tables(summary)]))
+        answer(summary, render_tables([_summary_tables(summary)]))
 
 
 @a_command("show", "meshwright data show recipe.toml --rows 4")
@@ -65,9 +65,11 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
     from meshwright.data.description import describe_samples
 
     with answering(as_json) as answer:
-        data, samples = _prepared(recipe, overrides, check=False)
+        data, samples = _load_prepared(recipe, overrides, check=False)
         summary, described = data.summary(samples), describe_samples(data, rows)
-        answer({**summary, "rows": described}, render_tables([_tables(summary), *map(_picture, described)]))
+        answer(
+            {**summary, "rows": described}, render_tables([_summary_tables(summary), *map(_sample_table, described)])
+        )
 
 
 @a_command("report", "meshwright data report recipe.toml --output report.html")
@@ -85,7 +87,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
     from meshwright.data.cleaning.report import cleaning_page
 
     with answering(as_json) as answer:
-        data, _ = _prepared(recipe, overrides, check=False)
+        data, _ = _load_prepared(recipe, overrides, check=False)
         page = output or data.directory / "report.html"
         write_file(page, cleaning_page(Path(recipe).name, data.cleaning))
         answer({"report": page, **data.cleaning}, f"report: {page}")
@@ -111,7 +113,7 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
     from meshwright.recipe import load_recipe
 
     with answering(as_json) as answer:
-        data, _ = _prepared(recipe, overrides, check=False)
+        data, _ = _load_prepared(recipe, overrides, check=False)
         report = measure_tokenizer(load_recipe(recipe, list(overrides)).data, data)
         shown = None if text is None else describe_tokens(data.tokenizer, text)
         document = report if shown is None else {**report, "shown": shown}
@@ -127,8 +129,11 @@ for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
     command.add_command(one)
 
 
-def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
-    """The prepared data, and how many samples the recipe's run reads."""
+def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
+    """Return the recipe's prepared data (prepared now if missing), and how many samples its run reads.
+
+    check: verify the prepared files byte by byte.
+    """
     from meshwright.data import prepare as prepare_data
     from meshwright.recipe import load_recipe
 
@@ -137,7 +142,8 @@ def _prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[Prepa
     return data, loaded.train.steps * loaded.train.batch
 
 
-def _tables(summary: Mapping[str, Any]) -> Any:
+def _summary_tables(summary: Mapping[str, Any]) -> Any:
+    """Return the summary of prepared data as rich tables: splits, sources, dropped and masked text, vocabulary."""
     from rich.console import Group
     from rich.table import Table
 
@@ -169,11 +175,12 @@ def _tables(summary: Mapping[str, Any]) -> Any:
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
     facts.add_row("prepared in", escape_control_characters(summary["directory"]))
-    return Group(splits, "", *_sources(summary), facts)
+    return Group(splits, "", *_source_table(summary), facts)
 
 
-def _sources(summary: Mapping[str, Any]) -> list[Any]:
-    """Where there are several sources: what each holds, its share of the samples, how often the run reads it."""
+def _source_table(summary: Mapping[str, Any]) -> list[Any]:
+    """Return a table with one row for each data source: its size, share of the samples, epochs; empty for a single
+    source."""
     from rich.table import Table
 
     if len(summary["sources"]) == 1:
@@ -199,8 +206,8 @@ def _sources(summary: Mapping[str, Any]) -> list[Any]:
     return [table, ""]
 
 
-def _picture(row: Mapping[str, Any]) -> Any:
-    """One row of a batch: its documents in turn, each beside a bar, with the places that it takes in the row."""
+def _sample_table(row: Mapping[str, Any]) -> Any:
+    """Return one sample as a rich table: each document beside a bar, with its token positions in the sample."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -217,9 +224,9 @@ def _picture(row: Mapping[str, Any]) -> Any:
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
         for line in (
-            _marked(document)
+            _trained_lines(document)
             if "parts" in document
-            else map(Text, _shortened(escape_control_characters(document["text"])))
+            else map(Text, _shortened_lines(escape_control_characters(document["text"])))
         ):
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
@@ -230,8 +237,9 @@ def _picture(row: Mapping[str, Any]) -> Any:
     return Group(title, table)
 
 
-def _marked(document: Mapping[str, Any]) -> list[Text]:
-    """The lines of an example, what is trained on of it between ⟦ and ⟧."""
+def _trained_lines(document: Mapping[str, Any]) -> list[Text]:
+    """Return the lines of an instruction example, with the trained text between ⟦ and ⟧; the middle of a long one is
+    cut."""
     from rich.text import Text
 
     whole = Text()
@@ -244,8 +252,8 @@ def _marked(document: Mapping[str, Any]) -> list[Text]:
     return [*lines[:_LINES], Text(f"⋯ {len(lines) - 2 * _LINES} more lines ⋯"), *lines[-_LINES:]]
 
 
-def _shortened(text: str) -> list[str]:
-    """The lines of `text`, without the middle ones of many."""
+def _shortened_lines(text: str) -> list[str]:
+    """Return the lines of `text`; the middle of a long one is cut."""
     lines = text.split("\n")
     if len(lines) <= _LINES:
         return lines

@@ -21,14 +21,15 @@ _METHODS = ("self-instruct", "evol-instruct")
 _FILE = click.Path(path_type=Path)
 
 
-def _output(function: Callable[..., Any]) -> Callable[..., Any]:
+def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the required option --output to a command."""
     return click.option("--output", required=True, type=_FILE, metavar="F", help="The JSON Lines file to write.")(
         function
     )
 
 
-def _served(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say where a model is served and how it is asked."""
+def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the options of a served model: URL, name, key, journal, retries, seed, prices."""
     options = (
         click.option(
             "--url",
@@ -73,8 +74,8 @@ def _served(function: Callable[..., Any]) -> Callable[..., Any]:
     "meshwright data label chats.jsonl --url https://example.org/v1 --model m --key-variable API_KEY --output l.jsonl",
 )
 @click.argument("records", type=_FILE)
-@_output
-@_served
+@_output_option
+@_served_model_options
 @click.option("--again", is_flag=True, help="Replace what a model guessed before.")
 @json_option
 def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any) -> None:
@@ -87,11 +88,11 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 
     with answering(as_json) as answer:
         rows = read_records(records)
-        with _asker(served, output) as asker:
+        with _make_client(served, output) as asker:
             labelled, summary = label_records(rows, asker, served["seed"], again)
-            summary |= {"usage": _usage(asker, served), "output": output}
+            summary |= {"usage": _measure_usage(asker, served), "output": output}
             write_records(output, labelled)
-        answer(summary, render_tables([_facts(summary)]))
+        answer(summary, render_tables([_summary_table(summary)]))
 
 
 @a_command(
@@ -119,7 +120,7 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
         wanted = parse_target(target)
         records = ((str(file), where, record) for file in files for where, record in iterate_records(file))
         report = measure_balance(records, wanted, by)
-        parts = [_balance(name, group) for name, group in report["groups"].items()]
+        parts = [_balance_table(name, group) for name, group in report["groups"].items()]
         if html is not None:
             write_file(html, balance_page(", ".join(file.name for file in files), report))
             report = {**report, "files": {"page": str(html)}}
@@ -137,7 +138,7 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
 @click.option(
     "--task", default="classify", show_default=True, metavar="classify|spans|rewrite", help="What annotators do."
 )
-@_output
+@_output_option
 @json_option
 def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> None:
     """Write RECORDS as an annotation tool reads them, with the labels that they carry as a suggestion.
@@ -163,7 +164,7 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
 @click.option("--from", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
 @click.option("--records", required=True, type=_FILE, metavar="F", help="The records that were exported.")
 @click.option("--leave-out-rejected", is_flag=True, help="Write no record that annotators rejected.")
-@_output
+@_output_option
 @json_option
 def import_(
     files: tuple[Path, ...], tool: str, records: Path, leave_out_rejected: bool, output: Path, as_json: bool
@@ -180,7 +181,7 @@ def import_(
         rows = [row for file in files for row in read_records(file)]
         labelled, summary = import_rows(read_records(records), rows, tool, leave_out_rejected)
         write_records(output, labelled)
-        answer({**summary, "output": output}, render_tables([_facts({**summary, "output": output})]))
+        answer({**summary, "output": output}, render_tables([_summary_table({**summary, "output": output})]))
 
 
 @a_command(
@@ -203,8 +204,8 @@ def import_(
     "--temperature", type=click.FloatRange(0, 2), help="Of the sampling; 0.7 for Self-Instruct, 1 for Evol-Instruct."
 )
 @click.option("--max-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of an answer.")
-@_output
-@_served
+@_output_option
+@_served_model_options
 @json_option
 def vary(
     seeds: Path,
@@ -230,7 +231,7 @@ def vary(
         if method not in _METHODS:
             raise UserError(f"--method: {unknown('method', method, _METHODS)}")
         rows = read_records(seeds)
-        with _asker(served, output) as asker:
+        with _make_client(served, output) as asker:
             if method == _METHODS[0]:
                 warmth = 0.7 if temperature is None else temperature
                 outcome = self_instruct(
@@ -242,15 +243,17 @@ def vary(
                 records, summary = evol_instruct(
                     rows, asker, rounds, served["seed"], warmth, max_tokens, log=print_message
                 )
-            summary |= {"usage": _usage(asker, served), "output": output}
+            summary |= {"usage": _measure_usage(asker, served), "output": output}
             write_records(output, records)
-        answer(summary, render_tables([_facts(summary)]))
+        answer(summary, render_tables([_summary_table(summary)]))
 
 
 COMMANDS = (label, balance, export, import_, vary)
 
 
-def _asker(served: Mapping[str, Any], output: Path) -> ChatClient:
+def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
+    """Return a client of the served model. served: values of `_served_model_options`; output: names the default
+    journal."""
     from meshwright.synthesis.asking import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
 
@@ -260,12 +263,13 @@ def _asker(served: Mapping[str, Any], output: Path) -> ChatClient:
     return ChatClient(endpoint, journal, served["concurrency"], print_message)
 
 
-def _usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
+def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens used by the client's requests, and their price."""
     return asker.usage(served["price_in"], served["price_out"])
 
 
-def _facts(summary: Mapping[str, Any], prefix: str = "") -> Any:
-    """A summary as lines; what is empty or none is left out."""
+def _summary_table(summary: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a summary as a rich table of one key a line; zero counts inside a value are left out."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -282,8 +286,8 @@ def _facts(summary: Mapping[str, Any], prefix: str = "") -> Any:
     return table
 
 
-def _balance(name: str, group: Mapping[str, Any]) -> Any:
-    """One group of a balance report."""
+def _balance_table(name: str, group: Mapping[str, Any]) -> Any:
+    """Return one group of a balance report as rich text: counts and shares by speech act, and refusals."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

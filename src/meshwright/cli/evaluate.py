@@ -57,17 +57,19 @@ def command(
         refuse_overrides(overrides, data)
         result = evaluate(
             checkpoint, data, overrides, sequence=sequence, layout=layout, device=device, with_xz=xz,
-            progress=_progress, log=print_message,
+            progress=_print_progress, log=print_message,
         )  # fmt: skip
-        answer(result.to_json_dict(), _text(result))
+        answer(result.to_json_dict(), _format_result(result))
 
 
-def _progress(done: int, total: int) -> None:
+def _print_progress(done: int, total: int) -> None:
+    """Print the progress of an evaluation on one terminal line. done, total: units of work."""
     if sys.stderr.isatty():
         print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def _text(result: Evaluation) -> str:
+def _format_result(result: Evaluation) -> str:
+    """Format an evaluation as lines of text."""
     lines = [
         f"checkpoint     {result.checkpoint}",
         f"loss           {result.loss:.4f} nats per token ({result.tokens:,} tokens)",

@@ -52,7 +52,7 @@ def command(
     with answering(as_json) as answer:
         Sampling(temperature, top_k, top_p, seed)  # a wrong number is refused before a model is loaded
         if prompt == "-":
-            prompt = _standard_input()
+            prompt = _read_standard_input()
         model = load(checkpoint, layout, device=device, log=print_message)
         pieces = model.stream(
             prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, chat=chat
@@ -71,8 +71,9 @@ def command(
         answer(generation.to_json_dict(), "")
 
 
-def _standard_input() -> str:
-    """All of standard input; one end of line at its end is the shell's, not the prompt's."""
+def _read_standard_input() -> str:
+    """Return all of standard input as text, without one trailing newline (the shell's). `UserError` if
+    it is not UTF-8."""
     if sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; give the text as --prompt TEXT")
     try:

@@ -44,21 +44,23 @@ def command(
     with answering(as_json) as answer:
         document = inspect_model(
             path, names=names, layout=layout, sequence=sequence, values=values if statistics else 0,
-            with_statistics=statistics, progress=_progress, log=print_message,
+            with_statistics=statistics, progress=_print_progress, log=print_message,
         )  # fmt: skip
-        parts = [_sums(document), "", _tensors(document["tensors"])]
+        parts = [_totals_table(document), "", _tensor_table(document["tensors"])]
         if layout is not None:
-            parts += ["", _ranks(document["placement"])]
+            parts += ["", _placement_table(document["placement"])]
         answer(document, render_tables(parts, _WIDTH))
 
 
-def _progress(done: int, total: int) -> None:
+def _print_progress(done: int, total: int) -> None:
+    """Print on one terminal line which share of the bytes has been read."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
-        print(f"\rreading {done / max(1, total):.0%} of {_size(total)}", end=end, file=sys.stderr, flush=True)
+        print(f"\rreading {done / max(1, total):.0%} of {_format_bytes(total)}", end=end, file=sys.stderr, flush=True)
 
 
-def _sums(document: Mapping[str, Any]) -> Any:
+def _totals_table(document: Mapping[str, Any]) -> Any:
+    """Return a rich table of the totals: architecture, files, tensors, values that are not finite."""
     from rich.table import Table
     from rich.text import Text
 
@@ -68,11 +70,12 @@ def _sums(document: Mapping[str, Any]) -> Any:
     facts.add_row("path", escape_control_characters(document["path"]))
     if document["family"]:
         facts.add_row("architecture", f"{document['family']}, {document['parameters_of_config']:,} parameters")
-    types = ", ".join(f"{dtype} {_size(size)}" for dtype, size in document["bytes_by_type"].items())
+    types = ", ".join(f"{dtype} {_format_bytes(size)}" for dtype, size in document["bytes_by_type"].items())
     facts.add_row("tensors", f"{document['tensors_in_all']:,} of {document['elements']:,} elements: {types}")
     for file in document["files"]:
         facts.add_row(
-            "file", f"{escape_control_characters(file['file'])}: {file['tensors']:,} tensors, {_size(file['bytes'])}"
+            "file",
+            f"{escape_control_characters(file['file'])}: {file['tensors']:,} tensors, {_format_bytes(file['bytes'])}",
         )
     if document["not_in_index"]:
         facts.add_row("not in the index", escape_control_characters(", ".join(document["not_in_index"])))
@@ -86,7 +89,8 @@ def _sums(document: Mapping[str, Any]) -> Any:
     return facts
 
 
-def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
+def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a rich table with one row for each tensor: type, shape, size, statistics."""
     from rich.table import Table
     from rich.text import Text
 
@@ -100,18 +104,23 @@ def _tensors(tensors: Sequence[Mapping[str, Any]]) -> Any:
         table.add_column("first values", overflow="fold")
     for tensor in tensors:
         shape = " × ".join(map(str, tensor["shape"])) or "scalar"
-        cells: list[Any] = [escape_control_characters(tensor["name"]), tensor["type"], shape, _size(tensor["bytes"])]
+        cells: list[Any] = [
+            escape_control_characters(tensor["name"]),
+            tensor["type"],
+            shape,
+            _format_bytes(tensor["bytes"]),
+        ]
         if found := tensor.get("statistics"):
-            cells += [_number(found[key]) for key in ("mean", "std", "min", "max")]
+            cells += [_format_number(found[key]) for key in ("mean", "std", "min", "max")]
             cells.append(f"{found['zeros']:,}")
             odd = [f"{found[key]:,} {word}" for key, word in (("nan", "NaN"), ("infinite", "infinite")) if found[key]]
-            cells.append(Text.assemble(" ".join(map(_number, tensor["first"])), (" ".join(["", *odd]), "red")))
+            cells.append(Text.assemble(" ".join(map(_format_number, tensor["first"])), (" ".join(["", *odd]), "red")))
         table.add_row(*cells)
     return table
 
 
-def _ranks(placement: Mapping[str, Any]) -> Any:
-    """A row for each set of ranks that hold the same."""
+def _placement_table(placement: Mapping[str, Any]) -> Any:
+    """Return a rich table of a placement, with one row for each set of ranks that hold the same."""
     from rich.table import Table
 
     title = f"layout {placement['layout']}, parameters in {placement['precision']}"
@@ -122,31 +131,34 @@ def _ranks(placement: Mapping[str, Any]) -> Any:
         table.add_column(name, justify="right", no_wrap=True)
     alike: dict[tuple[str, str, int, int], list[int]] = {}
     for rank in placement["ranks"]:
-        alike.setdefault(_what(rank), []).append(rank["rank"])
+        alike.setdefault(_rank_contents(rank), []).append(rank["rank"])
     for (layers, also, size, training), ranks in alike.items():
-        table.add_row(_ranges(ranks), layers, also, _size(size), _size(training))
+        table.add_row(_format_ranges(ranks), layers, also, _format_bytes(size), _format_bytes(training))
     return table
 
 
-def _what(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
+def _rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    """Return what a rank holds, to group equal ranks: layers, other modules, parameter bytes, bytes in training."""
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:
-        also.append(f"experts {_ranges(rank['experts'])}")
-    return _ranges(rank["layers"]), ", ".join(also), rank["bytes"], sum(rank["training_bytes"].values())
+        also.append(f"experts {_format_ranges(rank['experts'])}")
+    return _format_ranges(rank["layers"]), ", ".join(also), rank["bytes"], sum(rank["training_bytes"].values())
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: `0-3, 8`."""
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Format ascending numbers as ranges: `0-3, 8`."""
     cuts = [0, *(at for at, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1), len(numbers)]
     runs = [(numbers[first], numbers[stop - 1]) for first, stop in pairwise(cuts) if stop > first]
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def _number(value: float | int | bool | None) -> str:
+def _format_number(value: float | int | bool | None) -> str:
+    """Format a statistic with four digits; None as `-`."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _size(count: float) -> str:
+def _format_bytes(count: float) -> str:
+    """Format a number of bytes in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

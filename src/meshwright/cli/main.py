@@ -40,28 +40,33 @@ LONGEST_LINE = 2000  # characters of an error
 
 
 class _Interrupted(Exception):
-    """Ctrl-C; the text is what there is to say about it."""
+    """Ctrl-C inside a command; its text is the message to print."""
 
 
 class Commands(Group):
-    """Knows the names and summaries of all commands, imports only the one that runs."""
+    """The top-level command group: lists all commands, and imports only the one that runs."""
 
     def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Import and return the command of this name, None if unknown."""
         if name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"meshwright.cli.{name}").command
         return command
 
     def invoke(self, context: click.Context) -> Any:
+        """Run the command; `_Interrupted` in place of KeyboardInterrupt, which click would answer with
+        an empty line."""
         try:
             return super().invoke(context)
         except KeyboardInterrupt as error:  # click would answer it with an empty line
             raise _Interrupted(str(error)) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands for --help without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -76,7 +81,8 @@ def meshwright() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. A fault of ours passes through, with its traceback."""
+    """Run the command line `arguments` (sys.argv unless given) and return its exit code. Internal errors keep their
+    traceback."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
         for argument in given:
@@ -90,21 +96,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.format_message())
         return 0
     except click.UsageError as error:
-        return _fail(usage_line(error), 2)
+        return _print_error(usage_line(error), 2)
     except click.ClickException as error:
-        return _fail(error.format_message(), 2)
+        return _print_error(error.format_message(), 2)
     except Terminated as error:
-        return _fail(str(error), error.exit_code, kind="")
+        return _print_error(str(error), error.exit_code, kind="")
     except MeshwrightError as error:
-        return _fail(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except (_Interrupted, KeyboardInterrupt, click.Abort) as error:
         if sys.stderr.isatty():
             click.echo(err=True)  # ends the line of the ^C
-        return _fail(str(error) or "interrupted", 130, kind="")
+        return _print_error(str(error) or "interrupted", 130, kind="")
     except (MemoryError, RuntimeError) as error:
         if (reason := out_of_memory_message(error)) is None:
             raise
-        return _fail(reason, 2)
+        return _print_error(reason, 2)
     except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -113,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse_undecodable(argument: str) -> None:
     """Raise UserError for an argument with bytes that are not UTF-8, which Python holds as lone surrogates.
 
-    Recipes, manifests, results and pages keep paths as UTF-8 text, so no command could keep such a one.
+    Recipes, manifests, results and pages store paths as UTF-8 text.
     """
     try:
         os.fspath(argument).encode()
@@ -129,12 +135,14 @@ def _refuse_undecodable(argument: str) -> None:
 
 @contextmanager
 def _model_warnings_as_lines() -> Iterator[None]:
-    """Print each `ModelWarning` as one line on standard error, once; other warnings as Python prints them."""
+    """Print each `ModelWarning` inside the with block once, as one line on standard error; other warnings as Python
+    does."""
     printed: set[str] = set()
     with warnings.catch_warnings():
         show = warnings.showwarning
 
         def show_line(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            """Print a warning; replaces `warnings.showwarning`."""
             if not issubclass(category, ModelWarning):
                 show(message, category, *place, **more)
             elif (text := " ".join(str(message).split())) not in printed:
@@ -146,7 +154,8 @@ def _model_warnings_as_lines() -> Iterator[None]:
         yield
 
 
-def _fail(reason: str, code: int, kind: str = "error: ") -> int:
+def _print_error(reason: str, code: int, kind: str = "error: ") -> int:
+    """Print one error line (`kind` before the reason) on standard error and return the exit code `code`."""
     line = escape_control_characters(" ".join(reason.split()))  # it may quote a file that holds anything
     line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
     click.echo(f"meshwright: {kind}{line}", err=True)

@@ -87,14 +87,14 @@ def command(
         for name in context.params.keys() - {"names", "cluster", "calibrate", "as_json"}:
             if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
                 raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
-        _calibrate(names, cluster, as_json)
+        _run_calibrate(names, cluster, as_json)
         return
     if jobs is not None:
         context = click.get_current_context()
         for name in context.params.keys() - {"jobs", "as_json"}:
             if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
                 raise UserError("--jobs: each line says its own model, cluster and options; leave all else out")
-        _answer_jobs(jobs)
+        _run_jobs(jobs)
         return
     given, overrides = split_overrides(names)
     model = given[0] if given else None
@@ -112,14 +112,14 @@ def command(
     for name, value in (("sequence", sequence), ("batch", batch)):
         if value is None and recipe is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")
-    parsed = _layout(layout)
+    parsed = _parse_layout(layout)
     with answering(as_json) as answer:
         found = plan(
             model if recipe is None else recipe, cluster, parsed, sequence=sequence, batch=batch, engine=engine,
             compile=compiled or None, optimizer=optimizer, precision=precision, documents=documents, top=top,
         )  # fmt: skip
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
-        lines = _text(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
+        lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
         if html:
             from meshwright.planner.page import page
 
@@ -131,8 +131,9 @@ def command(
         raise UserError(nothing_fits(found.search))
 
 
-def _text(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
-    """The plan for people, a text for each part."""
+def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
+    """Format a plan as paragraphs of text. width: columns; every_tensor: add the memory ledger; explained: add the
+    operations."""
     from meshwright.planner.text import (
         estimate_text,
         explain_text,
@@ -161,8 +162,12 @@ def _text(found: Plan, model: str, width: int, every_tensor: bool, explained: bo
     return lines
 
 
-def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """Compare what runs predicted with what they took, and keep the factor in the cluster file."""
+def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
+    """Run `plan --calibrate`: write measured / predicted factors of finished runs into the cluster file, and print
+    them.
+
+    runs: run directories; where: cluster file, None or "this" for this machine's.
+    """
     from meshwright.planner.calibrate import cluster_file_with, read_run
     from meshwright.planner.cluster import this_machine
     from meshwright.planner.text import calibrated_text
@@ -186,7 +191,8 @@ def _calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
 _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}
 
 
-def _layout(text: str | None) -> Any:
+def _parse_layout(text: str | None) -> Any:
+    """Parse the option --layout, None if not given; `UserError` names the option."""
     from meshwright.layout import Layout
 
     if text is None:
@@ -197,16 +203,21 @@ def _layout(text: str | None) -> Any:
         raise UserError(f"--layout: {error}") from None
 
 
-def _answer_jobs(path: str) -> None:
-    """One answer a line, in order; a line that cannot be priced answers with its error in its place."""
+def _run_jobs(path: str) -> None:
+    """Run `plan --jobs`: price each request line of a JSON Lines file (`-`: standard input), print one JSON answer a
+    line.
+
+    Answers are in order; a request that cannot be priced is answered by {"error": ...}.
+    """
     from meshwright.planner.jobs import answer
 
-    for line in _lines(path):
+    for line in _read_lines(path):
         text = json_document(answer(line))
         print(text.encode("utf-8", "replace").decode(), flush=True)  # a request may hold half a character
 
 
-def _lines(path: str) -> Iterator[str]:
+def _read_lines(path: str) -> Iterator[str]:
+    """Yield the non-empty lines of a file (`-`: standard input). `UserError` if unreadable or a line is too long."""
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
             longest = limit_of("config_bytes")

@@ -20,7 +20,8 @@ from meshwright.names import DEVICES, nearest, unknown
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def _known_device(context: click.Context, option: click.Parameter, name: str) -> str:
+def _check_device(context: click.Context, option: click.Parameter, name: str) -> str:
+    """Click callback of --device: return the name, or raise for an unknown one."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
     return name
@@ -28,7 +29,7 @@ def _known_device(context: click.Context, option: click.Parameter, name: str) ->
 
 device_option = click.option(
     "--device",
-    callback=_known_device,
+    callback=_check_device,
     metavar="|".join(DEVICES),
     default="auto",
     show_default=True,
@@ -44,15 +45,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def command(name: str, *examples: str, group: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function a command (or, with `group`, a group of sub-commands) whose --help ends with `examples`."""
+    """Decorator that makes a function a click command (or, with `group`, a group) whose --help ends with `examples`."""
     epilog = "\n".join(["\b", "Example:" if len(examples) == 1 else "Examples:", *(f"  {line}" for line in examples)])
     return click.command(name, cls=Group if group else Command, epilog=epilog, context_settings=CONTEXT)
 
 
 class Command(click.Command):
-    """A command whose mistakes always say which command they are about."""
+    """A click command whose usage errors always name the command."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Parse the arguments; sets the context of a usage error where click leaves it out (an option
+        without a value)."""
         try:
             return super().parse_args(context, arguments)
         except click.UsageError as error:
@@ -61,20 +64,21 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of commands that answers an unknown name with the nearest one."""
+    """A click group that answers an unknown command with the nearest name."""
 
     command_class = Command
 
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return name, command and remaining arguments; a usage error suggests the nearest name."""
         name = arguments[0]
         if not name.startswith("-") and self.get_command(context, name) is None:
             raise click.UsageError(unknown("command", name, self.list_commands(context)), context)
         return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each command with the whole first paragraph of its help: click's own list cuts it to a line."""
+        """Write each command with the first paragraph of its help, which click's own list cuts to a line."""
         rows = []
         for name in self.list_commands(context):
             command = self.get_command(context, name)
@@ -85,31 +89,31 @@ class Group(click.Group):
 
 
 def usage_line(error: click.UsageError) -> str:
-    """One line about a wrong command line: what is wrong, and which --help shows what is right."""
+    """Return one line for a wrong command line: what is wrong, and which --help shows the right usage."""
     reason = error.format_message().removesuffix(".")
     if isinstance(error, click.NoSuchOption):
         options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
         close = nearest(error.option_name, [*options, "--help"])
         reason = f"unknown option {error.option_name}" + (f"; did you mean {close}?" if close else "")
     elif isinstance(error, click.MissingParameter) and error.param is not None:
-        reason = f"{_spelled(error.param)} is missing" + _wanted(error.param)
+        reason = f"{_parameter_name(error.param)} is missing" + _help_as_suffix(error.param)
     elif isinstance(error, click.BadOptionUsage) and error.ctx and error.message.endswith("requires an argument."):
         option = next(option for option in error.ctx.command.params if error.option_name in option.opts)
-        reason = f"{_spelled(option)} needs a value" + _wanted(option)
+        reason = f"{_parameter_name(option)} needs a value" + _help_as_suffix(option)
     elif isinstance(error, click.BadParameter) and error.param is not None:
-        reason = f"{_spelled(error.param)}: {error.message.removesuffix('.')}"
+        reason = f"{_parameter_name(error.param)}: {error.message.removesuffix('.')}"
     path = error.ctx.command_path if error.ctx else "meshwright"
     where = path.removeprefix("meshwright").strip()
     return f"{f'{where}: ' if where else ''}{reason} ({path} --help shows an example)"
 
 
-def _spelled(parameter: click.Parameter) -> str:
-    """An option as it is typed, an argument as the usage line shows it."""
+def _parameter_name(parameter: click.Parameter) -> str:
+    """Return a parameter as it is typed: `--option`, or an argument's name in the usage line."""
     return max(parameter.opts, key=len) if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
-def _wanted(parameter: click.Parameter) -> str:
-    """What belongs into an option, from its line in --help."""
+def _help_as_suffix(parameter: click.Parameter) -> str:
+    """Return the option's help text, as the end of an error line; empty without one."""
     said = (getattr(parameter, "help", None) or "").rstrip(".")
     return f": {said[:1].lower()}{said[1:]}" if said else ""
 
@@ -118,9 +122,9 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split arguments into leading names (at most `names`) and KEY=VALUE overrides.
+    """Split command-line arguments into leading names (at most `names`) and KEY=VALUE overrides.
 
-    Raises UserError for more than so many names, and for a name behind an override.
+    Raises UserError for more names, and for a name after an override.
     """
     first = next((number for number, each in enumerate(arguments) if is_override(each)), len(arguments))
     named, overrides = tuple(arguments[:first]), tuple(arguments[first:])
@@ -133,33 +137,36 @@ def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument is written as an override, and is no file that is called so."""
+    """Return True if an argument is written as KEY=VALUE and no file has that name."""
     return re.match(r"[A-Za-z_][A-Za-z0-9_.]*\s*=", argument) is not None and not os.path.exists(argument)
 
 
 def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
-    """Raise UserError where overrides follow what is no recipe."""
+    """Raise UserError if overrides are given for a `name` that is no recipe (.toml)."""
     if overrides and not (name or "").endswith(".toml"):
         raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
 class Answer(Protocol):
-    """Prints the JSON document or the text, whichever was asked for. alone: what has standard output to itself in
-    place of the text, which then goes to standard error."""
+    """Prints a command's result: `document` as JSON or `text`, whichever was asked for.
+
+    alone: output that has standard output to itself; `text` then goes to standard error.
+    """
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Within it, call the yielded function once, with the result and its text for people: one of the two is printed.
+    """Context that yields the function with which a command prints its result, once: the JSON document or the text.
 
-    With `as_json`, standard output carries that JSON document and nothing else: what anything prints meanwhile, child
-    processes included, goes to standard error.
+    With `as_json`, standard output carries that JSON document only; other output inside the block, of child processes
+    too, goes to standard error.
     """
     answered = False
 
     def answer(document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
+        """Print the document (with `as_json`) or the text; see `Answer`."""
         nonlocal answered
         assert not answered, "a command answers once"
         answered = True
@@ -197,7 +204,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 
 def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
-    """Whether `-` stands in place of a file. Raises UserError with --json, which has standard output to itself."""
+    """Return True if the path of `option` is `-`. Raises UserError together with --json, which owns standard output."""
     if str(path) != "-":
         return False
     if as_json:
@@ -206,7 +213,7 @@ def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that a person asked for: whole or not at all. Raises UserError where it cannot be written."""
+    """Write `text` to a file atomically. Raises UserError if it cannot be written."""
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -220,5 +227,5 @@ def write_file(path: Path, text: str) -> None:
 
 
 def json_document(document: Mapping[str, Any]) -> str:
-    """`document` with `"schema": 1` as one line of JSON; numbers that are not finite become null."""
+    """Return `document` with `"schema": 1` as one line of JSON; numbers that are not finite become null."""
     return json.dumps(to_json_dict(document), allow_nan=False, ensure_ascii=False)

@@ -47,19 +47,20 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         joining = join_if_started_by_others()
         first = not joining or place().rank == 0
         if first:
-            _check(path, make=output is None)
+            _check_writable(path, make=output is None)
         if joining and ranks is not None:
             raise UserError("--ranks: torchrun or SLURM has started the ranks; leave it out")
         found = join(device, directory) if joining else probe(ranks, device, directory)
         if not first:  # the first rank says it for all
             return
         tables = report.make_cluster_tables(found, found["kind"])
-        write_file(path, report.format_cluster_file(tables, _head(found["seconds"])))
+        write_file(path, report.format_cluster_file(tables, _file_header(found["seconds"])))
         answer(report.make_document(found, tables, str(path)), report.format_summary(found, tables, str(path)))
 
 
-def _check(path: Path, make: bool) -> None:
-    """Refuse a file that could not be written before anything is measured; with `make`, make its directory."""
+def _check_writable(path: Path, make: bool) -> None:
+    """Raise UserError if the cluster file could not be written, before anything is measured. make: create its
+    directory."""
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,8 @@ def _check(path: Path, make: bool) -> None:
         raise UserError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
 
 
-def _head(seconds: float) -> list[str]:
+def _file_header(seconds: float) -> list[str]:
+    """Return the comment lines at the top of a cluster file. seconds: duration of the measurement."""
     import datetime
 
     import torch

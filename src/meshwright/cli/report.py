@@ -27,13 +27,15 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
     with answering(as_json) as answer:
         page = write_report(
             run_directory,
-            evaluation=_read(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
-            sample=_read(sample, "generate", ("prompt", "text")),
+            evaluation=_read_document(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
+            sample=_read_document(sample, "generate", ("prompt", "text")),
         )
         answer({"report": page}, f"report: {page}")
 
 
-def _read(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
+def _read_document(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """Read a JSON file printed by `meshwright <command> --json`; None for no file. `UserError` unless it has all
+    `keys`."""
     from meshwright.errors import UserError
     from meshwright.untrusted import read_json
 

@@ -16,8 +16,8 @@ from meshwright.errors import UserError
 from meshwright.names import SCHEDULES
 
 
-def _times(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
-    """One duration, or several with commas between them."""
+def _parse_durations(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
+    """Click callback: parse one duration, or several separated by commas."""
     if text is None:
         return None
     try:
@@ -29,10 +29,12 @@ def _times(context: click.Context, option: click.Parameter, text: str | None) ->
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _duration(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
-    """An option that takes durations."""
+def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds the option `name`, which takes durations. what: its help text."""
     shown = default is not None
-    return click.option(name, callback=_times, metavar="T[,T...]", default=default, show_default=shown, help=what)
+    return click.option(
+        name, callback=_parse_durations, metavar="T[,T...]", default=default, show_default=shown, help=what
+    )
 
 
 @a_command(
@@ -47,14 +49,14 @@ def _duration(name: str, default: str | None, what: str) -> Callable[[Any], Any]
 @click.option("--stages", type=click.IntRange(min=1), help="Pipeline ranks (a file says it itself).")
 @click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step, both directions counted.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages on a rank, where the schedule leaves that open.")
-@_duration("--forward", "1", "Of a rank's share: one, or one a rank; or one a stage.")
-@_duration("--input-gradient", "1", "The backward's first half.")
-@_duration("--weight-gradient", "1", "The backward's second half.")
-@_duration("--transfer", "0", "From a stage to the next one: one, or one a boundary.")
-@_duration("--overlapped", None, "Forward and backward together, where a schedule overlaps them.")
+@_duration_option("--forward", "1", "Of a rank's share: one, or one a rank; or one a stage.")
+@_duration_option("--input-gradient", "1", "The backward's first half.")
+@_duration_option("--weight-gradient", "1", "The backward's second half.")
+@_duration_option("--transfer", "0", "From a stage to the next one: one, or one a boundary.")
+@_duration_option("--overlapped", None, "Forward and backward together, where a schedule overlaps them.")
 @click.option(
     "--parts",
-    callback=_times,
+    callback=_parse_durations,
     metavar="A,D,M,C",
     help="Attention, dispatch, MLP, combine of a forward: cut layers, with all-to-all on a stream of its own.",
 )
@@ -95,7 +97,7 @@ def command(
     activations (in micro-batches), weight copies and messages of every rank are reported. Exit code 1 when a program
     does not hold: a line names rank, step and reason.
     """
-    _require(schedule, stages, microbatches)
+    _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)
     if parts is not None:
         _refuse_beside_parts()
@@ -129,7 +131,7 @@ def command(
             from meshwright.program.trace import trace_events
 
             write_file(trace, json.dumps(trace_events(timeline)))
-        program_text = _written(report.complete, program_file) if program_file else None
+        program_text = _format_program(report.complete, program_file) if program_file else None
         if program_file and program_text and not printed:
             write_file(program_file, program_text)
         if text:
@@ -138,14 +140,14 @@ def command(
             width = shutil.get_terminal_size((120, 24)).columns
             document["drawing"] = draw_text(timeline, width)
             lines.append(document["drawing"])
-        files = _files(svg, html, trace, None if printed else program_file)
+        files = _list_files(svg, html, trace, None if printed else program_file)
         lines += [f"{what}: {path}" for what, path in files]
         document["files"] = {what: str(path) for what, path in files}
         answer(document, "\n".join(lines), alone=program_text if printed else None)
 
 
-def _require(schedule: str, stages: int | None, micro_batches: int | None) -> None:
-    """A known name needs to be told how many ranks and micro-batches there are; a file says so itself."""
+def _require_counts(schedule: str, stages: int | None, micro_batches: int | None) -> None:
+    """Raise UserError if a named schedule lacks --stages or --microbatches; a program file has its own."""
     if schedule not in SCHEDULES:
         return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]
@@ -154,7 +156,7 @@ def _require(schedule: str, stages: int | None, micro_batches: int | None) -> No
 
 
 def _refuse_beside_parts() -> None:
-    """The parts of a layer say how long its steps last: no other duration is heard beside them."""
+    """Raise UserError if --parts is combined with another duration, which it replaces."""
     context = click.get_current_context()
     for name in ("forward", "input_gradient", "weight_gradient", "overlapped"):
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
@@ -162,13 +164,16 @@ def _refuse_beside_parts() -> None:
             raise UserError(f"--parts says how long a forward and both gradients last; leave out {option}")
 
 
-def _files(svg: Path | None, html: Path | None, trace: Path | None, program: Path | None) -> list[tuple[str, Path]]:
-    """What was written, by what it is."""
+def _list_files(
+    svg: Path | None, html: Path | None, trace: Path | None, program: Path | None
+) -> list[tuple[str, Path]]:
+    """Return (kind, path) of each file that was written."""
     named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
     return [(what, path) for what, path in named if path is not None]
 
 
-def _written(program: object, path: Path) -> str:
+def _format_program(program: object, path: Path) -> str:
+    """Format a program for the file `path`: PyTorch's CSV for `.csv`, JSON for `.json`, else text."""
     from meshwright.program.load import format_program
     from meshwright.program.pipeline import PipelineProgram
     from meshwright.schedules.pytorch_csv import to_csv

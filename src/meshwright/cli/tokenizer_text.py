@@ -11,7 +11,7 @@ _ROWS = 10
 
 
 def tables(report: Mapping[str, Any]) -> Any:
-    """The report of a tokenizer as tables: by source, use of the vocabulary, the most frequent and the longest."""
+    """Return a tokenizer report as rich tables: by source, use of the vocabulary, most frequent and longest tokens."""
     from rich.console import Group
     from rich.table import Table
 
@@ -30,14 +30,14 @@ def tables(report: Mapping[str, Any]) -> Any:
     often = ", ".join(f"{count:,} at least {int(least):,}" for least, count in report["occur_at_least"].items())
     facts.add_row("vocabulary", f"{report['vocabulary']:,} tokens, of which {report['used']:,} occur")
     facts.add_row("times", often)
-    unused = " ".join(_quoted(token["text"]) for token in report["unused_tokens"][:_ROWS])
+    unused = " ".join(_quote_token(token["text"]) for token in report["unused_tokens"][:_ROWS])
     facts.add_row("never used", f"{report['unused']:,}" + (f": {unused}" if unused else ""))
     if report["unknown"]:
         share = report["unknown"]["count"] / max(1, report["tokens"])
         facts.add_row("unknown text", f"{report['unknown']['count']:,} times {report['unknown']['text']} ({share:.1%})")
     found = report["round_trip"]
     difference = found["first_difference"]
-    lost = f"; {_quoted(difference['text'])} becomes {_quoted(difference['decoded'])}" if difference else ""
+    lost = f"; {_quote_token(difference['text'])} becomes {_quote_token(difference['decoded'])}" if difference else ""
     facts.add_row("decoded", f"{found['exact']:,} of {found['documents']:,} validation documents exactly{lost}")
     facts.add_row("lies in", escape_control_characters(report["directory"]))
 
@@ -48,25 +48,30 @@ def tables(report: Mapping[str, Any]) -> Any:
     columns = [report[key][:_ROWS] for key in ("most_frequent", "longest")]
     for frequent, longest in zip(*columns, strict=True):
         both.add_row(
-            _quoted(frequent["text"]), f"{frequent['count']:,}", _quoted(longest["text"]), f"{longest['count']:,}"
+            _quote_token(frequent["text"]),
+            f"{frequent['count']:,}",
+            _quote_token(longest["text"]),
+            f"{longest['count']:,}",
         )
     return Group(sources, "", facts, "", both)
 
 
 def tokens_line(shown: Mapping[str, Any]) -> Any:
-    """The tokens of one text, and what decoding them gives where that is another text."""
+    """Return the tokens of one text as rich text, and the decoded text where it differs. shown: from
+    `describe_tokens`."""
     from rich.text import Text
 
-    lines = [f"{len(shown['tokens'])} tokens: {_joined([token['text'] for token in shown['tokens']])}"]
+    lines = [f"{len(shown['tokens'])} tokens: {_format_tokens([token['text'] for token in shown['tokens']])}"]
     if not shown["exact"]:
-        lines.append(f"decoded: {_quoted(shown['decoded'])}")
+        lines.append(f"decoded: {_quote_token(shown['decoded'])}")
     return Text("\n".join(lines))
 
 
-def _joined(tokens: Sequence[str]) -> str:
-    return " ".join(map(_quoted, tokens))
+def _format_tokens(tokens: Sequence[str]) -> str:
+    """Format tokens in one line, each quoted."""
+    return " ".join(map(_quote_token, tokens))
 
 
-def _quoted(token: str) -> str:
-    """A token between marks that show where it begins and ends, its spaces and newlines visible."""
+def _quote_token(token: str) -> str:
+    """Format a token between ‹ and ›, with newlines visible."""
     return f"‹{escape_control_characters(token).replace(chr(10), chr(92) + 'n')}›"

@@ -45,10 +45,11 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
                 raise
             sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 prints it for all
         if reports_result():
-            answer(result.to_json_dict(), _text(result.document))
+            answer(result.to_json_dict(), _format_result(result.document))
 
 
-def _text(result: Mapping[str, Any]) -> str:
+def _format_result(result: Mapping[str, Any]) -> str:
+    """Format the result document of a training run as text."""
     lines = [f"done: step {result['step']}"]
     if result["loss"] is not None:
         lines[0] += f", loss {result['loss']:.4f}"

@@ -75,12 +75,13 @@ def command(
 
     with answering(as_json) as answer:
         found = verify(wanted, model=asked, dtype=dtype, mutate=mutate, thorough=thorough, log=print_message)
-        answer(found.to_json_dict(), _summary(found))
+        answer(found.to_json_dict(), _format_summary(found))
     if not found.passed:
         raise CheckFailed(str(found.failure))
 
 
-def _summary(found: Verification) -> str:
+def _format_summary(found: Verification) -> str:
+    """Format a verification as text."""
     worst, layouts = found.worst, found.layouts
     held = sum(entry["passed"] for entry in layouts)
     lines = [

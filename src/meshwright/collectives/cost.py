@@ -39,9 +39,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of a closed form. size: bytes of the vector. link, inner: outer and inner tier. groups: ranks of a
-    node. cables: every rank has a link to each neighbour in each direction, all usable at once, instead of one port;
-    ports: their number."""
+    """Arguments of a closed form. size: bytes of the vector; link, inner: outer and inner tier; groups: ranks of a
+    node.
+
+    cables: every rank has its own link to each neighbour in each direction; ports: links of a rank usable at once.
+    """
 
     ranks: int
     size: float
@@ -55,22 +57,22 @@ class Case:
 
     @property
     def share(self) -> float:
-        """Bytes of the vector for each rank."""
+        """Bytes of one rank's share of the vector."""
         return self.size / self.ranks
 
     @property
     def levels(self) -> int:
-        """log2 n, rounded up."""
+        """log2 of the number of ranks, rounded up."""
         return (self.ranks - 1).bit_length()
 
     @property
     def core(self) -> int:
-        """Largest power of two up to n."""
+        """Largest power of two up to the number of ranks."""
         return 1 << (self.ranks.bit_length() - 1)
 
     @property
     def extra(self) -> int:
-        """Number of ranks beyond that power of two."""
+        """Number of ranks beyond `core`."""
         return self.ranks - self.core
 
     def get_node_shape(self) -> tuple[int, int]:
@@ -113,23 +115,25 @@ def compute_closed_form_seconds(
 
 
 def _ring_form(phases: int) -> Form:
-    """Form of n-1 rounds of a share, `phases` times."""
+    """Closed form of a ring algorithm: n - 1 rounds of one share each, `phases` times. Returns a function Case ->
+    seconds."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
 def _bidirectional_ring_form(phases: int) -> Form:
-    """Form of a bidirectional ring: twice as fast with a link for each direction, which rings of more than two ranks
-    have."""
+    """Closed form of a bidirectional ring: half the time per byte where each direction has a link. Returns Case ->
+    seconds."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Form of messages to all ranks at once, over the ports of a rank."""
+    """Closed form of direct messages to all ranks at once over a rank's ports, `phases` times. Returns
+    Case -> seconds."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _linear_gather_form(c: Case) -> float:
-    """Form of messages from all ranks at once, over the ports of one rank."""
+    """Return the seconds of direct messages from all ranks at once, over the ports of one rank."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -137,12 +141,12 @@ def _linear_gather_form(c: Case) -> float:
 
 
 def _butterfly_form(c: Case) -> float:
-    """Form of the butterfly, with two rounds more for extra ranks."""
+    """Return the seconds of the butterfly all-reduce; extra ranks cost two more rounds."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
 def _rabenseifner_form(c: Case) -> float:
-    """Form of the Rabenseifner all-reduce."""
+    """Return the seconds of the Rabenseifner all-reduce."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
@@ -154,19 +158,19 @@ def _sum_exchanges(c: Case) -> float:
 
 
 def _recursive_halving_form(c: Case) -> float:
-    """Form of the recursive-halving reduce-scatter."""
+    """Return the seconds of a reduce-scatter by recursive halving."""
     return _sum_exchanges(c) + (c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0)
 
 
 def _recursive_doubling_form(c: Case) -> float:
-    """Form of the recursive-doubling all-gather."""
+    """Return the seconds of an all-gather by recursive doubling."""
     return _sum_exchanges(c) + (
         c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
     )
 
 
 def _bruck_all_to_all_form(c: Case) -> float:
-    """Form of the Bruck all-to-all."""
+    """Return the seconds of the Bruck all-to-all."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
     return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
 
@@ -175,10 +179,13 @@ def _bruck_all_to_all_form(c: Case) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Form of a whole vector up or down a binomial tree, `rounds_of_tree` times; in k segments, one starts each round,
-    and a rank with one port sends as many at once as segments are in flight."""
+    """Closed form of a vector sent up or down a binomial tree, `rounds_of_tree` times. Returns Case -> seconds.
+
+    In k segments, one starts each round, and a rank with one port sends as many at once as segments are in flight.
+    """
 
     def form(c: Case) -> float:
+        """Return the seconds of a case."""
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
         return c.link.time_rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
@@ -187,18 +194,18 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
 
 
 def _binomial_scatter_form(c: Case) -> float:
-    """Form of a binomial-tree scatter or gather."""
+    """Return the seconds of a binomial-tree scatter or gather."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
 def _chain_form(c: Case) -> float:
-    """Form of the chain (pipelined ring) broadcast or reduce."""
+    """Return the seconds of a chain (pipelined ring) broadcast or reduce."""
     k = c.segments or max(1, c.ranks - 1)
     return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
 def _double_tree_all_reduce_form(c: Case) -> float:
-    """Form of the double-binary-tree all-reduce."""
+    """Return the seconds of the double-binary-tree all-reduce."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
         [c.size / (2 * k)] * 4
@@ -206,7 +213,7 @@ def _double_tree_all_reduce_form(c: Case) -> float:
 
 
 def _double_tree_form(c: Case) -> float:
-    """Form of the double-binary-tree broadcast or reduce, whose trees have the other n-1 ranks below the root."""
+    """Return the seconds of a double-binary-tree broadcast or reduce; its trees have the n - 1 ranks below the root."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
     return (height + k) * c.link.time_concurrent([c.size / (2 * k)] * 2)
 
@@ -215,16 +222,17 @@ def _double_tree_form(c: Case) -> float:
 
 
 def _hierarchical_all_reduce_form(c: Case) -> float:
-    """Form of the hierarchical all-reduce (trees inside, ring across)."""
+    """Return the seconds of the hierarchical all-reduce (trees inside nodes, ring across)."""
     nodes, each = c.get_node_shape()
     inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Form of rings inside each node over a node's share, and across over a rank's share, `phases` times."""
+    """Closed form of rings inside nodes and across, `phases` times. Returns Case -> seconds."""
 
     def form(c: Case) -> float:
+        """Return the seconds of a case."""
         nodes, each = c.get_node_shape()
         return phases * (c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.share))
 
@@ -232,13 +240,13 @@ def _hierarchical_form(phases: int) -> Form:
 
 
 def _hierarchical_tree_form(c: Case) -> float:
-    """Form of the hierarchical broadcast or reduce."""
+    """Return the seconds of a hierarchical broadcast or reduce."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
 def _hierarchical_all_to_all_form(c: Case) -> float:
-    """Form of the hierarchical all-to-all."""
+    """Return the seconds of the hierarchical all-to-all."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
 
@@ -251,6 +259,7 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     the vector start at each axis. A ring of two has only one link."""
 
     def form(c: Case) -> float:
+        """Return the seconds of a case."""
         shape = resolve_sides("torus", c.ranks, c.dims, dimensions)
         ways = [2 if side > 2 else 1 for side in shape]
         rounds = _compute_axis_bytes(shape, c.size, turns)
@@ -267,6 +276,7 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     sends two."""
 
     def form(c: Case) -> float:
+        """Return the seconds of a case."""
         rounds = _compute_axis_bytes(resolve_sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
         return phases * sum(c.link.time_rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
 
@@ -293,7 +303,7 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
 
 
 def _latency_form(rounds: Callable[[Case], float]) -> Form:
-    """Form of messages without bytes."""
+    """Closed form of `rounds(case)` rounds of messages without data. Returns Case -> seconds."""
     return lambda c: c.link.alpha * rounds(c)
 
 

@@ -26,6 +26,7 @@ def all_reduce(ranks: int) -> CollectiveProgram:
         ranks = half
 
     def up_and_down() -> Rounds:
+        """Yield the rounds up the tree, then down."""
         for lower, upper in pairs:
             program.transfer(upper, lower, 0, reduce=True)
             yield

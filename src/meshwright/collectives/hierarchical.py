@@ -134,6 +134,7 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
         yield
 
     def keep(source: Integers, into: Integers, count: int) -> Rounds:
+        """Yield a round in which every rank copies `count` slots from `source` to `into`."""
         program.copy(nodes, source, into, count)
         yield
 

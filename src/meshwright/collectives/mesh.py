@@ -54,6 +54,7 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
     def part(start: int) -> Rounds:
+        """Yield the rounds of the vector part that starts at axis `start`."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
             *(reduce_scatter_rounds(program, *step) for step in steps),

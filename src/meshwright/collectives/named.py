@@ -39,7 +39,7 @@ class NamedProgram:
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """(fixed seconds, seconds a byte of the vector) of each program, on its busiest rank."""
+        """Estimated cost of each program on its busiest rank: (fixed seconds, seconds a byte of the vector)."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()

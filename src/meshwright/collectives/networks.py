@@ -162,6 +162,7 @@ def build_nodes(
     leave, enter, out, into = np.split(np.arange(2 * ranks + 2 * ports), [ranks, 2 * ranks, 2 * ranks + ports])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
+        """Return the routes of all pairs of ranks."""
         across = node[source] != node[target]
         gate = port_of[source]  # where the message leaves the node
         to_gate = np.full(len(source), shared)
@@ -232,6 +233,7 @@ def build_spine_leaf(
     trunk = bandwidth * ranks_per_leaf / oversubscription / spines
 
     def find_routes(source: Integers, target: Integers) -> Routes:
+        """Return the routes of all pairs of ranks."""
         across, none = leaf[source] != leaf[target], np.full(len(source), -1)
         spine = target % spines
         up = 2 * ranks + leaf[source] * spines + spine

@@ -19,7 +19,7 @@ _COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink"
 
 
 def draw_picture(report: CollectiveReport) -> str:
-    """Return time over size for every algorithm of the operation on the report's network, as an SVG of its own."""
+    """Return an SVG chart of time over size for every algorithm of the operation on the report's network."""
     if report.checked.program.operation == "barrier":
         raise UserError("a barrier moves no bytes: there is no picture of its time over size")
     asked = report.total_bytes
@@ -65,12 +65,13 @@ def draw_crossovers(
 
 
 def _points(curves: Curves, name: str) -> list[tuple[float, float]]:
-    """List (bytes, seconds) as far as the algorithm was followed."""
+    """Return the (bytes, seconds) points of an algorithm, without sizes at which it was skipped."""
     pairs = zip(curves.sizes, curves.seconds[name], strict=True)
     return [pair for pair in pairs if math.isfinite(pair[1])]
 
 
 def _seconds_axis(values: list[float]) -> Axis:
+    """Return a logarithmic axis over times in seconds."""
     low, high = min(values, default=1.0) * 0.83, max(values, default=1.0) * 1.2
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     ticks = [(10.0**power, format_seconds(10.0**power * (1 + 1e-12))) for power in powers]
@@ -78,6 +79,7 @@ def _seconds_axis(values: list[float]) -> Axis:
 
 
 def _bytes_axis(sizes: list[float]) -> Axis:
+    """Return a logarithmic axis over sizes in bytes."""
     first, last = math.log2(sizes[0]), math.log2(sizes[-1])
     step = 2 if last - first <= 24 else 4
     powers = range(step * math.ceil(first / step - 1e-9), math.floor(last + 1e-9) + 1, step)
@@ -85,7 +87,7 @@ def _bytes_axis(sizes: list[float]) -> Axis:
 
 
 def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
-    """List which algorithm is best where, with the sizes at which that changes."""
+    """Return the size ranges in which each algorithm is fastest, as bands below the x axis."""
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
@@ -96,7 +98,7 @@ def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str])
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the page. The buffers are left out, and that is said, where they are too large."""
+    """Return the HTML page of a report. picture: SVG chart. Buffers too large to draw are replaced by a note."""
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"
@@ -119,6 +121,7 @@ def draw_page(report: CollectiveReport, picture: str) -> str:
 
 
 def _ranking(report: CollectiveReport) -> Markup:
+    """Return the ranking of the algorithms as an HTML table."""
     assert report.choice is not None
     rows = [
         (

@@ -105,6 +105,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
     _, _, core = split_extra_ranks(everyone)
 
     def exchange() -> Rounds:
+        """Yield the rounds: partners at distance 1, 2, 4 ... exchange and add vectors."""
         position = np.arange(len(core))
         for distance in list_powers_of_two(len(core)):
             program.transfer(core, core[position ^ distance], 0, reduce=True)
@@ -124,10 +125,10 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Recursive halving. Best for small and medium vectors.
+    """Generate the reduce-scatter by recursive halving. Best for small and medium vectors.
 
-    n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; log2 n alpha + (n-1)/n S beta.
-    Else 2 more rounds: extra ranks first send S, and at the end get their share of S/n.
+    n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
+    ranks first send S, and at the end receive their share of S/n.
     """
     program = Builder("reduce-scatter", "recursive-halving", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks)))
@@ -145,6 +146,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     extra, stand_in, core = split_extra_ranks(everyone)
 
     def fill_up() -> Rounds:
+        """Yield the round that sends the extra ranks the shares they lack."""
         program.transfer(stand_in, extra, 0, count=extra)
         program.transfer(stand_in, extra, extra + 1, count=ranks - extra - 1)
         yield

@@ -32,6 +32,7 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     grid = np.arange(ranks).reshape(shape)
 
     def part(start: int, way: int) -> Rounds:
+        """Yield the rounds of the vector part that starts at axis `start`. way: 1 or -1, direction of the rings."""
         order = [*axes[start:], *axes[:start]]
         steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
         along = [(lines[..., ::way], own[..., ::way], count) for lines, own, count in steps]

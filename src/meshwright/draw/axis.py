@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """The values from `low` to `high`. ticks: (value, label)."""
+    """A linear or logarithmic axis over the values from `low` to `high`. ticks: (value, label)."""
 
     low: float
     high: float
@@ -18,7 +18,7 @@ class Axis:
     logarithmic: bool = False
 
     def share(self, value: float) -> float:
-        """Return where `value` lies: 0 at `low`, 1 at `high`."""
+        """Return the position of `value` on the axis as a fraction: 0 at `low`, 1 at `high`."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -27,9 +27,9 @@ class Axis:
 def linear_axis(
     low: float, high: float, title: str = "", *, below: float = 0.0, above: float = 0.0, most: int = 5
 ) -> Axis:
-    """Return an axis with at most `most` steps between its ticks; a range of one value is widened.
+    """Return a linear axis with at most `most` steps between its ticks; a range of one value is widened.
 
-    below, above: what is added at the ends, as a share of the range.
+    below, above: space added at the ends, as a fraction of the range.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
@@ -37,9 +37,9 @@ def linear_axis(
 
 
 def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
-    """Return an axis that shows all `values` (above 0) with 4 % of its length free at each end.
+    """Return a logarithmic axis over all `values` (above 0), with 4 % of its length free at each end.
 
-    unit: ticks are round numbers of it; `show` takes such a number.
+    unit: ticks are round multiples of it; show: formats such a multiple.
     """
     low, high = min(values), max(values)
     air = max(1.02, (high / low) ** 0.04, 1.5 * low / high)

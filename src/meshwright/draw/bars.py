@@ -22,9 +22,9 @@ def draw_stacked_bars(
     label: str,
     limit: tuple[float, str] | None = None,
 ) -> Markup:
-    """Return a horizontal bar for each of `rows` (name, size of each part), its total (as `show` writes it) beside it.
+    """Return one stacked horizontal bar for each of `rows` (name, size by part), with its total formatted by `show`.
 
-    colours: of the parts, names of the style sheet. limit: a size to compare with, and its words: a line across.
+    colours: style-sheet colour of each part. limit: (size, text) of a vertical line to compare with.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]
@@ -61,7 +61,8 @@ def draw_stacked_bars(
 def draw_grouped_bars(
     names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str, *, height: int = 240
 ) -> Markup:
-    """Return bars side by side at each of `names`; groups: name, colour and a value for each of `names`."""
+    """Return vertical bars side by side at each of `names`. groups: (name, style-sheet colour, one value for each of
+    `names`)."""
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]
     plot = Plot(Axis(0, len(names), ticks, title), linear_axis(0, highest, most=4), right=744, bottom=height - 46)

@@ -16,7 +16,8 @@ _CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, betwe
 
 
 def draw_buffers(checked: CheckedCollective) -> Markup:
-    """Return the pictures with their legend, as a part of a page. Raises `UserError` where the program is too large."""
+    """Return the pictures of all buffers round by round, with their legend. Raises `UserError` for a
+    program too large."""
     program, drawn = checked.program, frames(checked)
     longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
     cell_width = max(64, round(longest) + 20)
@@ -29,19 +30,19 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
         for frame, picture in zip(drawn, pictures, strict=True)
     ]
     columns = f"repeat(auto-fill,minmax(min(100%,{round(width * 0.9)}px),1fr))"
-    stripes = [_stripes(origins, program.ranks, cell_width) for origins in sorted(held)]
+    stripes = [_origin_stripes(origins, program.ranks, cell_width) for origins in sorted(held)]
     parts = (
-        paragraph(_cost(checked), muted=True),
+        paragraph(_cost_sentence(checked), muted=True),
         paragraph(legend(program), muted=True),
-        element("p", join(_keys(program), " "), class_="muted cells"),
+        element("p", join(_legend_spans(program), " "), class_="muted cells"),
         element("div", join(sections, "\n"), class_="frames", style=f"grid-template-columns:{columns}"),
         element("svg", element("defs", join(stripes, "\n")), class_="stripes"),
     )
     return join(parts, "\n")
 
 
-def _cost(checked: CheckedCollective) -> str:
-    """`6 rounds; every rank sends 1.5 times the vector.`"""
+def _cost_sentence(checked: CheckedCollective) -> str:
+    """Return one sentence on rounds and traffic: `6 rounds; every rank sends 1.5 times the vector.`"""
     sent = checked.bytes_sent(1.0)
     least, most = (f"{float(value):.4g}" for value in (sent.min(), sent.max()))
     rounds = f"{checked.rounds} round{'s' * (checked.rounds != 1)}"
@@ -51,8 +52,8 @@ def _cost(checked: CheckedCollective) -> str:
     return f"{rounds}; {who} times the vector."
 
 
-def _keys(program: CollectiveProgram) -> list[Markup]:
-    """Return what colours, frames, stripes and arrows mean."""
+def _legend_spans(program: CollectiveProgram) -> list[Markup]:
+    """Return the legend: what colours, frames, stripes and arrows mean."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "as the operation promises"),
@@ -66,33 +67,35 @@ def _keys(program: CollectiveProgram) -> list[Markup]:
     return [*spans, *(element("span", words) for words in more)]
 
 
-def _stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
-    """Return a stripe a rank whose parts a cell holds, drawn once for all cells that hold the same."""
+def _origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
+    """Return the stripes of a cell, one for each rank, coloured if the rank's contribution is in it; cells share them
+    by id."""
     bit = (width - 12) / ranks
     stripes = (
         element(
-            "rect", class_="bit" if rank in origins else "off", style=f"--hue:{_hue(rank, ranks)}",
+            "rect", class_="bit" if rank in origins else "off", style=f"--hue:{_rank_hue(rank, ranks)}",
             x=6 + rank * bit + 0.5, y=_CELL - 6, width=bit - 1, height=3,
         )
         for rank in range(ranks)
     )  # fmt: skip
-    return element("g", stripes, id=_name(origins))
+    return element("g", stripes, id=_stripes_id(origins))
 
 
-def _name(origins: tuple[int, ...]) -> str:
-    """`parts-abd`, of ranks 0, 1 and 3."""
+def _stripes_id(origins: tuple[int, ...]) -> str:
+    """Return the id of the stripes of these ranks: `parts-abd` for ranks 0, 1 and 3."""
     return "parts-" + "".join(LETTERS[rank] for rank in origins)
 
 
-def _hue(rank: int, ranks: int) -> int:
-    """Return the hue of a rank: those of neighbours lie far apart on the wheel."""
+def _rank_hue(rank: int, ranks: int) -> int:
+    """Return the hue of a rank in degrees; those of neighbours differ most."""
     step = 7 if ranks > 10 else 3
     return (20 + 360 * (rank * step % ranks if ranks % step else rank) // ranks) % 360
 
 
 @dataclass
 class _FramePicture:
-    """One frame. Arrows between neighbours go straight; others take a lane above the row of the slot they leave."""
+    """Picture of one frame. Arrows between neighbours are straight; others take a lane above the row of the slot they
+    leave."""
 
     program: CollectiveProgram
     frame: Frame
@@ -122,13 +125,13 @@ class _FramePicture:
         self.height = y + 6
 
     def draw(self, width: int) -> Markup:
-        """Return the picture, `width` pixels wide."""
+        """Return the picture as SVG, `width` pixels wide."""
         picture = Picture()
         for slot, top in enumerate(self.top):
             picture.text(self.left - 8, top + _CELL / 2 + 4, slot_title(self.program, slot), class_="side")
         for rank, cells in enumerate(self.frame.cells):
             words = f"rank {rank} · {LETTERS[rank]}"
-            picture.text(self._x(rank) + self.cell_width / 2, 16, words, class_="rank")
+            picture.text(self._rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
             for slot, cell in enumerate(cells):
                 self._draw_cell(picture, rank, slot, cell)
         for number, arrow in enumerate(self.frame.arrows):
@@ -136,12 +139,13 @@ class _FramePicture:
         title = f"{self.program.operation} {self.program.algorithm}, {self.frame.title}"
         return picture.svg(width, self.height, title)
 
-    def _x(self, rank: int) -> int:
-        """Return the left edge of a rank's cells."""
+    def _rank_left(self, rank: int) -> int:
+        """Return the left edge in pixels of a rank's cells."""
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
-        x, y, width = self._x(rank), self.top[slot], self.cell_width
+        """Draw the cell of a slot on a rank."""
+        x, y, width = self._rank_left(rank), self.top[slot], self.cell_width
         share = len(cell.origins) / self.ranks if reduces(self.program) else 0.5
         kind = "none" if not cell.label else "whole" if cell.whole else "part"
         picture.add(
@@ -150,22 +154,27 @@ class _FramePicture:
         )  # fmt: skip
         picture.text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
         if cell.label and self.ranks > 1:
-            picture.add("use", href=f"#{_name(cell.origins)}", x=x, y=y)
+            picture.add("use", href=f"#{_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
+        """Draw an arrow. number: its index in the frame."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target
-        x1 = self._x(arrow.source) + (self.cell_width if right else 0) + 2 * side
-        x2 = self._x(arrow.target) + (self.cell_width if within or not right else 0) - 2 * side * (-1 if within else 1)
-        y1, y2 = (self._middle(slot, arrow.count) - 3 * side * (not within) for slot in (arrow.slot, arrow.into))
+        x1 = self._rank_left(arrow.source) + (self.cell_width if right else 0) + 2 * side
+        x2 = (
+            self._rank_left(arrow.target)
+            + (self.cell_width if within or not right else 0)
+            - 2 * side * (-1 if within else 1)
+        )
+        y1, y2 = (self._slots_middle(slot, arrow.count) - 3 * side * (not within) for slot in (arrow.slot, arrow.into))
         tip = x2 + 7 if within else x2 - 7 * side  # where the line ends and the head begins
         if within:
             line = f"M{x1} {y1} C{x1 + 24} {y1} {x1 + 24} {y2} {tip} {y2}"
         elif number in self.lane:
             lane = self.top[arrow.slot] - 5 - _LANE * self.lane[number]
             out, into = x1 + side * (8 + 3 * (self.lane[number] % 4)), tip - side * (6 + 3 * (self.lane[number] % 4))
-            line = _bent([(x1, y1), (out, y1), (out, lane), (into, lane), (into, y2), (tip, y2)])
+            line = _rounded_path([(x1, y1), (out, y1), (out, lane), (into, lane), (into, y2), (tip, y2)])
         else:
             line = f"M{x1} {y1} C{x1 + 18 * side} {y1} {tip - 18 * side} {y2} {tip} {y2}"
         brackets = ""
@@ -173,16 +182,17 @@ class _FramePicture:
             for x, slot in ((x1, arrow.slot), (x2, arrow.into)):
                 brackets += f"M{x} {self.top[slot] + 2} V{self.top[slot + arrow.count - 1] + _CELL - 2} "
         kind = "signal" if arrow.count == 0 else "many" if arrow.count > 1 else "one"
-        hue = f"--hue:{_hue(arrow.source, self.ranks)}"
+        hue = f"--hue:{_rank_hue(arrow.source, self.ranks)}"
         picture.add("path", class_=kind, style=hue, d=brackets + line)
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
-    def _middle(self, slot: int, count: int) -> float:
+    def _slots_middle(self, slot: int, count: int) -> float:
+        """Return the vertical middle in pixels of `count` slots from `slot` on."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 
-def _bent(points: list[tuple[float, float]]) -> str:
-    """Return a path along horizontal and vertical lines with round corners."""
+def _rounded_path(points: list[tuple[float, float]]) -> str:
+    """Return an SVG path through `points` along horizontal and vertical lines, with rounded corners."""
     text = f"M{points[0][0]} {points[0][1]}"
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         before = min(5.0, (abs(x1 - x0) + abs(y1 - y0)) / 2)
@@ -194,4 +204,5 @@ def _bent(points: list[tuple[float, float]]) -> str:
 
 
 def _sign(number: float) -> int:
+    """Return the sign of a number: -1, 0 or 1."""
     return (number > 0) - (number < 0)

@@ -12,25 +12,29 @@ _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """Return one table a round: a line a rank, a column a slot, brackets around what the round wrote, and above it who
-    sent what to whom. last_rounds: draw only so many rounds from the end. Raises `UserError` if it is too large."""
+    """Return the buffers as text, one table a round: a line for each rank, a column for each slot, transfers above.
+
+    Slots written in the round are in brackets. last_rounds: draw only this many rounds from the end. Raises `UserError`
+    for a program too large.
+    """
     program, drawn = checked.program, frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {legend(program)}"]
     if last_rounds is not None and last_rounds < checked.rounds:
         first = next(i for i, frame in enumerate(drawn) if frame.round > checked.rounds - last_rounds)
         drawn = drawn[first - 1 :]
     for frame in drawn:
-        lines += ["", frame.title, *_arrows(program, frame), *_table(program, frame)]
+        lines += ["", frame.title, *_arrow_lines(program, frame), *_cell_table(program, frame)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
-    words = [_words(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
+def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
+    """Return the transfers of a frame as wrapped lines."""
+    words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
 
 
-def _words(program: CollectiveProgram, arrow: Arrow) -> str:
+def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
     """`0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]`, `0 → 1` for a signal."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
@@ -41,9 +45,10 @@ def _words(program: CollectiveProgram, arrow: Arrow) -> str:
     return f"{arrow.source} → {arrow.target} {'adds ' if arrow.adds else ''}{here}{into}"
 
 
-def _table(program: CollectiveProgram, frame: Frame) -> list[str]:
+def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
+    """Return the cells of a frame as aligned lines."""
     heads = [""] + [slot_title(program, slot) for slot in range(len(frame.cells[0]))]
-    rows = [[f"rank {rank} {LETTERS[rank]}", *map(_text, cells)] for rank, cells in enumerate(frame.cells)]
+    rows = [[f"rank {rank} {LETTERS[rank]}", *map(_format_cell, cells)] for rank, cells in enumerate(frame.cells)]
     width = max(len(text) for row in rows for text in row[1:]) + 2
     width = max(width, *(len(head) + 3 for head in heads))
     first = max(len(row[0]) for row in rows) + 2
@@ -51,6 +56,7 @@ def _table(program: CollectiveProgram, frame: Frame) -> list[str]:
     return lines + [row[0].ljust(first) + "".join(text.ljust(width) for text in row[1:]) for row in rows]
 
 
-def _text(cell: Cell) -> str:
+def _format_cell(cell: Cell) -> str:
+    """Format a cell: `[a0]` if written in this round, else ` a0 `."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

@@ -59,8 +59,10 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone:
 
 
 def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> Markup:
-    """Return the whole of a long program as SVG `width` pixels wide, its rows as low as `height` asks for, without
-    labels. Steps of a colour are one path, so that a hundred thousand of them can be shown."""
+    """Return a long program as SVG, `width` pixels wide and about `height` high, with low rows and no labels.
+
+    All steps of a colour are one path, so that a hundred thousand steps can be shown.
+    """
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
     row = pitch - (GAP if pitch > 12 else 1)
@@ -82,7 +84,8 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
-    """Return a page: the chart, one line of summary, a table whose first row is its head."""
+    """Return an HTML page with the chart, one line of summary, and a table. rows: header first; arrows:
+    draw transfers."""
     return page(
         timeline.title,
         element("h1", timeline.title),
@@ -93,14 +96,15 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
 
 
 def _colour(span: Span) -> tuple[str, bool]:
-    """Return the fill of a step, and True if its label must be dark."""
+    """Return the CSS fill of a step, and True if its label must be dark."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
     return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
 
 
 class _Chart:
-    """A chart being drawn. left, plot: where time begins, and how wide all of it is; pitch: from row to row."""
+    """A Gantt chart being drawn. pitch: pixels from row to row; left: pixel of time 0; plot: pixels of
+    the time axis."""
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
         self.timeline, self.spans, self.pitch = timeline, spans, pitch
@@ -110,18 +114,21 @@ class _Chart:
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend from `baseline` on; the rows begin below it."""
+        """Draw the legend at `baseline` (pixels), up to the pixel `right`; the rows begin below it."""
         self.scale = self.plot / self.end
         self.top = self.picture.legend(self._legend(level_name), self.left, right, baseline) + 11
 
     def x(self, time: float) -> float:
+        """Return the pixel of a time."""
         return self.left + time * self.scale
 
     def y(self, track: int) -> float:
+        """Return the top pixel of a track's row."""
         return self.top + track * self.pitch
 
     def _legend(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """List a swatch for each kind of step in the chart, and one for the strips that show the level."""
+        """Return the legend as (text, attributes of the swatch), one entry for each kind of step, one for the level
+        strips."""
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:
             seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
@@ -135,13 +142,13 @@ class _Chart:
         return entries + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
-        """Draw the ground of a track, and its name."""
+        """Draw the background of a track's row, `height` pixels high, and its name."""
         if name:
             self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
-        """Draw a step, with its label where it fits."""
+        """Draw a step as a rectangle, with its label where it fits."""
         height = ROW / span.lanes
         x, width = self.x(span.start), (span.end - span.start) * self.scale
         y = self.y(span.track) + span.lane * height
@@ -155,7 +162,7 @@ class _Chart:
             self.picture.text(*place, span.label, "middle", class_="on dark" if dark else "on")
 
     def draw_levels(self) -> None:
-        """Draw a strip below each row: the level over time, as high as the strip where it is the highest of all."""
+        """Draw a strip below each row with the level over time (such as activations), scaled to the highest of all."""
         levels = self.timeline.levels
         highest = max((value for points in levels.values() for _, value in points), default=0.0)
         for track, points in levels.items() if highest else ():
@@ -171,7 +178,7 @@ class _Chart:
             )  # fmt: skip
 
     def draw_axis(self) -> float:
-        """Draw time below the rows, and return the height of the picture."""
+        """Draw the time axis below the rows, and return the height of the picture in pixels."""
         y = self.y(len(self.timeline.tracks))
         self.picture.line((self.left, y), (self.x(self.end), y), "line")
         for tick, _ in linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:

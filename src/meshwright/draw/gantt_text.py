@@ -10,10 +10,11 @@ MOST_COLUMNS = 200_000
 
 
 def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) -> str:
-    """The picture. A step is its label (F3: forward of micro-batch 3; f3: of the rank's second model chunk; F3': of the
-    second replica), filled to its length; idle time is blank; a step that overlaps another is on a line below.
+    """Return the timeline as text, one line for each track, in bands as wide as the terminal.
 
-    width: columns of a line. bands: at most so many pieces of the time axis are drawn (None: all).
+    A step is its label (F3: forward of micro-batch 3; f3: of the rank's second model chunk; F3': of the second
+    replica), filled to its length; idle time is blank; overlapping steps have a line each. width: columns of a line.
+    bands: draw at most this many pieces of the time axis (None: all).
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:
@@ -52,4 +53,5 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
 
 
 def _label(span: Span) -> str:
+    """Return a step's label, with ' for the second replica."""
     return span.label + ("'" if span.mirrored else "")

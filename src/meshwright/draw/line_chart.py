@@ -21,7 +21,8 @@ STRIP = 20
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y) joined by a line. kind: of the style sheet (thin, thick, named, dashed); dots: mark the points."""
+    """Points (x, y) joined by a line. colour, kind: of the style sheet (kind: thin, thick, named, dashed); dots: mark
+    the points."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -32,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at `x`, with words; at `y` a dot on it."""
+    """A vertical line at `x` with a text; with `y`, a dot on it."""
 
     x: float
     words: str
@@ -41,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of the x axis that belongs to `name`; `until`: the label of its end, where it is not the axis's."""
+    """A named stretch of the x axis, from the end of the one before to `end`. until: label of its end, if any."""
 
     end: float
     name: str
@@ -82,15 +83,15 @@ class Plot:
             self.picture.text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")
 
     def x(self, value: float) -> float:
-        """Return the pixel of a value of the x axis."""
+        """Return the pixel of a value on the x axis."""
         return self.left + self.x_axis.share(value) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Return the pixel of a value of the y axis."""
+        """Return the pixel of a value on the y axis."""
         return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
 
     def draw_line(self, series: Series) -> None:
-        """Draw the finite points of a series, joined, in as few as a chart can show."""
+        """Draw the finite points of a series as a line, thinned out to the chart's resolution."""
         places = [
             (self.x(x), self.y(y)) for x, y in thin_out([point for point in series.points if math.isfinite(point[1])])
         ]
@@ -103,7 +104,7 @@ class Plot:
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
-        """Draw a mark; its words stand on the side of the line with more room."""
+        """Draw a mark, with its text on the side of the line that has more space."""
         x = self.x(mark.x)
         self.picture.line((x, self.top), (x, self.bottom), "mark")
         if mark.y is not None:
@@ -114,8 +115,10 @@ class Plot:
         self.picture.text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
 
     def draw_names(self, series: Sequence[Series]) -> None:
-        """Write names at the right end, moved apart where lines end together, with a lead to the line's end. A line
-        that does not reach the right end has its name while the mouse is over it."""
+        """Write the series' names at the right end, moved apart where lines end close together.
+
+        A line that ends earlier shows its name on hover.
+        """
         ends = sorted(
             (self.y(one.points[-1][1]), index)
             for index, one in enumerate(series)
@@ -129,7 +132,7 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
-        """Draw a strip below the x axis's labels: a band a stretch, its name where it fits."""
+        """Draw the bands as a strip below the x axis, each with its name where it fits. name: of the strip."""
         top, start, last = self.bottom + 32, self.left, -math.inf
         self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
@@ -148,7 +151,7 @@ class Plot:
 def draw_lines(
     x_axis: Axis, y_axis: Axis, series: Sequence[Series], marks: Sequence[Mark] = (), *, height: int = 280
 ) -> Markup:
-    """Return a line chart 760 pixels wide with a legend, if there are several series, and the y axis's title below."""
+    """Return a line chart, 760 pixels wide, with a legend for several series and the y axis's title below."""
     plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
     for one in series:
         plot.draw_line(one)
@@ -161,7 +164,7 @@ def draw_lines(
 
 
 def spread_apart(places: Sequence[float], limit: float) -> list[float]:
-    """Return rising heights of labels at least a line apart, as near to `places` as can be, none below `limit`."""
+    """Return ascending label heights (pixels) at least a line apart, close to `places`, none beyond `limit`."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)

@@ -24,16 +24,16 @@ Content: TypeAlias = "str | Iterable[Content] | None"
 
 
 def escape_text(text: str) -> Markup:
-    """Return `text` as content of an element or a quoted attribute.
+    """Return `text` escaped, as content of an element or a quoted attribute.
 
-    Control characters, which XML forbids, become their pictures (U+2400 on); halves of surrogate pairs, noncharacters
-    and overrides of the writing direction become U+FFFD.
+    Control characters, which XML forbids, become their symbols (U+2400 on); lone surrogates, noncharacters and
+    bidirectional overrides become U+FFFD.
     """
-    return Markup(escape(_INVISIBLE.sub(_visible, text)))
+    return Markup(escape(_INVISIBLE.sub(_replace_invisible, text)))
 
 
 def element(name: str, /, *children: Content, **attributes: str | float | None) -> Markup:
-    """Return one element. Strings among `children` are escaped, `Markup` is not.
+    """Return one HTML or SVG element. Strings among `children` are escaped, `Markup` is not.
 
     attributes: `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01, None is left out.
     """
@@ -47,7 +47,7 @@ def element(name: str, /, *children: Content, **attributes: str | float | None) 
 
 
 def join(content: Content, between: str = "") -> Markup:
-    """Return content as one piece of markup."""
+    """Return content as one `Markup`, with `between` between its parts."""
     if content is None:
         return Markup()
     if isinstance(content, Markup):
@@ -58,12 +58,13 @@ def join(content: Content, between: str = "") -> Markup:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """Return a number with at most so many digits after the point."""
+    """Format a number with at most `digits` decimals."""
     text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no negative zero
     return text.rstrip("0").rstrip(".") if digits else text
 
 
-def _visible(found: re.Match[str]) -> str:
+def _replace_invisible(found: re.Match[str]) -> str:
+    """Return the visible replacement of an invisible character: a control symbol (U+2400 on) or U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

@@ -11,26 +11,28 @@ from meshwright.draw.text_width import text_width
 
 
 class Picture:
-    """The elements of a picture, in the order in which they are drawn. Lengths are in pixels."""
+    """Collects the elements of an SVG picture in drawing order. Lengths are in pixels."""
 
     def __init__(self) -> None:
         self.parts: list[Markup] = []
 
     def add(self, name: str, /, *, title: str = "", **attributes: str | float | None) -> None:
-        """Draw a shape (`element`), which shows `title` while the mouse is over it."""
+        """Draw a shape (an `element` with these attributes), which shows `title` on hover."""
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
     def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:
-        """Write words from (x, y) on; anchor: the `middle` or the `end` of the text lies there instead."""
+        """Write text at (x, y); anchor: the `middle` or the `end` of the text lies there instead of its start."""
         self.parts.append(element("text", words, x=x, y=y, text_anchor=anchor, **attributes))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
-        """Draw a line of a class of the style sheet."""
+        """Draw a line from `start` to `end`. kind: class of the style sheet."""
         self.add("line", title=title, x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=kind)
 
     def legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:
-        """Draw a swatch with the attributes given, and words, for each entry, in as many lines as fit between `left`
-        and `right`; return the baseline of the last line."""
+        """Draw a legend between the pixels `left` and `right`, wrapped; return the baseline of its last line.
+
+        entries: (text, attributes of the swatch).
+        """
         x = left
         for words, paint in entries:
             width = 15 + text_width(words, 11)
@@ -42,10 +44,8 @@ class Picture:
         return y
 
     def svg(self, width: float, height: float, label: str, *, alone: bool = False) -> Markup:
-        """Return the SVG element. label: says what is drawn, to readers who cannot see it.
-
-        alone: with its style sheet and namespace, as a file of its own needs them.
-        """
+        """Return the SVG element. label: description for screen readers; alone: with style sheet and namespace, for a
+        file."""
         own = {"xmlns": "http://www.w3.org/2000/svg"} if alone else {}
         style = element("style", picture_style()) if alone else None
         return Markup(
@@ -58,11 +58,11 @@ class Picture:
 
 
 def paint(colour: str) -> str:
-    """Return the CSS colour of a name of the style sheet (blue, dim, ...)."""
+    """Return the CSS value of a style-sheet colour (blue, dim, ...)."""
     return f"var(--{colour})"
 
 
 @cache
 def picture_style() -> Markup:
-    """Return the style sheet of pictures: colours by name, light and dark, as variables."""
+    """Return the style sheet of pictures: named colours as CSS variables, for light and dark mode."""
     return Markup((files("meshwright.draw") / "picture.css").read_text(encoding="utf-8"))

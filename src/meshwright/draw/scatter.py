@@ -18,8 +18,8 @@ def draw_scatter(
     marked: Iterable[tuple[float, float, str]],
     limit: tuple[float, str],
 ) -> Markup:
-    """Return a dot for each of `points`; `marked` ones, with a title, in colour above them; limit: a value of the y
-    axis at which a line is drawn, and its words."""
+    """Return a scatter plot. marked: (x, y, title) of highlighted points; limit: (value on the y axis,
+    text) of a line."""
     plot = Plot(x_axis, y_axis, right=WIDTH - 16, bottom=HEIGHT - 46)
     for x, y in points:
         plot.picture.add("circle", cx=round(plot.x(x), 1), cy=round(plot.y(y), 1), r=2, class_="dot")

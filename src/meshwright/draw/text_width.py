@@ -10,11 +10,12 @@ _WIDE = dict.fromkeys("mMwW@%—→", 0.9)
 
 
 def text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
-    """Return about how many pixels `text` takes at a font size of `size` pixels."""
+    """Return the estimated width of `text` in pixels at a font size of `size` pixels."""
     return size * sum(0.61 if monospace and ord(one) < 128 else _character_width(one) for one in text)
 
 
 def _character_width(one: str) -> float:
+    """Return the estimated width of a character, in units of the font size."""
     if unicodedata.east_asian_width(one) in ("W", "F"):
         return 1.0
     if unicodedata.combining(one):

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def one_device(wanted: str) -> str:
-    """ "cpu" or "cuda" for one of the names `DEVICES`; "auto": the GPU where there is one. `UserError` when there is no
-    such name or no such device. CUDA_VISIBLE_DEVICES says which GPU is the first."""
+    """Resolve a device name of `DEVICES` to "cpu" or "cuda"; "auto" is the GPU if there is one.
+
+    `UserError` for an unknown name or a missing device. CUDA_VISIBLE_DEVICES determines which GPU is used.
+    """
     if wanted not in DEVICES:
         raise UserError(unknown("device", wanted, DEVICES))
     if wanted == "cpu":
@@ -34,14 +36,16 @@ def one_device(wanted: str) -> str:
 
 
 def refuse_device_of_layout(device: str, layout: object) -> None:
-    """Raise `UserError` for a device on which the local ranks of a layout do not compute."""
+    """Raise `UserError` for device "cuda" together with a layout, whose local ranks compute on the CPU."""
     if layout is not None and device == "cuda":
         raise UserError("layout with device cuda: the ranks of a layout compute on the CPU; leave one of them out")
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """ "cpu" or "cuda:N" for the recipe's run.device, where this machine's ranks are numbered and share what is there.
-    `UserError` when there is no such device."""
+    """Return "cpu" or "cuda:N" for the recipe's run.device (`wanted`), one GPU for each local rank.
+
+    `UserError` when there is no such device.
+    """
     if wanted == "cpu":
         return "cpu"
     count = len(_visible_devices())
@@ -49,16 +53,16 @@ def choose_device(wanted: str, local_rank: int) -> str:
         return "cpu"
     if local_rank >= count:
         raise UserError(
-            f'run.device = "{wanted}": this machine has {_devices(count)}, and rank {local_rank} on it needs one of '
-            'its own; start fewer ranks here or set run.device = "cpu"'
+            f'run.device = "{wanted}": this machine has {_format_devices(count)}, and rank {local_rank} on it needs '
+            'one of its own; start fewer ranks here or set run.device = "cpu"'
         )
     return f"cuda:{local_rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a rank that others started knows of its place: the machine, its number among the ranks there if somebody
-    said so, and the GPUs that it may use, each by a name of its own."""
+    """Host and GPUs of one rank that another tool started: host name, local rank if known, UUIDs of the GPUs visible to
+    it."""
 
     host: str
     local_rank: int | None
@@ -66,8 +70,11 @@ class Seat:
 
 
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
-    """The same for ranks that others started, who need not have said which rank is the how-many-th of its machine, and
-    may have bound each rank to a GPU of its own. Every rank calls this; all raise the same `UserError`."""
+    """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
+
+    wanted: the recipe's run.device. Collective: every rank calls it with the common store; all raise the same
+    `UserError`. The local rank may be unknown, and each rank may see one GPU only.
+    """
     if wanted == "cpu":
         return "cpu"
     seat = Seat(socket.gethostname(), place.local_rank, _visible_devices())
@@ -86,8 +93,11 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
 
 
 def assign_devices(wanted: str, seats: Sequence[Seat]) -> list[str]:
-    """The device of each rank, "cpu" or "cuda:N" of what it may use: its number on its machine, or the only one that it
-    was bound to. `UserError` when a rank would have none, or two the same."""
+    """Return the device of each rank, "cpu" or "cuda:N" among the GPUs visible to it: N is its local rank, or 0 if it
+    sees one.
+
+    wanted: the recipe's run.device; seats: by rank. `UserError` when a rank has no GPU, or two ranks share one.
+    """
     if wanted == "auto" and not any(seat.devices for seat in seats):
         return ["cpu"] * len(seats)
     chosen: list[str] = []
@@ -96,8 +106,8 @@ def assign_devices(wanted: str, seats: Sequence[Seat]) -> list[str]:
         index = 0 if len(seat.devices) == 1 else local
         if not 0 <= index < len(seat.devices):
             raise UserError(
-                f'run.device = "{wanted}": {seat.host} has {_devices(len(seat.devices))}, and rank {rank}, number '
-                f'{local} there, needs one of its own; start fewer ranks there or set run.device = "cpu"'
+                f'run.device = "{wanted}": {seat.host} has {_format_devices(len(seat.devices))}, and rank {rank}, '
+                f'number {local} there, needs one of its own; start fewer ranks there or set run.device = "cpu"'
             )
         other = taken.setdefault((seat.host, seat.devices[index]), rank)
         if other != rank:
@@ -110,8 +120,8 @@ def assign_devices(wanted: str, seats: Sequence[Seat]) -> list[str]:
 
 
 def _local_ranks(seats: Sequence[Seat]) -> list[int]:
-    """Each rank's number on its machine: as they were told where all ranks of the machine were told different ones,
-    else in the order of ranks."""
+    """Return each rank's local rank: as reported if all ranks of its host reported different ones, else in order of
+    ranks."""
     by_host: dict[str, list[int]] = {}
     for rank, seat in enumerate(seats):
         by_host.setdefault(seat.host, []).append(rank)
@@ -125,7 +135,7 @@ def _local_ranks(seats: Sequence[Seat]) -> list[int]:
 
 
 def _visible_devices() -> list[str]:
-    """The GPUs that this process may use, by names that are theirs alone on the machine."""
+    """Return the UUIDs of the GPUs visible to this process."""
     import torch
 
     if not torch.cuda.is_available():
@@ -133,5 +143,6 @@ def _visible_devices() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
-def _devices(count: int) -> str:
+def _format_devices(count: int) -> str:
+    """Format a number of CUDA devices."""
     return f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"

@@ -31,8 +31,11 @@ _REPORTED = "reported"
 
 
 class HostCalls:
-    """The directory of this host's ranks, in memory (/dev/shm) where there is such a place: a disk may hold up who
-    writes to it, and a filesystem of the network more so. `token` is the run's own."""
+    """The flight-recorder files of this host's ranks, in a directory in memory (/dev/shm; else the temporary
+    directory).
+
+    Each rank records its collective calls in a file that the others can read. token: the same on all ranks of a run.
+    """
 
     def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
         shared = Path("/dev/shm")
@@ -45,38 +48,45 @@ class HostCalls:
         # watchdog does when one of them hangs.
         for other in parent.glob(f"{stem}*"):
             if other != self._path:
-                self._report_left(other)
-        self._mine = self._path / f"rank-{place.rank:05d}"
+                self._report_killed_run(other)
+        self._own_file = self._path / f"rank-{place.rank:05d}"
         with suppress(OSError):  # without room for it the run goes on, and a report is the poorer
             self._path.mkdir(mode=0o700, exist_ok=True)
-            attach_process_writer(create_named_file(self._mine, place.rank, place.ranks))
+            attach_process_writer(create_named_file(self._own_file, place.rank, place.ranks))
 
     @classmethod
     def agree(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
-        """Every rank calls it, when rank 0 has locked the run directory."""
+        """Create this rank's file. Collective: every rank calls it after rank 0 has locked the run directory."""
         if place.rank == 0:
             store.set(_KEY, secrets.token_hex(8))
         return cls(directory, place, store.get(_KEY).decode())
 
     def report(self, error: RankLost) -> RankLost:
-        """What to raise in place of `error`: with the verdict on this host's ranks from the first of them that comes
-        here, which prints the report and keeps it in the run directory; unchanged from the others."""
+        """Return the error to raise in place of `error`: the first rank of this host to call gets one with the verdict
+        on all ranks.
+
+        It prints the hang report and writes it to the run directory; the other ranks get `error` back.
+        """
         try:
             os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
         except OSError:
             return error
-        verdict = self._say(self._path)
+        verdict = self._print_verdict(self._path)
         return error if verdict is None else RankLost(verdict.line)
 
-    def _report_left(self, path: Path) -> None:
-        """Report on the ranks that left `path`, and remove it: the first rank of this host that comes here does."""
+    def _report_killed_run(self, path: Path) -> None:
+        """Report on the ranks of a killed run that left the directory `path`, and remove it; only one rank does."""
         ours = path.with_name(f"left-{path.name}")
         with suppress(OSError):
             path.rename(ours)
-            self._say(ours, "in the start before this one: ")
+            self._print_verdict(ours, "in the start before this one: ")
 
-    def _say(self, path: Path, when: str = "") -> Verdict | None:
-        """The verdict on the ranks whose files lie in `path`, after it has been printed and kept, and they removed."""
+    def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
+        """Read the calls in the files of `path`, remove them, print and write the hang report; return the verdict, if
+        any.
+
+        when: text before the verdict's line.
+        """
         files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
         rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)
@@ -91,7 +101,7 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """Remove this rank's file, when all went well."""
+        """Remove this rank's file after a run that ended well."""
         with suppress(OSError):
-            self._mine.unlink()
+            self._own_file.unlink()
             self._path.rmdir()  # the last one's

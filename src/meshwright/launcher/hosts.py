@@ -29,7 +29,7 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
 def addresses_of(host: str) -> list[str]:
-    """The addresses of a host by its name, or the address itself. `UserError` where nobody knows the name."""
+    """Return the IP addresses of a host name or address. `UserError` where the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
@@ -38,8 +38,8 @@ def addresses_of(host: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """This host's own address on the way to `host`: of `host` itself where that is this one. `UserError` when there is
-    no way."""
+    """Return this host's own IP address on the route to `host` (on itself: that address). `UserError`
+    without a route."""
     reasons = []
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -54,7 +54,7 @@ def address_towards(host: str) -> str:
 
 
 def address_outwards() -> str | None:
-    """This host's own address on its default route, None without one."""
+    """Return this host's own IP address on its default route, None without one."""
     try:
         return address_towards(_ELSEWHERE)
     except UserError:
@@ -62,22 +62,22 @@ def address_outwards() -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the host that uses it."""
+    """Return True if an IP address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def is_here(host: str) -> bool:
-    """Whether `host` names this host."""
+    """Return True if `host` (a name or address) is this host."""
     return any(is_loopback(address) or interface_of(address) is not None for address in addresses_of(host))
 
 
 def is_own_name(host: str) -> bool:
-    """Whether `host` is the name that this host gives itself, with its domain or without."""
+    """Return True if `host` is this host's own name, with or without its domain."""
     return host.lower().partition(".")[0] == socket.gethostname().lower().partition(".")[0] != "localhost"
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address (its first, in IPv4), None where none has."""
+    """Return the network interface with an IP address (in IPv4 its primary one), None if none has it."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return next((name for name in names if name in ("lo", "lo0")), None)
@@ -97,10 +97,10 @@ def interface_of(address: str) -> str | None:
 
 
 def agree_on_interface(place: Place, store: Any) -> str | None:
-    """The network interface on which this rank reaches those on other hosts, None where it cannot be told. Every rank
-    that others started calls it, with the store at which all meet.
+    """Return the network interface on which gloo reaches the ranks on other hosts, None where it is unknown.
 
-    Left alone, gloo asks for this host's own name, which often leads to the loopback interface or to nothing.
+    Collective: every rank that torchrun, Kubernetes or SLURM started calls it with the common `store`. By default gloo
+    resolves this host's own name, which often leads to the loopback interface or to nothing.
     """
     if place.method.startswith("file://"):
         return None
@@ -115,7 +115,7 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """What a script asks; a line and exit code 2 where there is no answer."""
+    """Print the answer to a launch script's question; on failure print one line and return exit code 2."""
     try:
         if arguments[0] == "--is-here":
             print(str(is_here(arguments[1])).lower())

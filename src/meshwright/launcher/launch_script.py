@@ -23,7 +23,7 @@ SAVE_SECONDS = 120  # that a checkpoint may take when a run is told to stop
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """A script and what it starts: `nodes` hosts of `devices_per_node` ranks each. `warnings`: a line each."""
+    """A launch script and what it starts: `nodes` hosts with `devices_per_node` ranks each. warnings: one line each."""
 
     script: str
     layout: str
@@ -45,12 +45,12 @@ def launch_script(
     sbatch: Sequence[str] = (),
     trust: bool = False,
 ) -> LaunchScript:
-    """The script that trains `recipe_path` with `overrides`, one rank for each device, and starts again where ranks are
-    lost, up to `restarts` times. It works in the current directory, with this Python: every host must have both.
+    """Build the script that trains `recipe_path` with `overrides` by torchrun or SLURM, one rank for each device.
 
-    time: SLURM's limit of a job, such as "24:00:00"; sbatch: more options for sbatch, such as "--partition=gpu";
-    trust: the ranks let the recipe run code that it names.
-    `UserError` when the recipe cannot run, or its layout has not as many ranks as there are devices.
+    It starts the ranks again up to `restarts` times, in the current directory and with this Python, which every host
+    must have. time: SLURM's time limit, such as "24:00:00"; sbatch: further options, such as "--partition=gpu"; trust:
+    let the recipe run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the
+    devices.
     """
     recipe = load_recipe(recipe_path, overrides, trust=trust)
     check_recipe(recipe)
@@ -58,15 +58,15 @@ def launch_script(
         raise UserError(f"{'--time' if time is not None else '--sbatch'} belongs to --slurm: torchrun has no queue")
     layout = recipe.parsed_layout
     nodes, devices_per_node = hosts_of(layout, nodes, devices_per_node)
-    hosts, ranks = _count(nodes, "host"), _count(devices_per_node, "rank")
+    hosts, ranks = _format_count(nodes, "host"), _format_count(devices_per_node, "rank")
     path = str(recipe_path)
     words = [f"./{path}" if path.startswith("-") else path, *overrides, *["--trust-recipe"][: int(trust)]]
     values = {
-        "TITLE": f"{_plain(recipe.run.name)}, layout {layout}: {hosts} of {ranks}",
+        "TITLE": f"{_shell_safe_name(recipe.run.name)}, layout {layout}: {hosts} of {ranks}",
         "DIRECTORY": shlex.quote(str(Path.cwd())),
         "PYTHON": shlex.quote(sys.executable),
         "RECIPE": " ".join(shlex.quote(word) for word in words),
-        "NAME": _plain(recipe.run.name),
+        "NAME": _shell_safe_name(recipe.run.name),
         "LOGS": shlex.quote(str(recipe.run_directory / "torchrun")),
         "NODES": nodes,
         "DEVICES": devices_per_node,
@@ -77,22 +77,24 @@ def launch_script(
     if kind == "torchrun":
         shared = f"$(($(nproc) > {devices_per_node} ? $(nproc) / {devices_per_node} : 1))"
         values["THREADS"] = shared if cpus_per_device is None else cpus_per_device
-        script = _filled("torchrun.sh" if nodes > 1 else "torchrun_one_host.sh", values)
+        script = _fill_template("torchrun.sh" if nodes > 1 else "torchrun_one_host.sh", values)
     else:
         options = [f"--gpus-per-node={devices_per_node}"] if recipe.run.device != "cpu" else []
         options += [f"--cpus-per-task={cpus_per_device}"] if cpus_per_device is not None else []
-        options += [f"--time={_time_limit(time)}"] if time is not None else []
-        options += [_sbatch_option(option) for option in sbatch]
+        options += [f"--time={_check_time_limit(time)}"] if time is not None else []
+        options += [_check_sbatch_option(option) for option in sbatch]
         values["OPTIONS"] = "".join(f"\n#SBATCH {option}" for option in options)
         values["CPUS"] = "" if cpus_per_device is None else f" --cpus-per-task={cpus_per_device}"
-        script = _filled("slurm.sh", values)
+        script = _fill_template("slurm.sh", values)
     warning = tensor_across_hosts(layout, devices_per_node)
     return LaunchScript(script, str(layout), nodes, devices_per_node, (warning,) if warning else ())
 
 
 def hosts_of(layout: Layout, nodes: int | None, devices_per_node: int | None) -> tuple[int, int]:
-    """(hosts, devices of each) for the layout's ranks, from what of the two was said. `UserError` with the numbers that
-    would do where they do not multiply to the number of ranks."""
+    """Return (hosts, devices per host) for the layout's ranks; either may be given, None is derived.
+
+    `UserError` with numbers that fit where their product is not the number of ranks.
+    """
     ranks, said = layout.world_size, (nodes, devices_per_node)
     if said == (None, None):
         devices_per_node = min(ranks, DEVICES_PER_NODE)
@@ -103,34 +105,38 @@ def hosts_of(layout: Layout, nodes: int | None, devices_per_node: int | None) ->
     pairs = [(count, ranks // count) for count in range(1, ranks + 1) if ranks % count == 0]
     near = [abs(count - nodes) if said[1] is None else abs(each - devices_per_node) for count, each in pairs]
     close = sorted(pair for _, pair in sorted(zip(near, pairs, strict=True))[:3])
-    have = "hosts" if said[0] is None else _count(nodes, "host")
-    have += f" of {_count(devices_per_node, 'device')}" if said != (nodes, None) else ""
+    have = "hosts" if said[0] is None else _format_count(nodes, "host")
+    have += f" of {_format_count(devices_per_node, 'device')}" if said != (nodes, None) else ""
     raise UserError(
-        f'layout "{layout}" has {_count(ranks, "rank")}, one for each device, and does not fill {have}; '
+        f'layout "{layout}" has {_format_count(ranks, "rank")}, one for each device, and does not fill {have}; '
         f"{' or '.join(f'--nodes {count} --devices-per-node {each}' for count, each in close)} would do"
     )
 
 
-def _filled(name: str, values: Mapping[str, object]) -> str:
+def _fill_template(name: str, values: Mapping[str, object]) -> str:
+    """Return the script template of this name with each @KEY@ replaced by its value."""
     return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), (SCRIPTS / name).read_text())
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
+    """Format a number with its noun, such as "2 hosts"."""
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _plain(name: str) -> str:
-    """A name that means nothing but itself to a shell and to sbatch, in whose file names % stands for something."""
+def _shell_safe_name(name: str) -> str:
+    """Replace the characters of a name that are special to a shell or in sbatch file names."""
     return re.sub("[^A-Za-z0-9_.-]", "_", name)
 
 
-def _time_limit(text: str) -> str:
+def _check_time_limit(text: str) -> str:
+    """Return a SLURM time limit unchanged; `UserError` if it is malformed."""
     if re.fullmatch("[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", text):
         return text
     raise UserError(f'--time "{text}": a limit is written as minutes, as in 90, or as 24:00:00 or 2-12:00:00')
 
 
-def _sbatch_option(text: str) -> str:
+def _check_sbatch_option(text: str) -> str:
+    """Return an sbatch option unchanged; `UserError` if it is malformed."""
     if re.fullmatch(r"-[^\r\n]+", text):
         return text
     raise UserError(f'--sbatch "{text}" is no option of sbatch; right would be --sbatch=--partition=gpu')

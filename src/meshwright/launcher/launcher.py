@@ -39,17 +39,16 @@ TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing the
 
 
 class RankFault(Exception):
-    """A fault of ours in a rank; the text holds that rank's traceback."""
+    """An internal error in a rank; the text holds that rank's traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What to start. `description` reaches every rank as JSON, with rank, ranks, method, threads, directory added.
+    """What to launch. description: sent to every rank as JSON, with rank, ranks, method, threads and directory added.
 
-    `threads`: per rank; OMP_NUM_THREADS, else this machine's cores shared out, unless given. `method`: where the
-    ranks meet; a fresh file unless given, since a port that is free now may be taken when rank 0 binds it.
-    `collective_timeout`: seconds, as the ranks have it. `command`: runs one rank. `trains`: it takes steps and saves
-    checkpoints; else `directory` does not stay.
+    threads: per rank; unless given OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous
+    URL; a new file unless given, since a free port may be taken before rank 0 binds it. collective_timeout: seconds, as
+    in the ranks. command: starts one rank. trains: takes steps and saves checkpoints; else `directory` is temporary.
     """
 
     description: Mapping[str, Any]
@@ -67,7 +66,7 @@ class LaunchSpec:
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
-    """Start the ranks, wait for them, return rank 0's result document.
+    """Start the ranks of a run on this machine, wait for them, and return rank 0's result document.
 
     Raises what the ranks raised (`UserError`, `CheckFailed` ...); `RankLost` when one died; `RankFault` with its
     traceback; `Terminated` after SIGTERM, when all have saved; `KeyboardInterrupt` after an interrupt, likewise.
@@ -81,10 +80,11 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
     with RunDirectory(spec.directory) as directory:
         check_port_free(spec.method or "")
         spec.before_ranks()  # its processes have signals of their own
-        return _attempts(spec, directory)
+        return _run_attempts(spec, directory)
 
 
-def _attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
+def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
+    """Start all ranks, again after a lost rank up to `spec.restarts` times; return rank 0's result."""
     with StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
@@ -97,7 +97,7 @@ def _attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
 
 
 class _Attempt:
-    """One start of all ranks."""
+    """One start of all ranks, watched until they have ended."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
@@ -107,6 +107,7 @@ class _Attempt:
         self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
 
     def run(self) -> dict[str, Any]:
+        """Start the ranks, watch them, return rank 0's result; no rank is left running."""
         with rendezvous_directory() as meeting:
             try:
                 for number in range(self.spec.ranks):
@@ -118,6 +119,7 @@ class _Attempt:
                 self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
+        """Start rank `number`. method: rendezvous URL."""
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
         threads = spec.threads or choose_threads(spec.ranks)
@@ -127,16 +129,18 @@ class _Attempt:
     # --- while they run
 
     def _watch(self) -> None:
-        """Return when every rank has ended, or some moments after one ended as it should not."""
+        """Return when every rank has ended, or `SETTLE_SECONDS` after one ended abnormally."""
         deadline: float | None = None
         with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
             selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)
             for rank in self.ranks:
-                selector.register(rank.pipe, selectors.EVENT_READ, partial(self._read, rank, selector))
+                selector.register(rank.pipe, selectors.EVENT_READ, partial(self._read_report, rank, selector))
                 if hasattr(os, "pidfd_open"):  # a process that the rank forked may keep the pipe open
                     watched = os.pidfd_open(rank.process.pid)
                     descriptors.callback(os.close, watched)
-                    selector.register(watched, selectors.EVENT_READ, partial(self._end, rank, selector, watched))
+                    selector.register(
+                        watched, selectors.EVENT_READ, partial(self._handle_exit, rank, selector, watched)
+                    )
             while any(rank.ended is None for rank in self.ranks):
                 timeout = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
                 ready = selector.select(timeout)
@@ -144,27 +148,29 @@ class _Attempt:
                     key.data()
                 self._pass_signals_on()
                 if not ready and deadline is None and self._stopped_too_long():
-                    self._look()
+                    self._take_snapshot()
                     break
-                if deadline is None and any(map(self._bad, self.ranks)):
+                if deadline is None and any(map(self._ended_abnormally, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
                     if any(rank.lost_another for rank in self.ranks):
-                        self._look()  # before those it waited for come to life and go on
+                        self._take_snapshot()  # before those it waited for come to life and go on
                 if deadline is not None and time.monotonic() >= deadline:
                     break
-        if self.snapshot is None and any(map(self._bad, self.ranks)):
-            self._look()
+        if self.snapshot is None and any(map(self._ended_abnormally, self.ranks)):
+            self._take_snapshot()
 
-    def _look(self) -> None:
-        """Take in what all ranks are doing; one that others wait for, and that is not in a call, says where it is."""
+    def _take_snapshot(self) -> None:
+        """Snapshot the collective calls of all ranks, and the stacks of ranks that others wait for outside any call."""
         ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
         for seen in self.snapshot.busy_ranks:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].where()
 
     def _stopped_too_long(self) -> bool:
-        """True if a rank's process has been stopped for longer than a collective call may take. In a call or not: in a
-        save ranks wait for each other's files, which has a much longer limit."""
+        """Return True if a rank's process has been stopped (SIGSTOP) for longer than the collective time-out.
+
+        In a call or not: in a save, ranks wait for each other's files with a much longer limit.
+        """
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -174,8 +180,8 @@ class _Attempt:
         self.stopped_since = {number: self.stopped_since.get(number, now) for number in stopped}
         return any(now - since > limit for since in self.stopped_since.values())
 
-    def _read(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
-        """Take in what a rank reports."""
+    def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
+        """Read what a rank has written to its report pipe; close the pipe at its end."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -185,50 +191,53 @@ class _Attempt:
             os.close(rank.pipe)
             rank.pipe = -1
             if not hasattr(os, "pidfd_open"):
-                self._note_end(rank)
+                self._record_end(rank)
 
-    def _end(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
-        """A rank has ended: take in the rest of its report."""
+    def _handle_exit(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
+        """Handle the exit of a rank: read the rest of its report. watched: pidfd of its process."""
         selector.unregister(watched)
         if rank.pipe >= 0:
             os.set_blocking(rank.pipe, False)
             with suppress(BlockingIOError):
                 while rank.pipe >= 0:
-                    self._read(rank, selector)
+                    self._read_report(rank, selector)
         if rank.pipe >= 0:
             selector.unregister(rank.pipe)
-        self._note_end(rank)
+        self._record_end(rank)
 
-    def _note_end(self, rank: StartedRank) -> None:
+    def _record_end(self, rank: StartedRank) -> None:
+        """Record when a rank ended, and parse its report."""
         rank.process.wait()
         rank.ended = time.monotonic()
         with suppress(ValueError):  # nothing, or killed while it was writing
             rank.report = json.loads(rank.said)
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
-    def _bad(self, rank: StartedRank) -> bool:
-        """Whether a rank's end means that the others cannot go on. When all were told to stop, they end one by one."""
+    def _ended_abnormally(self, rank: StartedRank) -> bool:
+        """Return True if a rank ended so that the others cannot continue; after a stop signal they end one by one."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _pass_signals_on(self) -> None:
+        """Forward stop signals to the ranks: the first as SIGTERM, a second as SIGKILL."""
         while self.told < self.signals.count:
             self.told += 1
             for rank in self.ranks:
                 if rank.ended is None:
                     # Whoever asks twice does not want to wait for a checkpoint.
-                    self._send(rank, signal.SIGTERM if self.told == 1 else signal.SIGKILL)
+                    self._send_signal(rank, signal.SIGTERM if self.told == 1 else signal.SIGKILL)
 
-    def _send(self, rank: StartedRank, number: signal.Signals) -> None:
+    def _send_signal(self, rank: StartedRank, number: signal.Signals) -> None:
+        """Send a signal to a rank."""
         rank.told_to_end = True
         with suppress(ProcessLookupError):
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Nobody is left over."""
+        """Terminate, then kill all ranks still running, and close their descriptors."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:
-                self._send(rank, number)
+                self._send_signal(rank, number)
             deadline = time.monotonic() + seconds
             for rank in left:
                 with suppress(subprocess.TimeoutExpired):
@@ -239,7 +248,7 @@ class _Attempt:
     # --- how it ended
 
     def _result(self) -> dict[str, Any]:
-        """Rank 0's result, or the error that was the cause of the others."""
+        """Return rank 0's result, or raise the error that caused the others."""
         if all(rank.finished for rank in self.ranks):
             report = self.ranks[0].report
             assert report is not None
@@ -254,66 +263,73 @@ class _Attempt:
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
         own_errors = [rank for rank in reported if not rank.lost_another]
         if own_errors and not killed:
-            self._raise(own_errors[0])
-        line = self._lost(killed or died, reported)
-        self._report(line)
-        raise RankLost(f"{line}; {self._resumes()}")
+            self._raise_reported(own_errors[0])
+        line = self._describe_loss(killed or died, reported)
+        self._print_hang_report(line)
+        raise RankLost(f"{line}; {self._describe_resume()}")
 
-    def _lost(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Which rank was lost and how: one that was killed; else what the calls of all ranks say; else what is left."""
+    def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
+        """Describe which rank was lost and how: the killed one, else by the calls of all ranks, else by the first error
+        reported."""
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.
         known = verdict is not None and (verdict.is_call_mismatch or verdict.kind == "stopped")
         if died and not (known and died[0].signal in (None, signal.SIGABRT)):
-            return self._death(died[0])
+            return self._describe_death(died[0])
         if verdict is not None:
-            return f"{verdict.line}; {self._when()}"
+            return f"{verdict.line}; {self._describe_progress()}"
         if not reported or reported[0].report is None:
-            return f"the ranks stopped answering {self._when()}"
+            return f"the ranks stopped answering {self._describe_progress()}"
         return str(reported[0].report["message"])
 
-    def _report(self, line: str) -> None:
-        """Say what every rank was doing, where they wrote it, and keep that in the run directory."""
+    def _print_hang_report(self, line: str) -> None:
+        """Print the hang report (the calls of every rank) and write it to the run directory. line: its first line."""
         if self.spec.trains and self.snapshot is not None and self.snapshot.has_calls:
             text = self.snapshot.format_report(line)
             kept = write_hang_report(self.directory.lost, text)
             self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
 
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
-        """After a stop signal: that we stopped, unless a rank has something else to say."""
+        """Raise `Terminated` or `KeyboardInterrupt` after a stop signal, unless a rank reported an error of its own."""
         for rank in reported:
             if not died and rank.error != "Terminated" and not rank.lost_another:
-                self._raise(rank)
+                self._raise_reported(rank)
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         early = " before a checkpoint was due" if self.spec.trains else ""
-        line = saved[0] if saved else f"stopped by SIGTERM{early}; {self._resumes()}"
+        line = saved[0] if saved else f"stopped by SIGTERM{early}; {self._describe_resume()}"
         if self.signals.interrupted:
             raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
         raise Terminated(line)
 
-    def _raise(self, rank: StartedRank) -> None:
+    def _raise_reported(self, rank: StartedRank) -> None:
+        """Raise the error that a rank reported."""
         report = rank.report
         assert report is not None
         if "fault" in report:
             text = report["traceback"].rstrip()
-            raise RankFault(f"rank {rank.number} (process {rank.process.pid}) failed {self._when()}:\n{text}")
+            raise RankFault(
+                f"rank {rank.number} (process {rank.process.pid}) failed {self._describe_progress()}:\n{text}"
+            )
         error = getattr(errors, report["error"], MeshwrightError)(report["message"])
         error.exit_code = report["exit_code"]
         raise error
 
-    def _death(self, rank: StartedRank) -> str:
-        line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._when()}"
+    def _describe_death(self, rank: StartedRank) -> str:
+        """Describe how a rank died, and its last collective call."""
+        line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._describe_progress()}"
         seen: list[RankState] = [] if self.snapshot is None else self.snapshot.seen
         where = next((describe_position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
 
-    def _when(self) -> str:
+    def _describe_progress(self) -> str:
+        """Describe how far training had come, such as "after step 12"."""
         if not self.spec.trains:
             return "before it was done"
         step = self.directory.last_step()
         return "before the first step" if step is None else f"after step {step}"
 
-    def _resumes(self) -> str:
+    def _describe_resume(self) -> str:
+        """Describe what running the same command again does: from which checkpoint it resumes."""
         if not self.spec.trains:
             return "nothing was written: the same command begins again"
         checkpoint = newest(self.directory.checkpoints)

@@ -21,9 +21,11 @@ from meshwright.launcher.rendezvous import Place
 
 
 def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
-    """Read the launcher's description from standard input, do `work(description, place)`, report how it ended.
+    """Run one rank: read the launcher's description from standard input, call `work(description, place)`, report its
+    result.
 
-    Standard input stays open as long as the launcher lives; this process ends with it.
+    The result or error goes to the report pipe as JSON. Standard input stays open as long as the launcher lives; this
+    process ends with it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -69,10 +71,12 @@ def die_with_parent() -> None:
 
 
 def _end_with_launcher(launcher: int | None) -> None:
-    """Die when the launcher does, however it dies: a rank that is left over holds memory, ports and the run's lock."""
+    """Kill this process when the launcher (its process id) dies, so that no rank holds memory, ports and the run's
+    lock."""
     die_with_parent()
 
     def watch() -> None:
+        """Kill this process when standard input closes."""
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGKILL)

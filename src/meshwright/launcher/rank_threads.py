@@ -35,9 +35,9 @@ class ThreadChoice:
 
 
 def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
-    """`run.threads`; else those of the checkpoint that is resumed under the same layout; else `default`.
+    """Return `run.threads`; else the threads of the checkpoint that is resumed under the same layout; else `default`.
 
-    default: what a run that begins here would take. state: the checkpoint's, None where nothing is resumed.
+    default: of a fresh run. state: the checkpoint's, None for a fresh run.
     """
     if recipe.run.threads is not None:
         return ThreadChoice(recipe.run.threads)
@@ -57,9 +57,10 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 
 def thread_change_note(before: int | None, now: int | None) -> str | None:
-    """Note that results may differ in their last bits, if the thread count changed since the checkpoint; else None.
+    """Return a note that results may differ in their last bits if the thread count changed since the checkpoint, else
+    None.
 
-    None for `before` or `now`: unknown, or without effect on a device that is no CPU.
+    `before` or `now` None: unknown, or without effect on the device.
     """
     if before is None or now is None or before == now:
         return None
@@ -70,8 +71,7 @@ def thread_change_note(before: int | None, now: int | None) -> str | None:
 
 
 def same_layout(layout: Layout, saved: object) -> bool:
-    """Whether a checkpoint's layout computes as `layout` does, precision aside: the saved one has it resolved. What is
-    no layout is another one."""
+    """Return True if a checkpoint's layout text equals `layout`, precision aside (the saved one is resolved)."""
     try:
         other = Layout.parse(saved) if isinstance(saved, str) else None
     except UserError:
@@ -80,8 +80,11 @@ def same_layout(layout: Layout, saved: object) -> bool:
 
 
 def layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Model FLOPs of the whole model, LM head included, divided by its layers: forward and backward of a micro-batch on
-    one rank. layout: unless given, the recipe's. None for a foreign module."""
+    """Return the FLOPs of one layer on one rank: forward and backward of a micro-batch.
+
+    The whole model's, LM head included, divided by its layers. layout: the recipe's unless given. None for a user's own
+    module.
+    """
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None
     layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
@@ -91,30 +94,33 @@ def layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
 
 
 def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
-    """The state of the newest checkpoint of the recipe's run directory, None where there is none."""
+    """Return the state of the newest checkpoint in the recipe's run directory, None without one."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     return None if checkpoint is None else checkpoint.state()
 
 
 def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
-    """Threads of a run's `ranks` ranks, all on this machine."""
-    return _choose(recipe, ranks, None)
+    """Return the threads per rank of a run whose `ranks` ranks are all on this machine."""
+    return _threads_per_rank(recipe, ranks, None)
 
 
 def share_this_host(place: Place) -> bool:
-    """Whether all ranks are on this rank's host, with the same cores: `local_threads` then finds what
-    `agree_on_threads` will, and one process can start others as they are."""
+    """Return True if all ranks are on this rank's host and share its cores: `local_threads` then equals
+    `agree_on_threads`."""
     return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """The same for ranks that somebody else started, on any hosts: rank 0 decides for all, by the rank that has the
-    fewest cores. Every rank calls it, with the store at which all meet. `UserError` on all where rank 0 finds one."""
+    """Return the threads per rank where torchrun, Kubernetes or SLURM started the ranks: rank 0 decides, by the rank
+    with fewest cores.
+
+    Collective: every rank calls it with the common `store`. `UserError` on all ranks if rank 0 finds one.
+    """
     store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
     if place.rank == 0:
         share = smallest_share([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
         try:
-            found = _choose(recipe, 1, share)
+            found = _threads_per_rank(recipe, 1, share)
         except UserError as error:
             store.set("meshwright/threads", f"!{error}")  # the others wait for an answer
             raise
@@ -126,14 +132,16 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     return ThreadChoice(int(answer))
 
 
-def _choose(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
-    """Threads of each of `ranks` ranks that share so many cores; None: those of this process."""
+def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
+    """Return the threads of each of `ranks` ranks that share `cores` cores (None: those available to this process)."""
     return resolve_threads(recipe, choose_threads(ranks, cores, layer_flops(recipe)), resumed_state(recipe))
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The host of this rank, the cores that it may use there, and whether it shares them with other ranks: SLURM says
-    how many a task has to itself."""
+    """Return this rank's host name, the cores available to it, and True under "shared" if other ranks use them too.
+
+    environment: SLURM_CPUS_PER_TASK gives the cores of one task alone.
+    """
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     shared = not own.isdecimal() or not int(own)
     cores = count_available_cores() if shared else min(count_available_cores(), int(own))
@@ -141,6 +149,6 @@ def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def smallest_share(ranks: list[dict[str, Any]]) -> int:
-    """The fewest cores that a rank has to itself, by what `cores_of_rank` says on each."""
+    """Return the fewest cores that any rank has to itself. ranks: the `cores_of_rank` of each."""
     ranks_on = Counter(each["host"] for each in ranks)
     return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

@@ -16,9 +16,11 @@ from meshwright.spec.refuse import refuse
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise `UserError` with the first reason why the recipe's model cannot be trained on its layout, with its batch,
-    sequence and tokenizer. Runs before data are prepared: a tokenizer that is trained counts with the fewest tokens
-    that it can have."""
+    """Raise `UserError` with the first reason why the recipe's model cannot train on its layout, batch, sequence and
+    tokenizer.
+
+    Runs before data are prepared: a tokenizer still to be trained counts with its smallest possible vocabulary.
+    """
     recipe.parsed_layout.refuse_unbuilt()
     if recipe.model.load_weights:  # its tokenizer may be the data's: a damaged directory is reported first
         config_from_path(recipe.model.from_path or "")
@@ -27,16 +29,17 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_vocabulary(recipe: Recipe, tokens: int) -> None:
-    """Raise `UserError` where the recipe's model, with a tokenizer of so many tokens, cannot be trained on its
-    layout."""
+    """Raise `UserError` if the recipe's model with a vocabulary of `tokens` cannot be trained on its layout."""
     layout = recipe.parsed_layout
     config = config_from_recipe(recipe.model, recipe.data.sequence, tokens)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:
-    """`UserError` where all ranks run on the CPU of one machine and it cannot hold even what no layout avoids: each
-    parameter, its gradient and its optimizer state once, and one hidden state of every token of a micro-batch."""
+    """Raise `UserError` if all ranks run on one machine's CPU and the minimum of any layout exceeds its memory.
+
+    Minimum: every parameter, gradient and optimizer state once, or one hidden state for every token of a micro-batch.
+    """
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return
     vocabulary = find_least_vocabulary(recipe.data.tokenizer)
@@ -56,8 +59,7 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
 
 
 def check_watching(recipe: Recipe) -> None:
-    """`UserError` for ranks to profile that the layout does not have, and for trackers that cannot be made; of any
-    recipe, whatever it trains."""
+    """Raise `UserError` for profiled ranks beyond the layout's, and for trackers that cannot be made."""
     layout = recipe.parsed_layout
     if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
         where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"

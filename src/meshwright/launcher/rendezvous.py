@@ -34,9 +34,11 @@ LAUNCHER = "the launcher"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the ranks. `local_rank`: among those on the same machine, None where nobody said so. `method`:
-    env://, tcp:// or file://, where all meet. `started_by`: for error lines. `host_ranks`: ranks on each machine, None
-    where nobody said so."""
+    """Rank of this process and where the ranks meet. ranks: world size. local_rank: on its host, None if unknown.
+
+    method: rendezvous URL, env://, tcp:// or file://. started_by: for error lines. host_ranks: ranks on each host, None
+    if unknown.
+    """
 
     rank: int
     ranks: int
@@ -47,8 +49,10 @@ class Place:
 
 
 def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun, Kubernetes or SLURM started this process as one of several, so that it joins in instead of
-    starting ranks itself. A SLURM job of one task starts its ranks itself, as on any machine."""
+    """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it joins them.
+
+    A SLURM job of one task starts its ranks itself, as on any machine.
+    """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return True
@@ -56,12 +60,14 @@ def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> b
 
 
 def place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
-    """This process's place, from the environment that `join_if_started_by_others` saw; `rendezvous` is the recipe's
-    (tcp://HOST:PORT or file:///PATH), which says where to meet in place of the environment. `UserError` names the
-    variable that is missing or wrong."""
+    """Return this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
+
+    rendezvous: the recipe's (tcp://HOST:PORT or file:///PATH), in place of the environment's. `UserError` names the
+    variable that is missing or wrong.
+    """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        rank, ranks = _read_int(environment, "RANK"), _read_int(environment, "WORLD_SIZE")
         started_by = f"RANK={rank} WORLD_SIZE={ranks}"
         method = rendezvous or "env://"
         if method == "env://":
@@ -69,7 +75,7 @@ def place(rendezvous: str | None = None, environment: Mapping[str, str] | None =
                 if name not in environment:
                     raise UserError(f"{started_by} but no {name}: start with torchrun, set it, or set run.rendezvous")
     else:
-        rank, ranks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+        rank, ranks = _read_int(environment, "SLURM_PROCID"), _read_int(environment, "SLURM_NTASKS")
         started_by = f"SLURM_PROCID={rank} SLURM_NTASKS={ranks}"
         method = rendezvous or _slurm_method(environment)
     if not 0 <= rank < ranks:
@@ -86,20 +92,21 @@ _LOCAL_RANKS = (
 
 
 def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
+    """Return the rank on this host from the environment of torchrun, SLURM or MPI, None if unknown."""
     if "LOCAL_RANK" in environment:
-        return _number(environment, "LOCAL_RANK")
+        return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
         # Theirs is ours only where they started every rank: they may as well have started one script on each machine.
         if {own, all_of_them, local} <= environment.keys() and (environment[own], environment[all_of_them]) == (
             str(rank),
             str(ranks),
         ):
-            return _number(environment, local)
+            return _read_int(environment, local)
     return 0 if ranks == 1 else None
 
 
 def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
-    """Ranks on each machine, where torchrun or SLURM said that they are equally many."""
+    """Return the ranks on each host, where torchrun or SLURM reports an equal number for all; else None."""
     said = environment.get("LOCAL_WORLD_SIZE", "")
     if not said and environment.get("SLURM_NTASKS") == str(ranks):
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
@@ -108,8 +115,8 @@ def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
 
 
 def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
-    """A line of warning where ranks of one tensor-parallel group stand on different hosts of so many consecutive ranks,
-    None where none do."""
+    """Return a warning line if a tensor-parallel group spans hosts of `host_ranks` consecutive ranks
+    each, else None."""
     if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
         return None
     inside = math.gcd(host_ranks, layout.tp)
@@ -121,7 +128,7 @@ def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
 
 
 def check_world_size(place: Place, layout: Layout) -> None:
-    """`UserError` when the layout needs another number of ranks than were started."""
+    """Raise `UserError` if the layout needs another number of ranks than were started."""
     if place.ranks != layout.world_size:
         raise UserError(
             f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '
@@ -130,7 +137,7 @@ def check_world_size(place: Place, layout: Layout) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: `gpu[007-010,12],login1` -> `gpu007`."""
+    """Return the first host of a SLURM node list: `gpu[007-010,12],login1` -> `gpu007`."""
     match = re.match(r"(?:[^,\[\]]|\[[0-9][^\]]*\])+", nodes.strip())
     if match is None:
         raise UserError(f'SLURM_JOB_NODELIST "{nodes}" names no host; set run.rendezvous = "tcp://HOST:PORT"')
@@ -138,6 +145,7 @@ def first_host(nodes: str) -> str:
 
 
 def _slurm_method(environment: Mapping[str, str]) -> str:
+    """Return the tcp:// URL at which the tasks of a SLURM job meet; the port is derived from job and step id."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     host = environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     if host is None:
@@ -149,7 +157,8 @@ def _slurm_method(environment: Mapping[str, str]) -> str:
     return f"tcp://{host}:{port}"
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _read_int(environment: Mapping[str, str], name: str) -> int:
+    """Return an environment variable as an int; `UserError` where it is missing or no integer."""
     try:
         return int(environment[name])
     except KeyError:
@@ -159,15 +168,17 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def meet(place: Place, timeout_seconds: float) -> Store:
-    """The store that all ranks meet at, where each can leave words for the others. `UserError` when it cannot be
-    reached within the time-out."""
-    with _meeting(place, timeout_seconds):
-        return _store(place, timedelta(seconds=timeout_seconds))
+    """Connect to the store (key-value server or file) that all ranks share. `UserError` if it is unreachable within the
+    time-out."""
+    with _rendezvous_errors(place, timeout_seconds):
+        return _connect_store(place, timedelta(seconds=timeout_seconds))
 
 
 def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed: NCCL (and gloo for host tensors) on "cuda", gloo on "cpu". `UserError` when the
-    ranks do not come together at `store` within the time-out."""
+    """Initialise torch.distributed: NCCL (and gloo for host tensors) on "cuda", gloo on "cpu".
+
+    `UserError` when the ranks do not meet at `store` within the time-out.
+    """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -177,15 +188,15 @@ def initialise(place: Place, store: Store, device: str, timeout_seconds: float) 
         import torch
 
         options["device_id"] = torch.device(device)
-    with _meeting(place, timeout_seconds):
+    with _rendezvous_errors(place, timeout_seconds):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout, **options
         )
 
 
 @contextmanager
-def _meeting(place: Place, timeout_seconds: float) -> Iterator[None]:
-    """Makes one line of all that can go wrong where ranks meet."""
+def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
+    """Turn every error of the rendezvous inside the with block into one `UserError` or `RankLost` line."""
     import torch.distributed as dist
 
     try:
@@ -204,8 +215,8 @@ def _meeting(place: Place, timeout_seconds: float) -> Iterator[None]:
 
 
 def busy_port(method: str) -> str:
-    """The reason why ranks cannot meet at a TCP address whose port another program has."""
-    port = _address(method)[1]
+    """Return the error line for a rendezvous URL whose TCP port another program uses."""
+    port = _host_and_port(method)[1]
     where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
     return (
         f"{where}: port {port}, where the ranks are to meet ({method}), is in use by another program on rank 0's host; "
@@ -214,7 +225,7 @@ def busy_port(method: str) -> str:
 
 
 def check_port_free(method: str) -> None:
-    """`UserError` where the port of tcp://HOST:PORT is taken on this host, at which rank 0 will listen."""
+    """Raise `UserError` if the port of tcp://HOST:PORT, at which rank 0 will listen, is taken on this host."""
     if not method.startswith("tcp://"):
         return
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -223,7 +234,7 @@ def check_port_free(method: str) -> None:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            listener.bind(("", _address(method)[1]))
+            listener.bind(("", _host_and_port(method)[1]))
             listener.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -231,10 +242,10 @@ def check_port_free(method: str) -> None:
             raise
 
 
-def _address(method: str) -> tuple[str, int]:
-    """Host and port of env:// or tcp://HOST:PORT."""
+def _host_and_port(method: str) -> tuple[str, int]:
+    """Return host and port of a rendezvous URL: env:// or tcp://HOST:PORT."""
     if method == "env://":
-        return os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+        return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
     host, _, port = method.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
@@ -243,12 +254,15 @@ STORE_TIMEOUT_SECONDS = 30.0
 """That rank 0's store, once it listens, has to answer a rank. Of another program torch would wait for ever."""
 
 
-def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """The store that `connect` finds at rank 0's port: as long as `timeout` until something listens there, then no
-    longer than `STORE_TIMEOUT_SECONDS`. `RuntimeError` beyond."""
+def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
+    """Return the store that `connect` connects to: wait up to `timeout` for rank 0 to listen, then
+    `STORE_TIMEOUT_SECONDS`.
+
+    `RuntimeError` after that.
+    """
     if place.rank == 0:
         return connect()
-    host, port = _address(place.method)
+    host, port = _host_and_port(place.method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -261,6 +275,7 @@ def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelt
     found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
+        """Connect in a thread, as torch may wait for ever."""
         try:
             found.put(connect())
         except Exception as error:  # raised below
@@ -280,32 +295,35 @@ def _ask_for_store(place: Place, connect: Callable[[], Store], timeout: timedelt
     return answer
 
 
-def _store(place: Place, timeout: timedelta) -> Store:
+def _connect_store(place: Place, timeout: timedelta) -> Store:
+    """Connect to the store of the rendezvous URL."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     if place.method == "env://":
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = _ask_for_store(
+        store = _connect_within(
             place, lambda: next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))[0], timeout
         )
-        return _fresh(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
+        return _store_of_this_start(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
     if place.method.startswith("file://"):
         path = place.method.removeprefix("file://")
-        _clear_stale(path)
+        _remove_stale_file(path)
         store = FileStore(path, place.ranks)
         store.set_timeout(timeout)
         return store
-    host, port = _address(place.method)
-    return _ask_for_store(
+    host, port = _host_and_port(place.method)
+    return _connect_within(
         place, lambda: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=timeout), timeout
     )
 
 
-def _fresh(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """A part of torchrun's store that belongs to this start alone: the store outlives restarts, and what killed ranks
-    left in it (where they listened) would answer for the new ones. How often a host has restarted says nothing of the
-    others, so rank 0 names the part and every rank learns the name by a word that it has just made up."""
+def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
+    """Return a part of torchrun's store for this start alone, as keys of killed ranks stay in it over restarts.
+
+    The restart counters of hosts may differ, so rank 0 names the part; each rank gets the name under a random key of
+    its own.
+    """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     mine = secrets.token_hex(8)
@@ -334,9 +352,9 @@ def _fresh(store: Store, place: Place, timeout_seconds: float) -> Store:
 _held: list[int] = []  # descriptors that stay open as long as the process
 
 
-def _clear_stale(path: str) -> None:
-    """Remove the meeting file that killed ranks left: it would answer for them. Everybody who uses it holds a shared
-    lock beside it, so whoever gets the lock alone knows that nobody does."""
+def _remove_stale_file(path: str) -> None:
+    """Remove the rendezvous file that killed ranks left. Its users hold a shared lock beside it: an exclusive lock
+    means no user."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

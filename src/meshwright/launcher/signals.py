@@ -9,7 +9,10 @@ from typing import Any
 
 
 class StopSignals:
-    """The two signals while it is entered: counted, to be passed on. Outside the main thread there is nothing to do."""
+    """Counts SIGTERM and SIGINT inside the with block, for the launcher to forward. No effect outside the main thread.
+
+    wakeup: a socket that becomes readable on a signal.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -21,12 +24,13 @@ class StopSignals:
 
     @property
     def stop(self) -> bool:
+        """True once a signal has come."""
         return self.count > 0
 
     def __enter__(self) -> StopSignals:
         with suppress(ValueError):  # not the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._caught)
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,13 +39,15 @@ class StopSignals:
         self.wakeup.close()
         self._write.close()
 
-    def _caught(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
+        """Count a signal and wake up the launcher."""
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         with suppress(OSError):
             self._write.send(b"!")
 
     def drain(self) -> None:
+        """Empty the wake-up socket."""
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass

@@ -23,8 +23,12 @@ STACK_SECONDS = 0.5  # that a rank has to say where it is
 
 @dataclass(slots=True)
 class StartedRank:
-    """A started rank. `pipe`: where it reports, -1 when closed. `calls`, `stack`: descriptors of the memory to which it
-    writes its calls, and, on SIGUSR1, where it is. `ended`: when, on the monotonic clock."""
+    """One rank process, as the launcher sees it. pipe: descriptor of its report, -1 when closed.
+
+    calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
+    said: report bytes read so far; report: parsed. ended: when, on the monotonic clock. told_to_end: the launcher sent
+    it a signal.
+    """
 
     number: int
     process: subprocess.Popen[bytes]
@@ -38,28 +42,28 @@ class StartedRank:
 
     @property
     def finished(self) -> bool:
-        """Whether it ended with a result."""
+        """True if the rank reported a result."""
         return self.report is not None and "result" in self.report
 
     @property
     def error(self) -> str | None:
-        """The name of the error it reported."""
+        """Name of the error that the rank reported, None without one."""
         return None if self.report is None else self.report.get("error", self.report.get("fault"))
 
     @property
     def lost_another(self) -> bool:
-        """Whether the error it reported is about what another rank does: not a cause."""
+        """True if the reported error was caused by another rank (`RankLost`, `RanksDisagree`)."""
         return self.error in ("RankLost", "RanksDisagree")
 
     @property
     def signal(self) -> int | None:
-        """The signal that killed it, None if it exited."""
+        """Number of the signal that killed the rank, None if it exited."""
         code = self.process.returncode
         return -code if code is not None and code < 0 else None
 
     @property
     def how_it_ended(self) -> str:
-        """Of one that has, without a report: how, to stand behind its name."""
+        """How a rank without a report ended, as a predicate: "was killed by signal 9 (SIGKILL)"."""
         number = self.signal
         if number is None:
             return f"ended with exit code {self.process.returncode} and no report"
@@ -67,7 +71,8 @@ class StartedRank:
         return f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
 
     def where(self) -> list[str]:
-        """The stack of its main thread, innermost first, as it says itself; empty when it does not answer."""
+        """Return the stack of the rank's main thread, innermost frame first; empty if it does not answer SIGUSR1 in
+        time."""
         os.ftruncate(self.stack, 0)
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
@@ -79,7 +84,7 @@ class StartedRank:
         return [line.strip() for line in lines if line.lstrip().startswith("File ")]
 
     def close(self) -> None:
-        """Give all descriptors back, when it has ended."""
+        """Close all descriptors, after the rank has ended."""
         for descriptor in (self.calls, self.stack, self.pipe):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -93,16 +98,18 @@ def start_rank(
     number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int],
     output: int = 2,
 ) -> StartedRank:  # fmt: skip
-    """Start a rank that reads `description` and more from its standard input. keep: descriptors that it inherits;
-    output: that for what it prints."""
+    """Start the process of rank `number` of `ranks`, and send it `description` on standard input.
+
+    keep: descriptors that it inherits; output: descriptor for its standard output.
+    """
     ours, theirs = os.pipe()
-    calls, stack = create_memory_file(number, ranks), _memory()
+    calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
     told = {
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
     # Libraries read these before any code of ours could tell them; what the user has set stands.
-    environment = {**_loopback(), **build_child_environment(threads)}
+    environment = {**_loopback_environment(), **build_child_environment(threads)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
     try:
         process = subprocess.Popen(
@@ -126,21 +133,23 @@ def start_rank(
     return StartedRank(number, process, ours, calls, stack)
 
 
-def _memory() -> int:
+def _temporary_descriptor() -> int:
+    """Return the descriptor of an unnamed temporary file."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 def machine_memory() -> int:
-    """Bytes of memory of this machine, swap left out, or a container's limit where that is lower."""
+    """Return this machine's memory in bytes without swap, or its container's limit if lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return memory
 
 
-def _loopback() -> dict[str, str]:
-    """Ranks of one machine talk over the loopback interface: a host name may lead to a network that is down."""
+def _loopback_environment() -> dict[str, str]:
+    """Return the environment by which gloo uses the loopback interface: a host name may lead to a
+    network that is down."""
     with suppress(OSError):
         for _, name in socket.if_nameindex():
             if name in ("lo", "lo0"):

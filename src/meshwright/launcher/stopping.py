@@ -12,9 +12,10 @@ SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both pass on one C
 
 
 class StopRequest:
-    """Notes SIGTERM, and SIGINT unless somebody else answers it (a rank's launcher does), while it is entered.
+    """Records SIGTERM inside the with block, and SIGINT unless it is handled elsewhere (by a rank's launcher).
 
-    A second interrupt does not wait: it raises `KeyboardInterrupt`. Outside the main thread nothing is noted.
+    requested: a signal has come. A second interrupt raises `KeyboardInterrupt` at once. No effect outside the main
+    thread.
     """
 
     def __init__(self) -> None:
@@ -25,9 +26,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_signal)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(
@@ -37,7 +38,8 @@ class StopRequest:
             number, handler = self._before.popitem()
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: set `requested`; raise `KeyboardInterrupt` on a second interrupt."""
         self.requested = True
         if number == signal.SIGINT:
             now = time.monotonic()

@@ -10,10 +10,10 @@ import torch
 
 
 class StepClock:
-    """Marks the end of each part of a step; `seconds()` sums the parts by name.
+    """Measures the seconds of each phase of a training step: the caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream, read only after the step has synchronised anyway. `waited`:
-    seconds that this process has spent waiting in collective calls so far.
+    On CUDA a mark records an event on the current stream, read only after the step has synchronised anyway. waited:
+    returns the seconds that this process has spent waiting in collective calls so far.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -21,21 +21,21 @@ class StepClock:
         self._waited = waited
         self._marks: list[tuple[str, float | torch.cuda.Event, float]] = []
         self.listener: Callable[[str], None] | None = None
-        """While a profile is taken: told of each mark; of `start` as ""."""
+        """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin a step."""
+        """Begin a step: drop the marks of the previous one."""
         self._marks = []
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """The part that just ended; several marks of one name add up."""
-        self._marks.append((part, self._now(), self._waited()))
+        """Record the end of the phase `part`; phases of the same name are summed."""
+        self._marks.append((part, self._take_time(), self._waited()))
         if self.listener is not None:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by part since `start()`, in the order of their first marks."""
+        """Return the seconds by phase since `start()`, in the order of their first marks."""
         if self.cuda:
             self._marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}
@@ -45,10 +45,10 @@ class StepClock:
         return parts
 
     def working_seconds(self) -> float:
-        """Seconds since `start()` in which this process had work of its own and did not wait for another.
+        """Return the seconds since `start()` in which this process computed and did not wait for another.
 
-        On CUDA the device waits, not the host: there it is the time of all parts before the gradients are reduced,
-        which under ZeRO-2 and 3 holds some waiting too.
+        On CUDA the device waits, not the host: there it is the time of all phases before the gradients are reduced,
+        which under ZeRO-2 and 3 includes some waiting.
         """
         if self.cuda:
             seconds = self.seconds()
@@ -57,10 +57,11 @@ class StepClock:
         return ended - begun - (waited_after - waited_before)  # type: ignore[operator]
 
     def waiting_seconds(self) -> float:
-        """Seconds from `start()` to the last mark that this process waited in collective calls."""
+        """Return the seconds that this process waited in collective calls between `start()` and the last mark."""
         return self._marks[-1][2] - self._marks[0][2]
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _take_time(self) -> float | torch.cuda.Event:
+        """Return the time of a mark: seconds of the host clock, or a CUDA event recorded on the current stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -23,13 +23,13 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of a rank's process by item at its peak RSS."""
+    """Bytes of rank 0's process at its peak resident set, by item (such as libraries or tensors)."""
 
     items: Mapping[str, int]
 
     @property
     def peak(self) -> int:
-        """Their sum."""
+        """Peak resident set in bytes: the sum of the items."""
         return sum(self.items.values())
 
 
@@ -38,7 +38,8 @@ class Prediction:
     """Predicted memory, step time and traffic of rank 0.
 
     memory: bytes by ledger category at the peak and their sum "peak" (without "framework" and "unexplained"); time:
-    None without a hardware profile; process: peak RSS by item, CPU only.
+    None without a hardware profile; sent_by_axis: bytes sent a step by layout axis; machine: the hardware profile;
+    compiled: blocks run under torch.compile; notes: further console lines; process: peak RSS by item, CPU only.
     """
 
     memory: Mapping[str, int] | None
@@ -50,11 +51,11 @@ class Prediction:
     process: ProcessMemory | None = None
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Entries of `predicted` in the result document."""
+        """Return the entries of `predicted` in the result document."""
         time, machine = self.time, self.machine
         calibration = None if machine is None else machine.calibration
         return {
-            "memory_bytes": None if self.memory is None else {**self.memory, **self._peaks()},
+            "memory_bytes": None if self.memory is None else {**self.memory, **self._peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
             "step_seconds": None if time is None else time.seconds,
             "step_seconds_low": None if time is None else time.low,
@@ -67,13 +68,15 @@ class Prediction:
             "compile": self.compiled,
         }
 
-    def _peaks(self) -> dict[str, int | None]:
+    def _peak_entries(self) -> dict[str, int | None]:
+        """Return the predicted peaks in bytes, under their JSON keys: of the allocator, and of the process (None off
+        the CPU)."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
 
     def format_lines(self) -> list[str]:
-        """Lines for the console."""
+        """Return the console lines that report the prediction: step time, memory, traffic, notes."""
         parts = []
         if self.time is not None:
             found = None if self.machine is None else self.machine.calibration
@@ -94,31 +97,34 @@ class Prediction:
 
 
 class _StepTime(NamedTuple):
+    """Duration of one step in seconds: in all, by phase, and waited in collective calls on the host."""
+
     seconds: float
     parts: Mapping[str, float]
     waited: float
 
 
 class StepTimes:
-    """Durations (seconds) of the steps of this process: in all, by part, and of the host's waiting in collectives."""
+    """Collects the durations of this process's last steps, and returns their median for the result document."""
 
     def __init__(self) -> None:
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
         self._warming = WARM_UP
 
     def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
-        """Add a step whose update took place."""
+        """Add a step whose update was applied. seconds: in all; parts: seconds by phase; waited: seconds in collective
+        calls."""
         if self._warming:
             self._warming -= 1
         else:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def median_step(self) -> _StepTime | None:
-        """The step of median duration; None where there is none yet."""
+        """Return the step of median duration, None before the first step after warm-up."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Entries of `measured` in the result document."""
+        """Return the entries of `measured` in the result document that concern time, in seconds."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -136,21 +142,26 @@ WORKING_PARTS = "compute", "optimizer"
 
 
 def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
+    """Return the seconds of a predicted step outside `WORKING_PARTS`, from its seconds by part."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Split a step into working and waiting, which predicted and measured steps both have: the planner's parts are
-    those of a program, a run's are phases."""
+    """Split a step's seconds into `working` and `waiting`: the only parts that predicted and measured steps have in
+    common."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
 def collect_measured_memory(
     states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Collect bytes of the states by category (`Trainer.memory`), the peaks of allocator and process, the growth in the
-    first steps (`peak`), and how much of the headline peak the prediction does not explain: of the process on a CPU, of
-    the allocator on CUDA. prediction: its JSON dict, without what calibration expected."""
+    """Return measured bytes of rank 0: model states by ledger category, peaks of allocator and process, and
+    `unexplained`.
+
+    states: bytes by state (`Trainer.memory`). prediction: the prediction's JSON dict. `peak` is the growth in the first
+    steps; `unexplained` the measured peak minus the predicted one without its calibration (process on a CPU, allocator
+    on CUDA).
+    """
     found: dict[str, Any] = {}
     for kind, size in states.items():
         found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
@@ -170,7 +181,11 @@ def collect_measured_memory(
 
 
 def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str | None:
-    """Format one line for the console: step time, memory and traffic, with the error of the prediction."""
+    """Return one console line: measured step time, memory and traffic with the prediction's error; None if none is
+    known.
+
+    predicted, measured: these two entries of the result document.
+    """
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
@@ -192,25 +207,29 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _expected_peak(memory: Mapping[str, int]) -> int:
-    """The allocator's peak: the ledger's, and what calibration expects beyond it."""
+    """Return the predicted peak of the allocator in bytes: the ledger's, plus what calibration adds."""
     return memory["peak"] + memory["unexplained"]
 
 
 def _format_seconds(seconds: float) -> str:
+    """Format a duration as seconds or milliseconds with three digits."""
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
+    """Format the bytes sent a step, in all and on the axes with most traffic. axes: bytes by axis."""
     return f"{_format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 
 def _format_largest(sizes: Mapping[str, int]) -> str:
+    """Format the three largest entries of `sizes` (bytes by name)."""
     return ", ".join(
         f"{name} {_format_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3]
     )
 
 
 def _format_bytes(size: float) -> str:
+    """Format a number of bytes in GiB, MiB, KiB or B."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= scale:
             return f"{size / scale:.3g} {unit}"

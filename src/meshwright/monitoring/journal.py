@@ -28,7 +28,8 @@ GIB = 2**30
 
 
 class Journal:
-    """The reporter of one run. Every rank has one and calls it alike; only rank 0's prints and writes."""
+    """Reports one run to console, `metrics.jsonl` and trackers. Every rank calls it alike; only rank 0 prints and
+    writes."""
 
     run: RunDescription
     """Set by `begin`."""
@@ -52,7 +53,7 @@ class Journal:
 
     @property
     def rate_name(self) -> str:
-        """Key of the rate in metrics.jsonl and in the result."""
+        """Key of the throughput in metrics.jsonl and in the result, such as tokens_per_second."""
         return f"{self.run.unit}_per_second"
 
     def log(self, line: str) -> None:
@@ -68,10 +69,10 @@ class Journal:
         threads: int | None,
         predict: Callable[[], Prediction],
     ) -> None:
-        """Report the run before its first step, and open what later reports go to.
+        """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
-        done: steps that the checkpoint `resumed_from` has. threads: compute threads of a rank, None off the CPU.
-        predict: called on rank 0, once everything else that a process holds between steps is there. `UserError` where
+        done: steps that the checkpoint `resumed_from` has done. threads: compute threads of a rank, None off the CPU.
+        predict: called on rank 0, after everything that a process holds between steps is allocated. `UserError` where
         the run directory cannot be written.
         """
         self.run, recipe = run, self.recipe
@@ -95,7 +96,7 @@ class Journal:
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
-            with self.memory.aside():
+            with self.memory.exclude_allocations():
                 self.tracking = Tracking(recipe, layout, self.directory, done, self.log)
         if self.leader:
             self.prediction = predict()
@@ -106,7 +107,7 @@ class Journal:
         self.memory.begin()
 
     def nothing_to_do(self, checkpoint: str, done: int) -> None:
-        """Log that `checkpoint` has the `done` steps that the recipe wants, or more."""
+        """Log that `checkpoint`, after `done` steps, already has the number of steps that the recipe asks for."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
@@ -130,7 +131,7 @@ class Journal:
     # --- while it runs
 
     def step(self, record: StepRecord) -> None:
-        """Report a step, skipped or not."""
+        """Report one training step, applied or skipped: metrics line, console, slow-rank watch."""
         if not self.leader:
             return
         if record.finite and not record.profiled:
@@ -167,13 +168,14 @@ class Journal:
         self.progress.step(done, f"loss {record.loss:.3f}{record.metrics.text}  {self._format_rate(rate)}")
 
     def _log_skipped(self, record: StepRecord) -> None:
+        """Log that a step was skipped because its loss or gradient norm was not finite."""
         after = record.next_loss_scale
         lower = f"; the loss is scaled by {after:g} from now on" if after != record.loss_scale else ""
         reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Keep for the result what a step measured: of a skipped step no loss, of a profiled one no rate."""
+        """Add a step's metrics to those of the result: no loss of a skipped step, no throughput of a profiled one."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -183,11 +185,11 @@ class Journal:
                 values.append(line[key])
 
     def saving(self, step: int, stall_seconds: float) -> None:
-        """A save has begun and held training up for so long."""
+        """Write the event that a checkpoint save has begun, which stalled training for `stall_seconds`."""
         self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def save_failed(self, step: int, reason: str) -> None:
-        """A save could not be completed, and training goes on."""
+        """Write and log the event that a checkpoint save failed; training goes on."""
         self._write({"event": "save_failed", "step": step, "reason": reason})
         self.log(f"{reason}; training goes on and the next save tries again")
 
@@ -198,10 +200,13 @@ class Journal:
         return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
 
     def _format_rate(self, rate: float) -> str:
+        """Format a throughput (tokens or samples per second) with its MFU."""
         mfu = self._mfu(rate)
         return f"{rate:,.0f} {self.run.unit}/s" + ("" if mfu is None else f"  MFU {mfu:.0%}")
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
+        """Report a slow rank at the end of each window of steps. rank_seconds: each rank's seconds of work in this
+        step."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -215,29 +220,32 @@ class Journal:
         self._slow_rank = rank
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Write one line to `metrics.jsonl` and the trackers; log once if the file cannot be written."""
         if self.metrics is None:
             return
         if self.tracking is not None:
-            self.tracking.line(line)
+            self.tracking.queue_line(line)
         problem = self.metrics.write(line) or ""
         if problem and not self._metrics_problem:
             self.log(f"{self.directory.metrics} cannot be written ({problem}): its lines wait until it can")
         self._metrics_problem = problem
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
+        """Send nested values, such as the prediction, to the trackers under the step `step`."""
         if self.tracking is not None:
-            self.tracking.values(step, values)
+            self.tracking.queue_values(step, values)
 
     # --- after
 
     def stopped(self, step: int, checkpointer: Checkpointer) -> None:
-        """Report that the run was asked to stop, and has saved."""
+        """Send the checkpoint paths to the trackers after a stop signal, when the run has saved."""
         self._track(step, _checkpoint_paths(checkpointer))
 
     def result(self, end: RunEnd, checkpointer: Checkpointer, prediction: Prediction | None = None) -> dict[str, Any]:
-        """The result document. Where this process had nothing left to do, its figures are those of `metrics.jsonl`.
+        """Return the result document of the run: outcome, predicted and measured figures, checkpoint paths.
 
-        prediction: in place of the one before the first step.
+        prediction: replaces the one made before the first step. If this process had no step left to do, the figures are
+        read from `metrics.jsonl`.
         """
         self.prediction = self.prediction if prediction is None else prediction
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
@@ -271,7 +279,7 @@ class Journal:
         )
 
     def _outcome(self, end: RunEnd) -> dict[str, Any]:
-        """Steps, last loss and metrics, median rate and MFU."""
+        """Return steps, last loss and metrics, median throughput and MFU, under their keys in the result."""
         figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
         rates = figures[self.rate_name]
         rate = statistics.median(rates) if rates else None
@@ -291,7 +299,7 @@ class Journal:
         }
 
     def keep_result(self, result: dict[str, Any]) -> None:
-        """Write the result document into the run directory; where that fails, log the reason."""
+        """Write the result document into the run directory and send it to the trackers; log a failure."""
         tracked = ("predicted", "measured", "checkpoint", "best_checkpoint")
         self._track(result["step"], {key: result[key] for key in tracked})
         if self.leader:
@@ -301,13 +309,18 @@ class Journal:
                 self.log(str(error))
 
     def earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Read, on rank 0, the result of the run that did all these steps, with its checkpoints where they are now."""
+        """Return, on rank 0, the result document in the run directory if it is of a run of exactly `step` steps; else
+        None.
+
+        Its checkpoint paths are replaced by where the checkpoints are now.
+        """
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None
         return result | _checkpoint_paths(checkpointer)
 
     def _earlier_figures(self) -> dict[str, list[float]]:
+        """Read, on rank 0, the values of loss, metrics and throughput by key from `metrics.jsonl`."""
         figures: dict[str, list[float]] = {key: [] for key in self._figures}
         if self.leader:
             for line in read_metrics(self.directory.metrics):
@@ -318,13 +331,13 @@ class Journal:
 
 
 def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
-    """The recipe with the number of threads that was chosen."""
+    """Return the recipe with `run.threads` set to the number that was chosen (None: unchanged)."""
     run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
     return recipe.model_copy(update={"run": run})
 
 
 def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
-    """The newest and the best checkpoint, as the result document names them."""
+    """Return the paths of the newest and the best checkpoint, under their keys in the result document."""
     newest, best = checkpointer.newest(), checkpointer.best()
     return {
         "checkpoint": str(newest.path) if newest else None,

@@ -9,14 +9,16 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 LARGEST_MMAP_THRESHOLD = 1 << 25
-"""Bytes; what glibc accepts at most. Larger tensors have pages of their own, which go back when they are freed."""
+"""Bytes, the most that glibc accepts. Larger tensors are mapped alone and returned to the kernel when freed."""
 KERNELS_KEPT = 1024
 """Capacity of oneDNN's kernel cache unless ONEDNN_PRIMITIVE_CACHE_CAPACITY gives another."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed instead of handing it back to the kernel after every step: pages that a step gives
-    back cost the next one a fault each, some 3 % of a step's time at 30 M parameters. Does nothing elsewhere."""
+    """Configure glibc to keep freed memory instead of returning it to the kernel after every step; no effect elsewhere.
+
+    Each returned page costs the next step a page fault: some 3 % of the step time at 30 M parameters.
+    """
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -26,31 +28,32 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Hand back to the kernel what glibc keeps of freed memory, now: steps have no use for what a start has freed. Does
-    nothing elsewhere."""
+    """Return to the kernel, now, the freed memory that glibc still keeps, as start-up leaves it; no
+    effect elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def kernel_cache_capacity() -> int:
-    """Number of compiled kernels that oneDNN keeps in this process: one for each shape of a product in 16 bits."""
+    """Return how many compiled kernels oneDNN caches in this process: one for each shape of a 16-bit matrix product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
 def resident_bytes() -> int | None:
-    """Resident set of this process now, in bytes (proc(5)); None where the kernel does not say."""
-    return _status("VmRSS")
+    """Return the resident set of this process now, in bytes (proc(5)); None where the kernel does not report it."""
+    return _read_status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int | None:
-    """Highest resident set of this process since it began, or since the count was begun anew (proc(5)), in bytes.
+    """Return the peak resident set of this process in bytes, since its start or `reset_peak_rss` (proc(5)); None if
+    unknown.
 
-    Not getrusage(2), which also counts what the process was before exec(2): a launcher that prepared data is larger
-    than the ranks that it starts.
+    Not getrusage(2), which also counts the memory before exec(2): a launcher that prepared data is larger than the
+    ranks that it starts.
     """
-    return _status("VmHWM")
+    return _read_status_bytes("VmHWM")
 
 
 def reset_peak_rss() -> bool:
@@ -62,7 +65,8 @@ def reset_peak_rss() -> bool:
     return True
 
 
-def _status(key: str) -> int | None:
+def _read_status_bytes(key: str) -> int | None:
+    """Return the value of a key of /proc/self/status (given there in KiB) in bytes, None where it is missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

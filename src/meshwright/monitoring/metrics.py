@@ -18,14 +18,16 @@ from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
-    """Appends lines to `metrics.jsonl`; on resume drops what a lost stretch wrote after the checkpoint.
+    """Appends JSON lines to `metrics.jsonl`; on resume cuts off the lines written after the checkpoint.
 
-    A line is there whole or not at all. One that a full disk does not take waits until there is room again.
+    Each line is written completely or not at all; lines that a full disk refuses are retried with the next write.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """`resume_step`: the number of steps done in the checkpoint that the run continues from (0: a fresh run).
-        Raises OSError when the file cannot be opened."""
+        """Open the file. resume_step: steps done in the checkpoint that the run continues from (0: a fresh run).
+
+        Raises OSError when the file cannot be opened.
+        """
         self._waiting = b""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -36,8 +38,8 @@ class MetricsFile:
             raise
 
     def write(self, line: dict[str, Any]) -> str | None:
-        """Append one line; a float that JSON cannot hold becomes null. The reason why it has to wait, if it has to."""
-        self._waiting += json.dumps(_finite(line)).encode() + b"\n"
+        """Append one line, floats that are not finite as null. Return None, or the reason why the line has to wait."""
+        self._waiting += json.dumps(_replace_non_finite(line)).encode() + b"\n"
         try:
             written = os.pwrite(self._descriptor, self._waiting, self._size)
         except OSError as error:
@@ -54,15 +56,17 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; a last line that a killed process left half-written is passed over.
+    """Return all complete lines of a metrics file as dicts; a last line that a killed process left incomplete is
+    skipped.
 
     Raises OSError when the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
     """
-    parsed = (_parsed(line) for line in read_file(path, "metrics_bytes").splitlines())
+    parsed = (_parse_line(line) for line in read_file(path, "metrics_bytes").splitlines())
     return [line for line in parsed if line is not None]
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parse one line of a metrics file; None if it is not a JSON object."""
     try:
         value = parse_json(line)
     except ValueError:
@@ -71,10 +75,10 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _bytes_to_keep(content: bytes, resume_step: int) -> int:
-    """The length of the lines that are whole and not after the step `resume_step`. Lines are in the order of steps."""
+    """Return the length in bytes of the leading complete lines of steps up to `resume_step` (inclusive)."""
     kept = 0
     for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n") or (_parsed(line) or {}).get("step", 0) > resume_step:
+        if not line.endswith(b"\n") or (_parse_line(line) or {}).get("step", 0) > resume_step:
             break
         kept += len(line)
     return kept
@@ -83,9 +87,8 @@ def _bytes_to_keep(content: bytes, resume_step: int) -> int:
 class SlowRankWatch:
     """Finds a rank whose own work takes longer than the others', over windows of `window` steps.
 
-    Times are seconds of work excluding the wait for others. A rank's time is the median of its steps in the window, so
-    that a first step, which compiles, or a hiccup counts for nothing; it is slow when that is more than `factor` times
-    the median of the other ranks.
+    A rank's time is the median over the window of its seconds of work, without waiting; the rank is slow when that is
+    more than `factor` times the median of the other ranks.
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
@@ -94,7 +97,8 @@ class SlowRankWatch:
         self._steps: list[Sequence[float]] = []
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
-        """Add one step's seconds by rank; at a window's end, (rank, ratio to the others' median) of a slow rank."""
+        """Add one step's seconds of work by rank. At the end of a window return (slow rank, ratio to the others'
+        median), else None."""
         assert len(seconds) == self._ranks
         self._steps.append(seconds)
         if len(self._steps) < self.window or self._ranks < 2:
@@ -108,12 +112,12 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """Whether the last step that was added ended a window."""
+        """True if the step added last ended a window."""
         return not self._steps
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process so far: allocated on the device for CUDA, resident for CPU."""
+    """Return the peak memory of this process so far in bytes: allocated on CUDA, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if (resident := peak_resident_bytes()) is not None:
@@ -122,9 +126,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
+    """Return a JSON value with NaN and infinities replaced by None, in nested dicts too."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _replace_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, float) and value - value != 0.0:  # NaN or infinite
         return None
     return value

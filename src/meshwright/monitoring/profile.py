@@ -19,7 +19,7 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watched_calls import settle_calls, watching
 from meshwright.monitoring.clock import StepClock
-from meshwright.monitoring.profile_trace import RankSteps, Span, clock_offset, merged, of_rank
+from meshwright.monitoring.profile_trace import RankSteps, Span, build_rank_trace, clock_offset, merge_rank_traces
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.pipeline import Compute
 from meshwright.parallel.step import ForwardBackward
@@ -43,26 +43,28 @@ class ProfiledTrainer(Protocol):
 
 
 class Profile:
-    """Takes the profile that a recipe asks for. Every rank has one and calls it alike, around every training step."""
+    """Records the steps that `train.profile` names, and writes their traces. Every rank calls it around every training
+    step."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, say: Callable[[str], None]) -> None:
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
         self.first, self.last = int(first), int(last or first)
         ranks = recipe.train.profile_ranks
-        self._operators = not ranks or mesh.rank in ranks
+        self._record_operators = not ranks or mesh.rank in ranks
         self._recipe, self._mesh, self._directory, self._say = recipe, mesh, directory, say
-        self._taking: _Taking | None = None
+        self._taking: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
-        """Called before a step. Returns True if the profile watches it."""
+        """Start recording if this step is to be profiled; return True if it is recorded."""
         if self._taking is None and self.first <= trainer.steps_done + 1 <= self.last:
-            self._taking = _Taking(trainer, self._mesh, self._operators)
+            self._taking = _ProfileRecording(trainer, self._mesh, self._record_operators)
         if self._taking is not None:
             self._taking.step_begins()
         return self._taking is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
-        """Called after a step. Returns True if it was watched, and took longer for it. ending: it was the last step."""
+        """Finish a recorded step, and write the trace after the last; return True if it was recorded. ending: the run
+        ends here."""
         if self._taking is None:
             return False
         self._taking.step_done()
@@ -72,8 +74,9 @@ class Profile:
             self._write(taken, trainer.passes.program, trainer.steps_done)
         return True
 
-    def _write(self, taken: _Taking, program: PipelineProgram, last: int) -> None:
-        """Each rank its own file, then rank 0 that of all. What cannot be written is said, and training goes on."""
+    def _write(self, taken: _ProfileRecording, program: PipelineProgram, last: int) -> None:
+        """Write each rank's trace, then on rank 0 the trace of all ranks; log a failure. last: number
+        of the last step."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - taken.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
@@ -83,35 +86,35 @@ class Profile:
             directory.mkdir(parents=True, exist_ok=True)
             kernels: list[dict[str, Any]] = []
             if taken.operators is not None:
-                events = _operators(taken.operators, directory / f".rank-{rank:05d}.json")
-                trace, kernels = of_rank(steps, events)
+                events = _load_operator_trace(taken.operators, directory / f".rank-{rank:05d}.json")
+                trace, kernels = build_rank_trace(steps, events)
                 _write_json(directory / f"rank-{rank:05d}.json.gz", trace)
-            _write_json(_part(directory, rank), steps.table() | {"kernels": kernels})
+            _write_json(_steps_path(directory, rank), steps.table() | {"kernels": kernels})
         except OSError as error:
             problem = f"the profile in {directory} cannot be written: {(error.strerror or str(error)).lower()}"
         said = agreement.first_text(problem)
         if rank == 0 and said is None:
             try:
-                parts = [_read_json(_part(directory, other)) for other in range(self._mesh.world_size)]
-                _write_json(directory / MERGED, merged(parts, program, self._places()))
+                parts = [_read_json(_steps_path(directory, other)) for other in range(self._mesh.world_size)]
+                _write_json(directory / MERGED, merge_rank_traces(parts, program, self._pipeline_ranks()))
             except OSError as error:
                 said = 0, f"the profile in {directory} cannot be written: {(error.strerror or str(error)).lower()}"
         agreement.all_true(True)  # rank 0 has read them
         if rank == 0:
             for other in range(self._mesh.world_size):
                 with suppress(OSError):
-                    _part(directory, other).unlink()
+                    _steps_path(directory, other).unlink()
             those = f"step {last}" if taken.steps == 1 else f"steps {last - taken.steps + 1} to {last}"
             self._say(said[1] if said else f"profile of {those}: {directory / MERGED} (ui.perfetto.dev opens it)")
 
-    def _places(self) -> dict[int, int]:
-        """The rank of the program that each rank of the world is."""
+    def _pipeline_ranks(self) -> dict[int, int]:
+        """Return the pipeline rank of each rank of the world."""
         groups = self._mesh.layout.groups("pp")
         return {rank: place for ranks in groups for place, rank in enumerate(ranks)}
 
 
-class _Taking:
-    """A profile that is being taken on this rank."""
+class _ProfileRecording:
+    """A profile being recorded on this rank. operators: record torch's operators as well."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
         self.steps = 0
@@ -121,10 +124,10 @@ class _Taking:
         self._names = StepNames(trainer.passes.program)
         self._annotations = ExitStack()  # the one around a part of the step that is under way
         self._marked = self._begun = 0
-        self._zero, self._offset = _clocks(mesh)
+        self._zero, self._offset = _compare_clocks(mesh)
         self._watch = watching(mesh.communicator)
         self.calls = self._watch.__enter__()
-        trainer.clock.listener = self._mark
+        trainer.clock.listener = self._on_clock_mark
         trainer.passes.watched = lambda compute: _NamedCompute(compute, self._compute_step)
         if operators:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells standard error when it begins and ends
@@ -136,18 +139,20 @@ class _Taking:
             self.operators.start()
 
     def step_begins(self) -> None:
-        """The clock's marks follow."""
+        """Note the time at which a step begins."""
         self._begun = time.time_ns()
 
     def step_done(self) -> None:
-        """The last of them has come."""
+        """Add the span of the step that just ended."""
         self.steps += 1
         step = self._trainer.steps_done
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
 
     def stop(self) -> None:
-        """Nothing is watched any more. A call that begins under torch's profiler and ends after it would spoil the
-        process's memory (torch 2.13), so all are waited for first. Raises RankLost."""
+        """Stop recording, after all collective calls have ended. Raises RankLost.
+
+        A call that begins under torch's profiler and ends after it would corrupt the process's memory (torch 2.13).
+        """
         self._trainer.clock.listener = self._trainer.passes.watched = None
         self._mesh.communicator.around = None
         settle_calls(self._mesh.communicator)
@@ -158,27 +163,30 @@ class _Taking:
         self._watch.__exit__(None, None, None)
 
     def rank_steps(self) -> RankSteps:
-        """What was seen, on the clock that all ranks share."""
+        """Return the recorded spans and collective calls, with the start of the trace on this rank's clock."""
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
-    def _annotated(self, name: str) -> AbstractContextManager[Any]:
+    def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that names a range of operators in torch's trace (nothing where no operators
+        are recorded)."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
-    def _mark(self, part: str) -> None:
-        """A part of the step has ended, another begins."""
+    def _on_clock_mark(self, part: str) -> None:
+        """Add the span of the step phase that just ended (a mark of `StepClock`), and begin the next."""
         now = time.time_ns()
         self._annotations.close()
         if part in _PARTS:
             self.spans.append(Span(_PARTS[part], _PARTS[part], _PARTS[part], self._marked, now))
         self._marked = now
         if part in _AFTER:
-            self._annotations.enter_context(self._annotated(_AFTER[part]))
+            self._annotations.enter_context(self._annotate_operators(_AFTER[part]))
 
     @contextmanager
     def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
+        """Record the span of one forward or backward computed inside the with block."""
         label, name = self._names.of(kind, stage, replica, micro_batch)
         begun = time.time_ns()
-        with self._annotated(label):
+        with self._annotate_operators(label):
             yield
         where = {"stage": stage, "replica": replica, "micro_batch": micro_batch}
         self._marked = time.time_ns()
@@ -186,27 +194,32 @@ class _Taking:
 
 
 class _NamedCompute:
-    """A `Compute` (parallel/pipeline.py) with each of its steps inside `around`."""
+    """Wraps a `Compute` (parallel/pipeline.py): runs each of its forwards and backwards inside the context `around`."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
         self._compute, self._around = compute, around
         self.buffer = compute.buffer
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Compute the forward of a micro-batch on a stage inside its recorded span. x: input, None on
+        the first stage."""
         with self._around(Kind.FORWARD, stage, replica, micro_batch):
             return self._compute.forward(stage, replica, micro_batch, x)
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
+        """Compute the full backward inside its recorded span. d_out: gradient of the output, None on the last stage."""
         with self._around(Kind.BACKWARD, stage, replica, micro_batch):
             return self._compute.backward(stage, replica, micro_batch, d_out)
 
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
+        """Compute the input-gradient pass (B) inside its recorded span; return the input's gradient."""
         with self._around(Kind.INPUT_GRADIENT, stage, replica, micro_batch):
             return self._compute.input_gradient(stage, replica, micro_batch, d_out)
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
+        """Compute the weight-gradient pass (W) inside its recorded span."""
         with self._around(Kind.WEIGHT_GRADIENT, stage, replica, micro_batch):
             self._compute.weight_gradient(stage, replica, micro_batch)
 
@@ -214,22 +227,23 @@ class _NamedCompute:
 # --- clocks
 
 
-def _clocks(mesh: Mesh) -> tuple[int, int]:
-    """When the profile begins, on rank 0's clock, and how far this rank's clock is ahead of it (nanoseconds)."""
+def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
+    """Return the start of the profile on rank 0's clock, and by how much this rank's clock is ahead of it
+    (nanoseconds)."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # nobody leaves before all have come: they leave at nearly the same moment
         collectives.barrier(mesh.world, "profile.clocks")
         seen[meeting, rank] = time.time_ns()
-    seen[MEETINGS, rank] = _machine()
+    seen[MEETINGS, rank] = _clock_id()
     together = seen.to(mesh.device)
     collectives.all_reduce(together, mesh.world, "profile.clocks")
     *times, machines = together.tolist()
     return times[-1][0], clock_offset(times, machines, rank)
 
 
-def _machine() -> int:
-    """A number that processes with one clock share; another in every process where it is not known (not Linux)."""
+def _clock_id() -> int:
+    """Return a number shared by processes on the same clock (a hash of Linux's boot id); random where it is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -240,12 +254,13 @@ def _machine() -> int:
 # --- files
 
 
-def _part(directory: Path, rank: int) -> Path:
+def _steps_path(directory: Path, rank: int) -> Path:
+    """Return the path of the file in which a rank leaves its steps for rank 0 to merge."""
     return directory / f".steps-{rank:05d}.json.gz"
 
 
-def _operators(profiler: Any, path: Path) -> dict[str, Any]:
-    """The trace that torch's profiler has taken; `path` is where it leaves it for a moment."""
+def _load_operator_trace(profiler: Any, path: Path) -> dict[str, Any]:
+    """Return the Chrome trace of torch's profiler as a dict, by way of a temporary file at `path`."""
     try:
         profiler.export_chrome_trace(str(path))
         if not path.exists():
@@ -257,7 +272,7 @@ def _operators(profiler: Any, path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Write gzipped JSON to `path` atomically."""
     fresh = path.with_name(f".{path.name}.new")
     try:
         with gzip.open(fresh, "wt", compresslevel=3) as file:
@@ -268,5 +283,6 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _read_json(path: Path) -> Any:
+    """Read a gzipped JSON file."""
     with gzip.open(path, "rt") as file:
         return json.load(file)

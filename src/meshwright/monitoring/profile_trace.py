@@ -29,8 +29,10 @@ Events = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank did, from `start` to `end` (nanoseconds since 1970 on its clock). kind, label, name: as of
-    `program.timeline.Span`."""
+    """One thing that a rank did, from `start` to `end` (nanoseconds since 1970 on its clock).
+
+    kind, label, name: as in `program.timeline.Span`; args: shown with it in the trace viewer.
+    """
 
     kind: str
     label: str
@@ -42,7 +44,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """What a rank did. zero: the moment 0 of the trace, on its clock."""
+    """Recorded spans and collective calls of one rank. zero: time 0 of the trace on the rank's clock,
+    in nanoseconds."""
 
     rank: int
     zero: int
@@ -50,7 +53,7 @@ class RankSteps:
     calls: Sequence[WatchedCall]
 
     def table(self) -> dict[str, Any]:
-        """As JSON takes it; `from_table` reads it."""
+        """Return the record as a JSON-compatible dict, which `from_table` reads."""
         return {
             "rank": self.rank,
             "zero": self.zero,
@@ -60,23 +63,28 @@ class RankSteps:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> RankSteps:
-        """The same from its table, in which there may be more."""
+        """Build the record from the dict of `table()`; other keys are ignored."""
         spans, calls = [Span(**span) for span in table["spans"]], [WatchedCall(**call) for call in table["calls"]]
         return cls(table["rank"], table["zero"], spans, calls)
 
 
 def clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int], rank: int) -> int:
-    """How far the clock of `rank` is ahead of rank 0's. times: by meeting and rank, when each left; machines: ranks of
-    one have one clock. The median, as now and then one is held up."""
+    """Return by how many nanoseconds the clock of `rank` is ahead of rank 0's.
+
+    times: [barrier][rank], when each rank left the barrier, of which the median difference counts; machines: a number
+    per rank, equal for ranks that share a clock.
+    """
     if machines[rank] == machines[0]:
         return 0
     return int(statistics.median(of_ranks[rank] - of_ranks[0] for of_ranks in times))
 
 
-def of_rank(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """The trace of one rank: its steps, its calls, the operators that torch's profiler saw (its trace); and of these
-    the events on a device, for the trace of all."""
-    threads = _Threads(steps.rank, OPERATORS)
+def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
+    """Build the Chrome trace of one rank; return it and its device events, which the trace of all ranks takes up.
+
+    operators: the Chrome trace of torch's profiler on this rank.
+    """
+    threads = _ThreadNumbers(steps.rank, OPERATORS)
     shift = (int(operators.get("baseTimeNanoseconds", 0)) - steps.zero) / 1e3
     host = {event["pid"] for event in operators["traceEvents"] if event.get("cat") == "cpu_op"}
     found: Events = []
@@ -98,26 +106,29 @@ def of_rank(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, A
             kernels.append(event | place)
     names = threads.events()
     on_device = [event for event in names if event["tid"] in {kernel["tid"] for kernel in kernels}]
-    return _trace([*rank_events(steps), *names, *found]), on_device + kernels
+    return _chrome_trace([*rank_events(steps), *names, *found]), on_device + kernels
 
 
-def merged(parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]) -> dict[str, Any]:
-    """The trace of all ranks, a process each, from their `RankSteps.table` with the "kernels" of their devices.
+def merge_rank_traces(
+    parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]
+) -> dict[str, Any]:
+    """Build the Chrome trace of all ranks, one process each. parts: each rank's `RankSteps.table` with its device
+    events "kernels".
 
-    Where `program` has several ranks it is there as well, simulated with the median times that its steps took here,
-    from the moment at which the last step's first forward began. places: the rank of the program that each rank is.
+    A `program` of several ranks is added as simulated with the median durations recorded here, starting at the first
+    forward of the last step. places: pipeline rank by rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
     for rank, part in zip(ranks, parts, strict=True):
         events += [*rank_events(rank), *part["kernels"]]
     if program.ranks > 1:
-        events += _simulated(ranks, program, places)
-    return _trace(events)
+        events += _simulated_events(ranks, program, places)
+    return _chrome_trace(events)
 
 
 def rank_events(steps: RankSteps) -> Events:
-    """The process of a rank, the thread of its steps and those of its calls."""
+    """Return the trace events of a rank: its process, the thread of its steps, the threads of its collective calls."""
     process, first = steps.rank, steps.rank * THREADS
     events: Events = [process_event(process, f"rank {steps.rank}")]
     events += thread_events(process, first + STEPS, "steps")
@@ -144,8 +155,11 @@ def rank_events(steps: RankSteps) -> Events:
     return events
 
 
-def _simulated(ranks: Sequence[RankSteps], program: PipelineProgram, places: Mapping[int, int]) -> Events:
-    """The program with the times of these ranks; nothing where some of its steps were not seen."""
+def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, places: Mapping[int, int]) -> Events:
+    """Return the trace events of `program` simulated with the recorded durations; empty where a step's is missing.
+
+    places: pipeline rank by rank.
+    """
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:
@@ -175,18 +189,21 @@ def _simulated(ranks: Sequence[RankSteps], program: PipelineProgram, places: Map
     return [process_event(process, title), *found[1:]]
 
 
-class _Threads:
-    """Numbers for threads by their names, from `first` on."""
+class _ThreadNumbers:
+    """Numbers the threads of a rank in a trace by their names. first: offset of the first number."""
 
     def __init__(self, rank: int, first: int) -> None:
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()
 
     def number(self, name: str) -> int:
+        """Return the thread number of a name; a new name gets the next free one."""
         return self._numbers.setdefault(name, self._first + len(self._numbers))
 
     def events(self) -> Events:
+        """Return the trace events that name the threads."""
         return [event for name, number in self._numbers.items() for event in thread_events(self._rank, number, name)]
 
 
-def _trace(events: Events) -> dict[str, Any]:
+def _chrome_trace(events: Events) -> dict[str, Any]:
+    """Return a Chrome trace document with these events."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}

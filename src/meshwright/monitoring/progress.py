@@ -10,7 +10,10 @@ PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
 
 
 class Progress:
-    """Shows the steps of one run; with `show=False` (ranks other than 0) nothing. `line()` prints above the bar."""
+    """Shows the progress of a run's steps on stderr; with `show=False` (ranks other than 0) nothing.
+
+    steps: of the whole run; stream: stderr unless given.
+    """
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         self._stream = stream or sys.stderr
@@ -18,7 +21,7 @@ class Progress:
         self._bar: Any = None
 
     def begin(self, done: int) -> None:
-        """The steps begin; `done` of them were done before."""
+        """Start the progress bar (on a terminal). done: steps done before this process began."""
         if self._show and self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -36,7 +39,7 @@ class Progress:
             self._bar.start()
 
     def line(self, text: str) -> None:
-        """One plain line that stays."""
+        """Print one plain line, above the bar."""
         if not self._show:
             return
         if self._bar is not None:
@@ -45,7 +48,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def step(self, done: int, figures: str) -> None:
-        """`done` steps are done; `figures` is loss and speed in a few words."""
+        """Show that `done` steps are done. figures: loss and throughput, a few words."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=figures)
         elif self._show and (done == self._steps or not self._last or time.monotonic() - self._last > PLAIN_SECONDS):
@@ -53,7 +56,7 @@ class Progress:
             print(f"step {done}/{self._steps}  {figures}", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the bar and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -8,22 +8,22 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Means that are reported beside a loss. values: by their keys in metrics.jsonl; text: appended to the loss on the
-    console."""
+    """Mean metrics of a step reported beside its loss, such as accuracy. values: by key of metrics.jsonl; text: console
+    form."""
 
     values: Mapping[str, float] = {}
     text: str = ""
 
 
 class Validation(NamedTuple):
-    """Validation loss (nats per target token or per pair of responses, or the mean of a script's loss) and the metrics
-    beside it."""
+    """Result of a validation: mean loss (nats per target token or per pair of responses, or a script's own) and
+    metrics."""
 
     loss: float
     metrics: Metrics = Metrics()
 
     def to_json_dict(self) -> dict[str, float]:
-        """Keys and values as in metrics.jsonl."""
+        """Return loss and metrics under their keys in metrics.jsonl, prefixed by `validation_`."""
         values = {f"validation_{name}": value for name, value in self.metrics.values.items()}
         return {"validation_loss": self.loss, **values}
 
@@ -32,10 +32,10 @@ class Validation(NamedTuple):
 class RunDescription:
     """Facts about a run that are known before its first step.
 
-    model, data: for the console, a few words each; notes: further lines about the data. parameters: number of trained
-    elements. unit: what a rate counts ("tokens", "samples"); units_per_step: of all ranks. flops_per_unit: of training,
-    None where they are unknown, and then there is no MFU; peak_flops: dense FLOP/s of one device. metric_names: metrics
-    beside loss and validation loss, by their keys in metrics.jsonl.
+    model, data: a few words each for the console; notes: further console lines. parameters: number of trained elements.
+    unit: what throughput counts ("tokens", "samples"); units_per_step: over all ranks. flops_per_unit: training FLOPs
+    of one token or sample, None where unknown (no MFU then); peak_flops: dense FLOP/s of one device. metric_names: keys
+    in metrics.jsonl of the metrics beside loss and validation loss.
     """
 
     model: str
@@ -51,12 +51,12 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One training step, as the journal reports it.
+    """Figures of one training step, as the journal reports it.
 
-    step: its number, from 1. finite: loss and gradient norm were, so that the update took place. skipped_steps: of the
-    run so far. loss_scale: of this step, None where it is not dynamic; next_loss_scale: of the next step. seconds: in
-    all, without validation; seconds_by_part: by phase; waiting_seconds: of the host in collective calls. rank_seconds:
-    each rank's own work. profiled: a profile was taken, which makes a step longer.
+    step: its number, from 1. finite: loss and gradient norm are finite, so the update was applied. skipped_steps: in
+    the run so far. loss_scale: used in this step, None where it is not dynamic; next_loss_scale: of the next step.
+    seconds: of the step without validation; seconds_by_part: by phase; waiting_seconds: of the host in collective
+    calls; rank_seconds: each rank's own work. profiled: recorded by the profiler, which slows a step.
     """
 
     step: int

@@ -17,10 +17,10 @@ from meshwright.monitoring.run_directory import METRICS, RECIPE, RESULT
 def write_report(
     run_directory: Path, *, evaluation: dict[str, Any] | None = None, sample: dict[str, Any] | None = None
 ) -> Path:
-    """Write `report.html` into a run directory from the metrics, the recipe and the result that lie there.
+    """Write `report.html` into a run directory from its metrics, recipe and result; return the path of the page.
 
-    `evaluation` is what `evaluate` returned, `sample` what `generate` did (`prompt` and `text`). Returns the path of
-    the page. `UserError` when nothing has been trained there or the page cannot be written.
+    evaluation: the document returned by `evaluate`; sample: that of `generate` (`prompt` and `text`). `UserError` when
+    nothing has been trained there or the page cannot be written.
     """
     from meshwright.monitoring.report_inputs import (
         check_evaluation,
@@ -42,14 +42,14 @@ def write_report(
     path = run_directory / "report.html"
     name = run_directory.resolve().name
     try:
-        text = _page(name, lines, result, recipe, evaluation, sample)
+        text = _format_page(name, lines, result, recipe, evaluation, sample)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
     return path
 
 
-def _page(
+def _format_page(
     name: str,
     lines: list[dict[str, Any]],
     result: dict[str, Any],
@@ -57,16 +57,18 @@ def _page(
     evaluation: dict[str, Any] | None,
     sample: dict[str, Any] | None,
 ) -> str:
+    """Return the report page as HTML. lines: step lines of metrics.jsonl; result: the result document; recipe: its
+    text."""
     training = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
     validation = [(line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None]
-    work = _work(lines)
+    work = _work_unit(lines)
     rate = [(line["step"], line[f"{work}_per_second"]) for line in lines]
     losses = [Series("training", training, "pale"), Series("training, smoothed", _smooth(training), "blue", dots=True)]
     if validation:
         losses.append(Series("validation", validation, "orange", dots=True))
     parts: list[Content] = [
         element("h1", f"Run {name}"),
-        _summary(lines, result),
+        _summary_table(lines, result),
         element("h2", "Loss"),
         step_chart(losses, "nats per token" if work == "tokens" else "loss"),
         element("h2", "Throughput"),
@@ -84,13 +86,14 @@ def _page(
     return page(name, *parts, narrow=True)
 
 
-def _work(lines: list[dict[str, Any]]) -> str:
-    """What the steps are made of: tokens, or the samples of a module that is not ours."""
+def _work_unit(lines: list[dict[str, Any]]) -> str:
+    """Return what throughput counts: "tokens", or "samples" for a user's own module."""
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
 
 
-def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
-    work = _work(lines)
+def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
+    """Return the table of a run's main figures."""
+    work = _work_unit(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
     for line in lines:
@@ -99,7 +102,7 @@ def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
     total = sum(parts.values()) or 1.0
     rows: list[tuple[str, str]] = [
         ("steps", f"{lines[-1]['step']:,}"),
-        ("last training loss", _number(lines[-1]["loss"], ".4f")),
+        ("last training loss", _format_number(lines[-1]["loss"], ".4f")),
         (f"{work} per second (median)", f"{rates[len(rates) // 2]:,.0f}"),
         ("peak memory of rank 0", f"{max(line['memory_gib'] for line in lines):.2f} GiB"),
         ("time by part", ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts.items())),
@@ -117,19 +120,19 @@ def _summary(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, predicted, measured: the time of a step, memory by category, bytes by axis. Nothing for a run that recorded
-    no prediction."""
+    """Return table rows (name, predicted, measured) for step time, memory and traffic; empty without a recorded
+    prediction."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
     said = [
-        ("seconds of a step", *map(_step_seconds, (predicted, measured))),
-        ("of which", *(_parts(side.get("seconds_by_part")) for side in (predicted, measured))),
+        ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),
+        ("of which", *(_format_parts(side.get("seconds_by_part")) for side in (predicted, measured))),
     ]
     kinds = [side.get("seconds_by_kind") or {} for side in (predicted, measured)]
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
         said.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
-    said.append(("process memory of rank 0", *(_size(side.get("process_peak")) for side in peaks)))
-    said.append(("tensors of rank 0", *(_size(side.get("allocator_peak")) for side in peaks)))
+    said.append(("process memory of rank 0", *(_format_bytes(side.get("process_peak")) for side in peaks)))
+    said.append(("tensors of rank 0", *(_format_bytes(side.get("allocator_peak")) for side in peaks)))
     for title, key in (
         ("process memory of rank 0", "process_memory_bytes"),
         ("memory of rank 0", "memory_bytes"),
@@ -138,30 +141,35 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
             if name not in ("process_peak", "allocator_peak") and any(side.get(name) for side in sides):
-                said.append((f"{title}: {name}", *(_size(side.get(name)) for side in sides)))
+                said.append((f"{title}: {name}", *(_format_bytes(side.get(name)) for side in sides)))
     return [(name, before or "–", after or "–") for name, before, after in said if before or after]
 
 
-def _step_seconds(side: dict[str, Any]) -> str:
+def _format_step_seconds(side: dict[str, Any]) -> str:
+    """Format a step's seconds with their bounds. side: `predicted` or `measured` of the result document."""
     if side.get("step_seconds") is None:
         return ""
     low, high = side.get("step_seconds_low"), side.get("step_seconds_high")
     return f"{side['step_seconds']:.4g}" + (f" ({low:.4g} to {high:.4g})" if low and high else "")
 
 
-def _parts(seconds: dict[str, float] | None) -> str:
+def _format_parts(seconds: dict[str, float] | None) -> str:
+    """Format seconds by phase."""
     return ", ".join(f"{part} {value:.3g}" for part, value in (seconds or {}).items() if value)
 
 
-def _size(size: int | None) -> str:
+def _format_bytes(size: int | None) -> str:
+    """Format a number of bytes; empty for None."""
     return "" if size is None else f"{size:,} B"
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:
+    """Format the MFU and the peak FLOP/s that it refers to."""
     return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return table rows (name, value) of an evaluation on held-out files."""
     rows = [
         ("loss", f"{evaluation['loss']:.4f} nats per token"),
         ("perplexity", f"{evaluation['perplexity']:.2f}"),
@@ -174,12 +182,13 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
+    """Format a number with the format spec `form`; None as "not finite"."""
     return "not finite" if value is None else format(value, form)
 
 
 def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tuple[float, float]]:
-    """Exponential moving average without start-up bias."""
+    """Return the exponential moving average of (step, value) points, without start-up bias. weight: of the past."""
     smoothed, average, mass = [], 0.0, 0.0
     for step, value in points:
         average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
@@ -188,7 +197,8 @@ def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tupl
 
 
 def step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False) -> Markup:
-    """Return a line chart over the steps. unit: of the values; from_zero: the axis of values begins at 0."""
+    """Return a line chart over the training steps. unit: of the values, for the axis title; from_zero: the y axis
+    begins at 0."""
     points = [point for one in series for point in one.points]
     if not points:
         return paragraph("No finite values.")

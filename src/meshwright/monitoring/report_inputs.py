@@ -17,11 +17,15 @@ _NotNegative = Annotated[float, Field(ge=0, le=1e300)]
 _Whole = Annotated[int, Field(ge=0, le=2**63)]
 
 
-class _Checked(BaseModel):
+class _Document(BaseModel):
+    """Base of the checked JSON documents: strict types, further keys allowed."""
+
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Step(_Checked):
+class _StepLine(_Document):
+    """Step line of metrics.jsonl: the keys that the report reads."""
+
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
     memory_gib: _NotNegative
@@ -31,7 +35,9 @@ class _Step(_Checked):
     seconds_by_part: dict[str, _NotNegative] = {}
 
 
-class _Side(_Checked):
+class _Figures(_Document):
+    """`predicted` or `measured` of a result document: the keys that the report reads."""
+
     step_seconds: _Number | None = None
     step_seconds_low: _Number | None = None
     step_seconds_high: _Number | None = None
@@ -41,18 +47,22 @@ class _Side(_Checked):
     sent_bytes_by_axis: dict[str, _Number | None] | None = None
 
 
-class _Result(_Checked):
+class _Result(_Document):
+    """Result document of a run: the keys that the report reads."""
+
     parameters: _Whole | None = None
     layout: str | None = None
     mfu: _Number | None = None
     peak_flops_per_device: _Number | None = None
     flops_convention: str | None = None
     skipped_steps: _Whole | None = None
-    predicted: _Side | None = None
-    measured: _Side | None = None
+    predicted: _Figures | None = None
+    measured: _Figures | None = None
 
 
-class _Evaluation(_Checked):
+class _Evaluation(_Document):
+    """Document returned by `evaluate`."""
+
     loss: _Number
     perplexity: _Number
     bits_per_byte: _Number | None
@@ -60,13 +70,15 @@ class _Evaluation(_Checked):
     xz_bits_per_byte: _Number | None = None
 
 
-class _Sample(_Checked):
+class _Sample(_Document):
+    """Document printed by `generate --json`."""
+
     prompt: str
     text: str
 
 
 def read_recipe(path: Path) -> str:
-    """The text of a run's recipe, with U+FFFD for what is not UTF-8. `UserError`: it cannot be read."""
+    """Return the text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if it cannot be read."""
     try:
         return read_file(path, "recipe_bytes").decode(errors="replace")
     except OSError as error:
@@ -74,7 +86,7 @@ def read_recipe(path: Path) -> str:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of steps of a metrics file. `UserError`: it cannot be read, holds none, or a value of one is wrong."""
+    """Return the step lines of a metrics file. `UserError` if it cannot be read, has no step, or a value is invalid."""
     try:
         lines = [line for line in read_metrics(path) if "loss" in line]
     except OSError as error:
@@ -83,14 +95,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path} holds no step yet")
     rate = "tokens_per_second" if "tokens_per_second" in lines[0] else "samples_per_second"
     for number, line in enumerate(lines, 1):
-        _check(_Step, line, f"{path}: step {number} of it")
+        _validate(_StepLine, line, f"{path}: step {number} of it")
         if line.get(rate) is None:
             raise UserError(f"{path}: step {number} of it: {rate} is missing")
     return lines
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The result of a run; empty where it has not ended. `UserError`: it cannot be read or a value of it is wrong."""
+    """Return the result document of a run; empty if the run has not ended. `UserError` if unreadable or a value is
+    invalid."""
     try:
         found = read_json(path)
     except FileNotFoundError:
@@ -99,20 +112,21 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: not JSON: {error}") from None
-    return _check(_Result, found, str(path))
+    return _validate(_Result, found, str(path))
 
 
 def check_evaluation(document: Mapping[str, Any]) -> None:
-    """`UserError` where a document is not what `evaluate` returns."""
-    _check(_Evaluation, document, "the evaluation")
+    """Raise `UserError` if a document is not what `evaluate` returns."""
+    _validate(_Evaluation, document, "the evaluation")
 
 
 def check_sample(document: Mapping[str, Any]) -> None:
-    """`UserError` where a document is not what `generate --json` prints."""
-    _check(_Sample, document, "the sample")
+    """Raise `UserError` if a document is not what `generate --json` prints."""
+    _validate(_Sample, document, "the sample")
 
 
-def _check(kind: type[_Checked], value: Any, where: str) -> dict[str, Any]:
+def _validate(kind: type[_Document], value: Any, where: str) -> dict[str, Any]:
+    """Validate a document against a model and return it unchanged; `UserError` names `where` and the first bad key."""
     try:
         kind.model_validate(value)
     except ValidationError as error:

@@ -48,11 +48,11 @@ _FIXED_BECAUSE = {
 
 
 def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, Any] | None:
-    """The state of the newest checkpoint of the recipe's run directory, None where there is none: such a run begins
-    again, with any recipe.
+    """Return the state of the newest checkpoint in the recipe's run directory; None without one, as any recipe may
+    start.
 
-    `UserError` naming the first key, and where it was said, in which `recipe` differs from that checkpoint's though it
-    may not; also when the prepared data, if `data_sha256` says which, are not those that it was trained on.
+    `UserError` naming the first key that differs from the checkpoint's recipe though it may not change, and where it is
+    set; also when the prepared data (`data_sha256`, of their tokens) are not those that it was trained on.
     """
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
@@ -70,7 +70,8 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
 
 
 def resume_differences(old: Recipe, new: Recipe) -> None:
-    """`UserError` naming the first key that differs and may not change when a run is resumed (see `RESUMABLE`)."""
+    """Raise `UserError` naming the first key that differs and may not change when a run is resumed (see
+    `RESUMABLE`)."""
     before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
@@ -84,7 +85,7 @@ def resume_differences(old: Recipe, new: Recipe) -> None:
 
 
 def values_by_key(recipe: Recipe) -> dict[str, Any]:
-    """The values that are not tables, by dotted key."""
+    """Return the recipe's values that are not tables, by dotted key."""
     flat: dict[str, Any] = {}
     tables = recipe.to_tables()
     for key, field in SCHEMA.keys.items():

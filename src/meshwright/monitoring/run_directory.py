@@ -27,10 +27,10 @@ PATIENCE_SECONDS = 1.0
 
 
 class RunDirectory:
-    """The directory of one run. Files of others in it are left alone.
+    """The directory of one run: its lock and its files. Files that are not the run's are left alone.
 
-    Made by every process that works in it; `lock` is for one of them (the launcher, or rank 0 where ranks were started
-    by somebody else).
+    Every process of a run makes one; only one of them locks it (the launcher, or rank 0 where another tool started the
+    ranks).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -39,52 +39,52 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """Path of `metrics.jsonl`, one JSON object a line."""
         return self.path / METRICS
 
     @property
     def checkpoints(self) -> Path:
-        """One directory each."""
+        """Path of the directory that holds one directory for each checkpoint."""
         return self.path / CHECKPOINTS
 
     @property
     def lost(self) -> Path:
-        """The report about the last rank that was lost here."""
+        """Path of the hang report about the last rank that was lost."""
         return self.path / LOST
 
     def create(self) -> None:
-        """Make the directory. `UserError` when something else has its name or it cannot be written."""
+        """Create the directory. `UserError` when a file is in the way or it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             blocker = next(path for path in (self.path, *self.path.parents) if path.exists())
             raise UserError(f"run directory {self.path}: {blocker} is a file; give another run.directory") from None
         except OSError as error:
-            raise UserError(f"run directory {self.path} cannot be made: {_reason(error)}") from None
+            raise UserError(f"run directory {self.path} cannot be made: {_error_reason(error)}") from None
         for part in (CHECKPOINTS,):
             if (self.path / part).exists() and not (self.path / part).is_dir():
                 raise UserError(f"run directory {self.path}: {part} in it is a file; give another run.directory")
 
     def lock(self) -> int:
-        """Take the directory for this process, until it ends or `unlock`. `UserError` when another run has it.
+        """Lock the directory for this process until `unlock` or its end; return the lock's file descriptor.
 
-        The kernel holds the lock, not the file: a killed run leaves nothing that must be cleaned up. Returns the
-        descriptor; a child that inherits it holds the lock as well, so that no run begins beside a rank still alive.
+        `UserError` when another run holds the lock. The kernel releases it when a run is killed; a child that inherits
+        the descriptor holds it as well, so that no run begins while a rank is still alive.
         """
         self.create()
         try:
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise UserError(f"run directory {self.path} cannot be written: {_reason(error)}") from None
+            raise UserError(f"run directory {self.path} cannot be written: {_error_reason(error)}") from None
         try:
-            if not _flock(descriptor):
+            if not _try_lock(descriptor):
                 raise UserError(
                     f"run directory {self.path} is in use by {_read_holder(descriptor)}; wait until that run has "
                     "ended, end it, or give another run.directory"
                 )
         except OSError as error:
             os.close(descriptor)
-            raise UserError(f"run directory {self.path} cannot be locked: {_reason(error)}") from None
+            raise UserError(f"run directory {self.path} cannot be locked: {_error_reason(error)}") from None
         except UserError:
             os.close(descriptor)
             raise
@@ -94,18 +94,18 @@ class RunDirectory:
             os.pwrite(descriptor, json.dumps(we).encode(), 0)
         except OSError as error:  # a full disk
             os.close(descriptor)
-            raise UserError(f"run directory {self.path} cannot be written: {_reason(error)}") from None
+            raise UserError(f"run directory {self.path} cannot be written: {_error_reason(error)}") from None
         self._lock = descriptor
         return descriptor
 
     @property
     def lock_descriptor(self) -> int:
-        """The descriptor that holds the lock."""
+        """File descriptor that holds the lock."""
         assert self._lock is not None, "the run directory is not locked"
         return self._lock
 
     def unlock(self) -> None:
-        """Let another run have the directory."""
+        """Release the lock, so that another run can use the directory."""
         if self._lock is not None:
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
@@ -121,26 +121,26 @@ class RunDirectory:
         self.unlock()
 
     def write_ranks(self, processes: Sequence[int]) -> None:
-        """`ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}."""
-        self._replace(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}) + "\n")
+        """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}."""
+        self._write_atomically(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}) + "\n")
 
     def read_ranks(self) -> dict[int, int]:
-        """Process ids by rank, of the last run started here; empty when there was none."""
+        """Return the process ids by rank of the last run started here; empty if there was none."""
         try:
             return {int(rank): int(process) for rank, process in read_json(self.path / RANKS).items()}
         except (OSError, ValueError, AttributeError):
             return {}
 
     def write_recipe(self, text: str) -> None:
-        """Keep the recipe as it is run: file, overrides and defaults together."""
-        self._replace(RECIPE, text)
+        """Write the resolved recipe (file, overrides and defaults together) as TOML."""
+        self._write_atomically(RECIPE, text)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Keep the result document of a finished run."""
-        self._replace(RESULT, json.dumps(result, indent=1) + "\n")
+        """Write the result document of a finished run."""
+        self._write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
-        """What `write_result` kept; None where no run has finished here or the file holds something else."""
+        """Return the result document; None if no run has finished here or the file is invalid."""
         try:
             result = read_json(self.path / RESULT)
         except (OSError, ValueError):
@@ -148,11 +148,11 @@ class RunDirectory:
         return result if isinstance(result, dict) else None
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
-        """Keep what trackers want to find again, by their names."""
-        self._replace(TRACKERS, json.dumps(kept, indent=1) + "\n")
+        """Write, by tracker, the values that it needs on resume, such as a run id."""
+        self._write_atomically(TRACKERS, json.dumps(kept, indent=1) + "\n")
 
     def read_trackers(self) -> dict[str, dict[str, str]]:
-        """What `write_trackers` kept; empty where nothing is or the file holds something else."""
+        """Return the values that `write_trackers` wrote, by tracker; empty if missing or invalid."""
         try:
             found: dict[str, dict[str, str]] = read_json(self.path / TRACKERS)
             return {name: {key: str(value) for key, value in kept.items()} for name, kept in found.items()}
@@ -160,7 +160,7 @@ class RunDirectory:
             return {}
 
     def last_step(self) -> int | None:
-        """The last step in `metrics.jsonl`, None before the first."""
+        """Return the last step in `metrics.jsonl`, None before the first."""
         try:
             with self.metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
@@ -176,17 +176,19 @@ class RunDirectory:
                 return step
         return None
 
-    def _replace(self, name: str, text: str) -> None:
+    def _write_atomically(self, name: str, text: str) -> None:
+        """Write a file of the directory atomically. `UserError` if it cannot be written."""
         fresh = self.path / f".{name}.new"
         try:
             fresh.write_text(text)
             os.replace(fresh, self.path / name)
         except OSError as error:
-            raise UserError(f"run directory {self.path}: {name} cannot be written: {_reason(error)}") from None
+            raise UserError(f"run directory {self.path}: {name} cannot be written: {_error_reason(error)}") from None
 
 
-def _flock(descriptor: int) -> bool:
-    """Whether the lock could be had; ranks of a run that was just killed are given a moment to disappear."""
+def _try_lock(descriptor: int) -> bool:
+    """Try to lock a file descriptor for up to `PATIENCE_SECONDS`, while ranks just killed exit; return whether it
+    worked."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -199,6 +201,7 @@ def _flock(descriptor: int) -> bool:
 
 
 def _read_holder(descriptor: int) -> str:
+    """Describe the process that holds the lock, as it wrote into the lock file."""
     try:
         holder: Any = parse_json(os.pread(descriptor, 4096, 0))
         where = "" if holder["host"] == socket.gethostname() else f" on {holder['host']}"
@@ -207,5 +210,6 @@ def _read_holder(descriptor: int) -> str:
         return "another run"
 
 
-def _reason(error: OSError) -> str:
+def _error_reason(error: OSError) -> str:
+    """Return the reason of an OSError in lower case."""
     return (error.strerror or str(error)).lower()

@@ -11,82 +11,87 @@ from meshwright.monitoring.memory import peak_resident_bytes, reset_peak_rss, re
 from meshwright.monitoring.metrics import peak_memory_bytes
 
 STEPS = 3
-"""So many are watched; in the first the optimizer has its state made, and what is compiled is."""
+"""Number of first steps that are measured; the first allocates optimizer state and compiles."""
 
 
 class StepMemory:
-    """Bytes of one process: resident on a CPU, allocated on CUDA. On a CPU the count begins anew before the first step
-    (Linux, proc(5)), so that what loading took does not count; where that cannot be, `growth_in_first_steps`
-    stays None."""
+    """Measures the memory of this process in bytes (allocated on CUDA, resident on a CPU): its peak, its growth in the
+    first steps.
+
+    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), so that loading does not count;
+    where it cannot be reset, `growth_in_first_steps` stays None.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.growth_in_first_steps: int | None = None
         """Growth from before trainer construction to the peak of the first `STEPS` steps."""
         self.resident_before: int | None = None
-        """Resident set of the process when the trainer was about to be made: interpreter, libraries, process group."""
+        """Resident set in bytes before trainer construction: interpreter, libraries, process group."""
         self._before: int | None = None
         self._earlier = 0  # the peak before the count began anew
         self._earlier_resident = 0
         self._left = 0
 
     def start(self) -> None:
-        """The trainer is about to be made."""
-        self._before = _held(self.device)
+        """Record the memory before the trainer is constructed."""
+        self._before = _current_bytes(self.device)
         self.resident_before = resident_bytes()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is allocated inside belongs to no step."""
-        before = _held(self.device)
+    def exclude_allocations(self) -> Iterator[None]:
+        """Exclude from the growth what is allocated inside the with block."""
+        before = _current_bytes(self.device)
         yield
-        after = _held(self.device)
+        after = _current_bytes(self.device)
         if self._before is not None and before is not None and after is not None:
             self._before += after - before
 
     def begin(self) -> None:
-        """The first step is about to begin."""
+        """Reset the peak counter; called just before the first step."""
         self._earlier = peak_memory_bytes(self.device)
         self._earlier_resident = peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """A step is over, and nothing has come after it yet."""
+        """Update the growth after a step, before anything else allocates."""
         if self._left:
             self._left -= 1
-            now = _peak(self.device)
+            now = _peak_since_reset(self.device)
             if now is not None and self._before is not None:
                 self.growth_in_first_steps = max(self.growth_in_first_steps or 0, now - self._before)
 
     def stop(self) -> None:
-        """What comes now takes memory of its own, for which no step is to blame."""
+        """Stop measuring the growth: later allocations belong to no step."""
         self._left = 0
 
     def peak_bytes(self) -> int:
-        """Peak bytes of this process so far: allocated on CUDA, RSS on a CPU."""
+        """Return the peak bytes of this process so far: allocated on CUDA, resident on a CPU."""
         return max(self._earlier, peak_memory_bytes(self.device))
 
     def allocator_peak(self) -> int | None:
-        """Highest sum of tensors so far, of the allocator on CUDA; None on a CPU, whose allocator does not count."""
+        """Return the peak bytes of CUDA's allocator; None on a CPU, whose allocator does not count."""
         return self.peak_bytes() if self.device.type == "cuda" else None
 
     def process_peak(self) -> int | None:
-        """Highest resident set of this process so far, libraries included: what `top`, a container's limit and the
-        kernel's out-of-memory killer see. None where the kernel does not say."""
+        """Return the peak resident set of this process in bytes, libraries included; None where the kernel does not
+        report it."""
         now = peak_resident_bytes()
         return None if now is None else max(self._earlier_resident, now)
 
 
-def _held(device: torch.device) -> int | None:
+def _current_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process holds now: allocated on CUDA, resident on a CPU (None if unknown)."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
-def _peak(device: torch.device) -> int | None:
+def _peak_since_reset(device: torch.device) -> int | None:
+    """Return the peak bytes since the last reset: allocated on CUDA, resident on a CPU (None if unknown)."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Begin the count of the peak anew; whether that worked."""
+    """Reset the peak counter of the device or process; return whether it worked."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -30,15 +30,16 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """The trackers of a recipe. `step`: steps done in the checkpoint that the run goes on from (0: a fresh run).
+    """Sends a run's metrics to the trackers of a recipe. Made by rank 0 when `metrics.jsonl` is open.
 
-    Made by rank 0 when `metrics.jsonl` is open. `UserError` for trackers that cannot be made.
+    layout: sent with the recipe's values. step: steps done in the checkpoint that is resumed (0: a fresh run). say:
+    prints a line on the console. `UserError` for trackers that cannot be made.
     """
 
     def __init__(
         self, recipe: Recipe, layout: str, directory: RunDirectory, step: int, say: Callable[[str], None]
     ) -> None:
-        self._senders: list[_Sender] = []
+        self._senders: list[_TrackerThread] = []
         if not recipe.track.to:
             return
         known = directory.read_trackers()
@@ -56,24 +57,28 @@ class Tracking:
             before = min(step, int(sent) if sent.isdecimal() else 0)
             run = TrackedRun(recipe.run.name, directory.path, step == 0, before, kept)
             tracker = make_tracker(recipe, name)
-            missing = deque(line for line in map(figures_of, _lines(directory, step)) if line[0] > before)
-            self._senders.append(_Sender(name, tracker, run, parameters, missing, keep, say))
+            missing = deque(line for line in map(flatten_line, _read_lines(directory, step)) if line[0] > before)
+            self._senders.append(_TrackerThread(name, tracker, run, parameters, missing, keep, say))
         deadline = time.monotonic() + START_SECONDS
         for sender in self._senders:  # what the start takes should not stand in the first steps' time and memory
             sender.tried.wait(max(0.0, deadline - time.monotonic()))
 
-    def line(self, line: Mapping[str, Any]) -> None:
-        """A line of `metrics.jsonl`."""
+    def queue_line(self, line: Mapping[str, Any]) -> None:
+        """Queue a line of `metrics.jsonl` for all trackers."""
         for sender in self._senders:
-            sender.put(figures_of(line))
+            sender.put(flatten_line(line))
 
-    def values(self, step: int, values: Mapping[str, Any]) -> None:
-        """Other figures, nested, and texts."""
+    def queue_values(self, step: int, values: Mapping[str, Any]) -> None:
+        """Queue values that are not in `metrics.jsonl`, such as the prediction, for all trackers. values: numbers and
+        texts, nested."""
         for sender in self._senders:
-            sender.put((step, figures(values)))
+            sender.put((step, flatten_values(values)))
 
     def finish(self, status: str) -> None:
-        """The run is over: wait, not for long, until trackers have what they were sent; say what was lost."""
+        """Report the run's end to the trackers, wait a limited time until they have all lines, log what was lost.
+
+        status: "finished", "stopped" or "failed".
+        """
         patience = PATIENCE_AFTER_FAILURE if status == FAILED else PATIENCE_SECONDS
         deadline = time.monotonic() + patience
         for sender in self._senders:
@@ -83,8 +88,12 @@ class Tracking:
         self._senders = []
 
 
-class _Sender:
-    """One tracker, its thread and the lines that wait for it."""
+class _TrackerThread:
+    """Queue and thread that send lines to one tracker.
+
+    run: the run as the tracker sees it; recipe: values by dotted key; missing: lines of metrics.jsonl not sent before,
+    never dropped; keep: writes the trackers' state to the run directory; say: prints a line.
+    """
 
     def __init__(
         self,
@@ -107,11 +116,11 @@ class _Sender:
         self._under_way = 0  # lines that the tracker is being told
         self._trouble = self._end_trouble = ""
         self._kept_at = 0.0
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def put(self, line: Line) -> None:
-        """Another line; returns at once."""
+        """Queue a line without blocking; the oldest is dropped when the queue is full."""
         with self._news:
             if len(self._waiting) == WAITING:
                 self._waiting.popleft()
@@ -120,13 +129,13 @@ class _Sender:
             self._news.notify()
 
     def close(self, status: str) -> None:
-        """Nothing more comes."""
+        """Tell the thread that no more lines come. status: how the run ended."""
         with self._news:
             self._status = status
             self._news.notify()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long, and say what was lost."""
+        """Wait at most `seconds` for the thread to end, and log the lines that were lost."""
         self._thread.join(seconds)
         late = self._thread.is_alive()
         with self._news:
@@ -140,29 +149,30 @@ class _Sender:
 
     # --- in the thread
 
-    def _work(self) -> None:
-        if not self._until_it_works(lambda: self.tracker.start(self.run, self.recipe)):
+    def _send_all(self) -> None:
+        """Run the thread: start the tracker, send line after line, finish it."""
+        if not self._retry(lambda: self.tracker.start(self.run, self.recipe)):
             return
-        self._note(self.run.step, now=True)
+        self._save_progress(self.run.step, now=True)
         last = self.run.step
-        while (line := self._next()) is not None:
+        while (line := self._next_line()) is not None:
             last, values = line
-            if self._until_it_works(lambda: self.tracker.log(last, values), TRIES):  # noqa: B023
+            if self._retry(lambda: self.tracker.log(last, values), TRIES):  # noqa: B023
                 self._sent += 1
             elif self._status is not None:
                 return  # it is lost, and what waits
             else:
                 self._lost += 1
             self._under_way = 0
-            self._note(last - 1)  # more lines of this step may come
+            self._save_progress(last - 1)  # more lines of this step may come
         try:
             self.tracker.finish(self._status or FAILED)
         except Exception as error:
-            self._end_trouble = _words(error)
-        self._note(last, now=True)
+            self._end_trouble = _format_error(error)
+        self._save_progress(last, now=True)
 
-    def _next(self) -> Line | None:
-        """Take the next line; None at the end."""
+    def _next_line(self) -> Line | None:
+        """Wait for the next line and return it; None when the run has ended and none is left."""
         with self._news:
             while not self._missing and not self._waiting:
                 if self._status is not None:
@@ -171,16 +181,16 @@ class _Sender:
             self._under_way = 1
             return (self._missing or self._waiting).popleft()
 
-    def _until_it_works(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call again and again, after longer and longer pauses, until it raises nothing. False when the tries are used
-        up, or when it fails and the run is over."""
+    def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
+        """Call `call` with growing pauses until it does not raise; return False after `tries` failures or when the run
+        has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
                 call()
                 return True
             except Exception as error:
-                self._complain(_words(error))
+                self._log_failure(_format_error(error))
             finally:
                 self.tried.set()
             tried += 1
@@ -190,13 +200,14 @@ class _Sender:
                 self._news.wait_for(lambda: self._status is not None, pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _complain(self, reason: str) -> None:
+    def _log_failure(self, reason: str) -> None:
+        """Log the first failure of the tracker and remember the reason."""
         if not self._trouble:
             self._say(f"tracker {self.name} takes nothing: {reason}; training goes on, and it is tried again")
         self._trouble = reason
 
-    def _note(self, step: int, now: bool = False) -> None:
-        """Keep how far the tracker is: what a run that goes on need not send again."""
+    def _save_progress(self, step: int, now: bool = False) -> None:
+        """Write to the run directory up to which step the tracker has all lines, at most once a second unless `now`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()
@@ -206,12 +217,13 @@ class _Sender:
                 pass  # the same lines come again, then
 
 
-def figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Numbers and texts by the way to them ("seconds_by_part/forward"); what is not finite is left out."""
+def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
+    """Flatten nested values to numbers and texts by path ("seconds_by_part/forward"), without those that are not
+    finite."""
     found: dict[str, float | str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= figures(value, f"{prefix}{key}/")
+            found |= flatten_values(value, f"{prefix}{key}/")
         elif isinstance(value, str):
             found[prefix + key] = value
         elif isinstance(value, (bool, int, float)) and math.isfinite(value):
@@ -219,17 +231,20 @@ def figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | st
     return found
 
 
-def figures_of(line: Mapping[str, Any]) -> Line:
-    """A line of `metrics.jsonl`: its step and its figures, those of an event under its name ("save/stall_seconds")."""
+def flatten_line(line: Mapping[str, Any]) -> Line:
+    """Convert a line of `metrics.jsonl` to (step, flat values); those of an event under its name
+    ("save/stall_seconds")."""
     event = line.get("event")
     rest = {key: value for key, value in line.items() if key not in ("step", "event")}
-    return int(line.get("step", 0)), figures(rest, f"{event}/" if event else "")
+    return int(line.get("step", 0)), flatten_values(rest, f"{event}/" if event else "")
 
 
-def _lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
+def _read_lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
+    """Return the lines of `metrics.jsonl` up to `step` (inclusive); none for a fresh run."""
     return [line for line in read_metrics(directory.metrics) if line.get("step", 0) <= step] if step else []
 
 
-def _words(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
+    """Format an exception as one short line."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return said if len(said) <= LONGEST_REASON else f"{said[: LONGEST_REASON - 3]}..."

@@ -15,7 +15,8 @@ MOST_TOP = 100
 
 
 def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
-    """What `plan --json` prints, and what it answers to a line."""
+    """Return the JSON document of a plan, as `plan --json` prints it. best: estimates, fastest first; found: of a
+    search."""
     told: dict[str, Any] = {
         "model": model_document(problem.config),
         "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
@@ -38,8 +39,11 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
 
 
 def ledgers(one: Estimate) -> list[dict[str, Any]]:
-    """Every tensor of each rank of the pipeline that differs from the others, when its memory is fullest. bytes: of all
-    that stand in the line; stage: of the pipeline, null where it belongs to none; first, last: from when to when."""
+    """Return every tensor in memory at the peak, for each pipeline rank that differs from the others.
+
+    bytes: of all tensors of the entry together; stage: pipeline stage, null where it belongs to none; first, last:
+    lifetime.
+    """
     ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
     return [
         {
@@ -58,7 +62,7 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
 
 
 def nothing_fits(found: Found) -> str:
-    """The line for a search that found nothing."""
+    """Return the error line for a search in which no layout fits."""
     device, count = found.problem.cluster.device, found.problem.cluster.devices
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (

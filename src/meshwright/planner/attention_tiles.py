@@ -21,8 +21,11 @@ LAST_TILES = 4
 
 
 class Heads(NamedTuple):
-    """Rows and key-value heads of all and of those worked on at once, query heads of each, its size, tokens of a row,
-    queries of a tile."""
+    """Sizes of tiled CPU attention.
+
+    rows, kv_heads: of the whole batch; rows_at_once, kv_heads_at_once: processed together; group: query heads of each
+    key-value head; size: of a head; length: tokens of a row; queries: of a tile.
+    """
 
     rows: int
     kv_heads: int
@@ -35,15 +38,15 @@ class Heads(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """How tensors lie in memory. turned: queries and keys are copies, head after head; apart: queries are, but rows do
-    not lie one after the other."""
+    """Memory layout of the inputs. turned: queries and keys are head-major copies; apart: the queries alone are copies
+    whose rows are not contiguous."""
 
     turned: bool
     apart: bool = False
 
 
 class Tile(NamedTuple):
-    """Queries, keys, and bytes of its mask in a row."""
+    """One tile: number of queries, number of keys, bytes of its mask for one row."""
 
     queries: int
     keys: int
@@ -51,7 +54,7 @@ class Tile(NamedTuple):
 
 
 class TileBytes(NamedTuple):
-    """Bytes when there are the most: of masks, of tiles, of sums and copies of keys and values."""
+    """Peak bytes of tiled attention's backward: masks, tiles, gradient sums and copies of keys and values."""
 
     masks: int
     tiles: int
@@ -59,6 +62,7 @@ class TileBytes(NamedTuple):
 
     @property
     def all(self) -> int:
+        """Sum of all bytes."""
         return sum(self)
 
 
@@ -66,8 +70,11 @@ class TileBytes(NamedTuple):
 def backward_bytes(
     heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
 ) -> TileBytes:
-    """x, wide: bytes of an element and of one of the type of sums. starts: None, rows are one document, or it is
-    `unknown` where others begin in them."""
+    """Return the peak bytes of tiled attention's backward beside its results.
+
+    window: tokens that a query sees at most. x, wide: bytes of an element of the inputs, and of the sums. starts: where
+    documents begin in each row; None: each row is one document, or `unknown`: documents begin anywhere.
+    """
     micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
     loops = [_Loop(heads, lies, window, x, wide, each, unknown) for each in micro_batches]
     return max((loop.run() for loop in loops), key=lambda each: each.all)
@@ -103,7 +110,7 @@ def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -
 
 
 class _Loop:
-    """`_backward` of the engine: what its names hold, and the most so far."""
+    """Replays the allocations of the engine's `_backward` tile by tile, and keeps the peak."""
 
     def __init__(
         self, heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
@@ -115,6 +122,7 @@ class _Loop:
         self.most, self.then = 0, dict(self.names)
 
     def run(self) -> TileBytes:
+        """Replay all tiles and return the bytes at the peak."""
         for rows, tiles in self._row_groups():
             masks = sum(tile.mask for tile in tiles) * rows
             if self.unknown:

@@ -20,7 +20,7 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
-    """The stages of each rank under a schedule of this name; of one of two replicas both."""
+    """Return the stages of each pipeline rank under a schedule; with two replicas, the stages of both."""
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     if schedule in BIDIRECTIONAL_SCHEDULES:

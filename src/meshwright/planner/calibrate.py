@@ -45,11 +45,11 @@ class RunFigures:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted seconds."""
+        """Measured seconds divided by predicted seconds."""
         return self.measured_seconds / self.predicted_seconds
 
     def document(self) -> dict[str, Any]:
-        """As `plan --calibrate --json` prints it."""
+        """Return the JSON entry that `plan --calibrate --json` prints for this run."""
         return {
             "run": self.run, "layout": self.layout, "predicted_seconds": self.predicted_seconds,
             "measured_seconds": self.measured_seconds, "ratio": self.ratio,
@@ -58,7 +58,8 @@ class RunFigures:
 
 
 def read_run(run: str | Path) -> RunFigures:
-    """What the run in a directory predicted and measured. `UserError` where it lacks that, with the reason."""
+    """Read the predicted and measured figures of the run in a directory. `UserError` with the reason where they are
+    missing."""
     path = Path(run)
     if not path.is_dir():
         raise UserError(f"--calibrate {run}: {'not a directory' if path.exists() else 'there is no such directory'}")
@@ -119,8 +120,8 @@ def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
-    """The median ratio of times with the least and the most; unexplained bytes over predicted ones, of all runs
-    together, so that a large run counts for more."""
+    """Compute a calibration from runs: median, minimum and maximum of the time ratios; unexplained over predicted
+    bytes, pooled."""
     ratios = [run.ratio for run in runs]
     told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
     share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None
@@ -128,8 +129,10 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
 
 
 def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:
-    """The text of a cluster file with the calibration of these runs in place of what it had, all else as it was.
-    `UserError` where it is none, or of another device than the runs'."""
+    """Return the text of a cluster file with the calibration by these runs in place of its own, and that calibration.
+
+    `UserError` if it is no cluster file, or of another device than the runs'.
+    """
     machine = _machine(path)
     for run in runs:
         if run.device != machine.device.name:

@@ -16,9 +16,12 @@ FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """time_factor: the median of measured over predicted seconds of a step, of `runs` runs; time_low, time_high: the
-    least and the most of them. unexplained_share: (measured - predicted) / predicted peak bytes, pooled over
-    `unexplained_runs` runs (CPU: process RSS; CUDA: allocator); None if unknown."""
+    """Factors by which finished runs on a machine differ from their predictions.
+
+    time_factor: median of measured over predicted step seconds over `runs` runs; time_low, time_high: minimum and
+    maximum. unexplained_share: (measured - predicted) / predicted peak bytes, pooled over `unexplained_runs` runs (CPU:
+    process RSS; CUDA: allocator); None if unknown.
+    """
 
     time_factor: float
     time_low: float
@@ -28,7 +31,7 @@ class Calibration:
     unexplained_runs: int = 0
 
     def table(self) -> dict[str, float | int]:
-        """As the cluster file has it: what `read` reads."""
+        """Return the table of the cluster file, which `read` parses."""
         found: dict[str, float | int] = {
             "time_factor": self.time_factor, "time_low": self.time_low, "time_high": self.time_high, "runs": self.runs,
         }  # fmt: skip
@@ -38,14 +41,16 @@ class Calibration:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Return one line of text about the calibration."""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
         spread = f" ({self.time_low:.3g} to {self.time_high:.3g})" if self.runs > 1 else ""
         return f"calibrated by {runs}: times x {self.time_factor:.3g}{spread}"
 
     def bounds(self, seconds: float, low: float, high: float) -> tuple[float, float, float]:
-        """Of an uncalibrated time with the relative bounds of all machines, the calibrated one with its own: these hold
-        whatever the runs took, and are never narrower than the others."""
+        """Return (expected, low, high) seconds: the calibrated time, with bounds that include all runs' ratios.
+
+        seconds, low, high: uncalibrated time and the relative bounds for all machines, which are never narrowed.
+        """
         return (
             seconds * self.time_factor,
             seconds * min(self.time_factor * low, self.time_low),
@@ -54,7 +59,8 @@ class Calibration:
 
 
 def read(table: Any, where: str) -> Calibration:
-    """What `Calibration.table` wrote. `UserError` names what is wrong, and how to have it made anew."""
+    """Parse the table of `Calibration.table`. `UserError` names what is wrong (at `where`), and how to
+    regenerate it."""
     where = f"{where}: calibration"
     again = "; take the table out, or have `meshwright plan --calibrate` write it anew"
     if not isinstance(table, Mapping):

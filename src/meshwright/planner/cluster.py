@@ -51,9 +51,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``devices`` of a kind, ``devices_per_node`` of them in each node: those that ``inside`` connects (a scale-up
-    domain, which may be more than one machine); ``across`` connects nodes. ``measured`` is None for a catalogue's,
-    ``calibration`` where no runs were compared with their predictions."""
+    """A cluster of ``devices`` of one kind, ``devices_per_node`` in each node.
+
+    ``inside``: link within a node (a scale-up domain, which may span machines); ``across``: between nodes.
+    ``measured``: speeds by `meshwright probe`, None for a catalogue's; ``calibration``: None where no runs were
+    compared.
+    """
 
     name: str
     device: Device
@@ -76,29 +79,34 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """What torch calls its devices: "cpu" where `meshwright probe` has measured processors, else "cuda"."""
+        """torch's device type: "cpu" where `meshwright probe` measured processors, else "cuda"."""
         found = self.measured
         return "cpu" if found is not None and found.backend != "nccl" and not found.copies else "cuda"
 
     @property
     def time_factor(self) -> float:
-        """What predicted seconds are multiplied by."""
+        """Calibration factor on predicted seconds."""
         return 1.0 if self.calibration is None else self.calibration.time_factor
 
     @property
     def nodes(self) -> int:
+        """Number of nodes."""
         return self.devices // self.devices_per_node
 
 
 def this_machine() -> Path:
-    """Where `meshwright probe` keeps what it found on this machine: $XDG_CONFIG_HOME, else ~/.config."""
+    """Return the path of this machine's cluster file, which `meshwright probe` writes: in $XDG_CONFIG_HOME, else
+    ~/.config."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "meshwright" / "cluster.toml"
 
 
 def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """The cluster of a shorthand, a file, "this", or a mapping of `FIELDS`; bandwidths there are in 10⁹ bytes a second,
-    one direction, per device. What is left out is the device's own. `UserError` begins with `where`, or the file."""
+    """Resolve a cluster: a shorthand such as 64xh100-sxm, a file, "this", or a mapping of `FIELDS`.
+
+    Bandwidths in a mapping are 10⁹ bytes a second, one direction, per device; missing fields are the device's own.
+    `UserError` begins with `where`, or the file.
+    """
     if isinstance(wanted, Mapping):
         return _from_mapping(wanted, where)
     if not isinstance(wanted, str):

@@ -21,9 +21,11 @@ from meshwright.spec.stages import Stage
 
 
 class Call(NamedTuple):
-    """So many collectives of one micro-batch. axis: tensor, context or expert. size: bytes, as `collective_seconds`
-    takes them. beside: what runs at the same time: attention of the same layer, weight gradients, or, in pieces, the
-    product that it feeds or follows."""
+    """Equal collective calls of one micro-batch. axis: tensor, context or expert; count: number of calls.
+
+    size: bytes, as `collective_seconds` takes them. beside: computation that overlaps it: attention of the same layer,
+    weight gradients, or, in pieces, the matrix product that it feeds or follows.
+    """
 
     axis: str
     phase: Phase
@@ -34,12 +36,15 @@ class Call(NamedTuple):
     beside: Literal["attention", "weight", "product"] | None = None
 
     def seconds(self, collectives: Collectives) -> float:
+        """Return the seconds of all calls together."""
         return self.count * collectives.seconds(self.operation, self.group, self.size)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
-    """The ranks of a group of an axis, and how many of them share a node. Ranks follow each other, inner to outer: tp,
-    cp, dp, pp; etp, ep and what is left inside a stage. Axes as in `Layout.groups`."""
+    """Return the size of an axis's group and how many of its ranks share a node. Axes as in `Layout.groups`.
+
+    Ranks are numbered tp innermost, then cp, dp, pp; within a stage: etp, ep, the rest.
+    """
     experts, ranks = layout.ep * layout.etp, layout.group_size(axis)
     stride = {
         "tp": 1, "cp": layout.tp, "data": layout.tp, "shard": layout.tp,
@@ -59,7 +64,7 @@ def _parts(number: int) -> tuple[int, ...]:
 
 
 def neighbours(layout: Layout, cluster: Cluster) -> Group:
-    """Two ranks that are next to each other on pp: the slowest pair, and the pipeline waits for that."""
+    """Return the group of two adjacent pipeline ranks with the slowest link."""
     return Group(2, 2 if layout.world_size <= cluster.devices_per_node else 1)
 
 
@@ -73,12 +78,15 @@ def calls(
     cluster: Cluster,
     itemsize: int = 2,
 ) -> list[Call]:
-    """The calls of one micro-batch of `rows` sequences on its way through a stage and back, on one rank."""
+    """Return the collective calls of one rank for the forward and backward of a micro-batch of `rows` sequences on a
+    stage."""
     work = _Calls(config, layout, rows, sequence, engine, cluster, itemsize)
     return [*work.tensor(stage), *work.context(stage), *work.experts(stage)]
 
 
 class _Calls:
+    """Lists the collective calls of one micro-batch on one rank."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -95,8 +103,8 @@ class _Calls:
         self.hidden = self.tokens * config.hidden * itemsize
 
     def tensor(self, stage: Stage) -> Iterator[Call]:
-        """Where ranks of tp sum and gather: around attention and around each MLP (Shoeybi et al. 2019,
-        arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+        """Yield the calls of tensor parallelism around attention and each MLP (Shoeybi et al. 2019, arXiv:1909.08053,
+        section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
         config, layout = self.config, self.layout
         if layout.tp == 1:
             return
@@ -131,7 +139,8 @@ class _Calls:
             yield Call("tensor", "forward", "all-reduce", group, 4 * self.tokens, 3)
 
     def context(self, stage: Stage) -> Iterator[Call]:
-        """Keys and values that go round, or heads and tokens that are traded."""
+        """Yield the calls of context parallelism: keys and values of ring attention, or the all-to-alls of heads and
+        tokens."""
         config, layout, ranks = self.config, self.layout, self.layout.cp
         if ranks == 1:
             return
@@ -155,10 +164,11 @@ class _Calls:
                 yield Call("context", "again", "all-to-all", group, width * one, layers)
 
     def spread(self, layer: int) -> bool:
+        """Return True if the layer's experts are expert-parallel."""
         return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage) -> Iterator[Call]:
-        """Tokens on their way to their experts and back, in equal shares."""
+        """Yield the dispatch and combine of experts, with equal load on all ranks."""
         config, layout = self.config, self.layout
         mixtures = sum(self.spread(layer) for layer in stage.layers)
         if not mixtures:
@@ -180,8 +190,11 @@ class _Calls:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Parameters that a rank computes with: those of one layer of either kind and of the ends, in elements; dense ones,
-    and experts where they lie apart (ep, etp), whose gradients other ranks have, too."""
+    """Number of parameters on a rank, as (dense, expert-parallel) pairs: of a dense layer, a mixture layer, the two
+    ends.
+
+    Expert parameters are separate where ep or etp shards them, as their gradients are reduced over other ranks.
+    """
 
     layer: tuple[float, float]
     mixture: tuple[float, float]
@@ -189,7 +202,7 @@ class Held:
     last: float
 
     def of_stage(self, config: ModelConfig, stage: Stage) -> tuple[float, float]:
-        """Dense and spread ones of a stage."""
+        """Return the number of dense and of expert-parallel parameters of a stage."""
         mixtures = sum(config.has_experts(layer) for layer in stage.layers)
         plain = len(stage.layers) - mixtures
         ends = self.first * stage.first + self.last * stage.last
@@ -199,7 +212,7 @@ class Held:
 
 
 def held(config: ModelConfig, layout: Layout) -> Held:
-    """A rank's share of the parameters: the table's sizes (spec/parameters.py) in closed form."""
+    """Return the number of parameters on each rank in closed form, by the sizes of spec/parameters.py."""
     hidden, tp = config.hidden, layout.tp
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     qkv, query = (heads + 2 * kv_heads) * config.head_dim, heads * config.head_dim

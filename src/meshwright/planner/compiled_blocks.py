@@ -24,13 +24,16 @@ REPEATED = "attention.keys_repeated", "attention.values_repeated"
 
 
 def known(at: Local, layer: int) -> bool:
-    """Whether what a compiled layer keeps and holds is written down."""
+    """Return True if the saved activations and memory of this layer, compiled, are modelled."""
     config = at.config
     return not config.post_norms
 
 
 class CompiledBlock:
-    """One dense block on one rank. window: what a token sees at most in this layer; x: bytes of an element."""
+    """Kernels and saved activations of one compiled dense block on one rank.
+
+    window: tokens that a query of this layer sees at most; x: bytes of an element.
+    """
 
     def __init__(self, at: Local, window: int | None = None, x: int = 4) -> None:
         self.at, self.window, self.x, self.wide = at, window, x, max(4, x)
@@ -104,16 +107,18 @@ class CompiledBlock:
             yield f"weight gradient of {name}", ((many, config.hidden), "x")
 
     def entry(self, name: str) -> Entry:
+        """Return the shape and type of a named value."""
         shape, kind = self._shapes[name]
         return Entry(name, shape, kind)
 
     def bytes(self, name: str) -> int:
+        """Return the bytes of a named value."""
         shape, kind = self._shapes[name]
         return math.prod(shape) * {"x": self.x, "wide": self.wide, "index": INDEX, "int32": INT32}[kind]
 
     def kept(self) -> list[str]:
-        """What the forward keeps beside its input; of a block that is computed again whole, what the second forward
-        does."""
+        """Return the names of the activations saved by the forward beside its input (under full recompute, by its
+        repetition)."""
         added = "sum" if self.summed else "product"
         if self.again == "selective":
             core = ["attention.output.input", "attention.log_sum"] if self.at.ring else []
@@ -134,11 +139,11 @@ class CompiledBlock:
         return [*dict.fromkeys([*scales, *inputs, *turned, *found, "mlp.down.input"])]
 
     def gradients(self) -> tuple[str, ...]:
-        """What its backward is given."""
+        """Names of the gradients that the backward receives."""
         return (GRADIENT,)
 
     def results(self) -> tuple[str, ...]:
-        """What its forward gives."""
+        """Names of the values that the forward returns."""
         return (RESULT,)
 
     # --- kernels
@@ -172,6 +177,7 @@ class CompiledBlock:
             yield self._operator("attention.output.product", "attention.output.sum")
 
     def forward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the forward in order."""
         added = "sum" if self.summed else "product"
         yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, attention.output.{added}", "mlp.up.input")
@@ -234,6 +240,7 @@ class CompiledBlock:
         return self.x < self.wide and not self.traded and not self.cuda
 
     def backward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the backward in order."""
         config, kept = self.at.config, set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         given = GRADIENT

@@ -18,7 +18,7 @@ RANDOM_STATE = 632
 
 
 class CompiledEncoderBlock(CompiledBlock):
-    """One block on one rank."""
+    """Kernels and saved activations of one compiled encoder block (post-norm) on one rank."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
         at = self.at
@@ -32,6 +32,7 @@ class CompiledEncoderBlock(CompiledBlock):
         yield "attention.random_state", ((RANDOM_STATE,), "index")
 
     def kept(self) -> list[str]:
+        """Return the names of the activations saved by the forward."""
         products = ["attention.output.product", "mlp.up.output", "mlp.down.product"]
         if self.again == "selective":
             state = [] if self.cuda else ["attention.random_state"]
@@ -43,6 +44,7 @@ class CompiledEncoderBlock(CompiledBlock):
         return ["attention.qkv.output", *core, *products[:2], *norms, "mlp.up.input", "mlp.down.input"]
 
     def forward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the forward in order."""
         yield self._kernel(INPUT, "attention.qkv.output")
         yield from self._encoded()
         yield self._kernel("attention.output.input", "attention.output.product")
@@ -65,6 +67,7 @@ class CompiledEncoderBlock(CompiledBlock):
         yield found
 
     def backward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the backward in order."""
         kept, made = set(self.kept()), "mlp.up.output.gradient"
         given, product = "mlp.down.product.gradient", "attention.output.product"
         over = {made: "mlp.down.input.gradient"}

@@ -12,7 +12,7 @@ from meshwright.planner.saved_blocks import Entry, Local
 
 
 def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
-    """What is compiled of a layer; x: bytes of an element."""
+    """Return the model of a layer's compiled block. x: bytes of an element."""
     if at.config.encoder:
         return CompiledEncoderBlock(at, None, x)
     made = CompiledBlock
@@ -22,7 +22,7 @@ def block_of(at: Local, layer: int, x: int = 4) -> CompiledBlock:
 
 
 def kept(at: Local, layer: int) -> Iterator[Entry]:
-    """What the forward of a layer keeps beside its input; nothing where it is computed again whole."""
+    """Yield the activations that a compiled layer's forward saves beside its input; none under full recompute."""
     block = block_of(at, layer)
     for title in [] if block.again == "full" else block.kept():
         yield block.entry(title)._replace(name=f"layers.{layer}.{title}")

@@ -30,7 +30,7 @@ SHARED = ("mlp.shared.up.output", "mlp.shared.down.input")
 
 
 class CompiledMixture(CompiledBlock):
-    """One block on one rank whose experts have no ranks of their own."""
+    """Kernels and saved activations of a compiled mixture-of-experts block without expert parallelism."""
 
     def _values(self) -> Iterator[Value]:
         yield from super()._values()
@@ -75,7 +75,7 @@ class CompiledMixture(CompiledBlock):
 
     @property
     def columns(self) -> int:
-        """Of the expert of all tokens."""
+        """Hidden columns of the shared expert on this rank."""
         return self.at.config.shared_intermediate // self.at.layout.tp
 
     def kept(self) -> list[str]:
@@ -151,7 +151,7 @@ class CompiledMixture(CompiledBlock):
     # --- backward
 
     def backward(self) -> Iterator[Kernel]:
-        """In the order of those that were seen whose peak is the lowest, as inductor chooses its own."""
+        """Yield the kernels of the backward, in inductor's order of lowest peak."""
         if "mlp.input" in self.kept():
             ways = [AT_ONCE]
         elif self._wide:

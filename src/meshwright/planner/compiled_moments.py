@@ -20,7 +20,8 @@ COLLECTED = ".weight gradients"
 
 
 def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
-    """Of the forward when it holds the most; what it keeps is among it."""
+    """Yield the tensors in memory at the peak of a compiled layer's forward, those that it saves included. x: bytes of
+    an element."""
     held = forward_held(at, alike(at, layer), x)
     yield from extras_of(held, f"layers.{layer}")
 
@@ -28,8 +29,10 @@ def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
 def backward_extras(
     at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """The moments of the backward by name, beside what the forward kept. arrived: of its input and the gradient of its
-    output, what came from another stage: the pipeline holds it until the stage's backward is over."""
+    """Yield (snapshot name, temporary tensors) for a compiled layer's backward, beside its saved activations.
+
+    arrived: input or output gradient that came from another stage, which stays allocated until the backward ends.
+    """
     unit = f"layers.{layer}"
     held = _backward(at, alike(at, layer), x, arrived)
     for name, each in held:
@@ -37,7 +40,8 @@ def backward_extras(
 
 
 def passing_bytes(at: Local, layer: int, x: int) -> int:
-    """What a layer holds at most beside what is kept of it, its weight gradients left out: rows do not change them."""
+    """Return the peak bytes of a compiled layer's temporaries, without weight gradients, which do not grow with the
+    rows."""
     layer, found = alike(at, layer), []
     for held in (forward_held(at, layer, x), *(each for _, each in _backward(at, layer, x))):
         found.append(held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients"))
@@ -52,8 +56,11 @@ def spread_backward(
     stream: int,
     arrived: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """Of a layer whose experts have ranks of their own: the mixture, which is not compiled, comes first. kept: by the
-    stage where nothing is computed again, and as it is; stream: bytes of the layer's output."""
+    """Yield (snapshot name, temporary tensors) for the backward of a layer with expert-parallel experts; its mixture is
+    eager.
+
+    kept: saved activations of the stage without recompute, and as recomputed; stream: bytes of the layer's output.
+    """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in kept)
     again = whole - here
@@ -71,13 +78,14 @@ def spread_backward(
 
 
 def alike(at: Local, layer: int) -> int:
-    """The first layer that is as this one."""
+    """Return the first layer with the same kernels and sizes as this one."""
     config = at.config
     kinds = [(config.layer_window(each), config.has_experts(each)) for each in range(layer + 1)]
     return kinds.index(kinds[-1])
 
 
 def extras_of(held: Held, unit: str) -> Iterator[Extra]:
+    """Yield the tensors in memory during a kernel as ledger entries. unit: parameter unit that names them."""
     for name, each in held.buffers.items():
         yield Extra(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
@@ -87,7 +95,7 @@ def extras_of(held: Held, unit: str) -> Iterator[Extra]:
 
 @lru_cache(maxsize=64)
 def forward_held(at: Local, layer: int, x: int) -> Held:
-    """While the forward holds the most; layer: one of `alike`."""
+    """Return the memory at the peak of a compiled layer's forward. layer: one that `alike` returned."""
     block = block_of(at, layer, x)
     return highest(list(block.forward()), {}, {*block.kept(), *block.results()})
 

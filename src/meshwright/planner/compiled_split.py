@@ -18,8 +18,11 @@ PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
 
 
 def pairs(block: CompiledBlock) -> dict[str, tuple[str, str]]:
-    """By product: its input, and the gradient of its result, which is the block's own of the last product if no rank
-    has but a slice of it."""
+    """Return, by matrix product, the names of its input and of its result's gradient, which a queued weight gradient
+    needs.
+
+    The last product's is the block's output gradient, unless a rank has only a slice of it.
+    """
     down, output = GRADIENT, "gradient between"
     if block.gathers:
         down, output = "mlp.down.product.gradient", "attention.output.product.gradient"
@@ -28,7 +31,7 @@ def pairs(block: CompiledBlock) -> dict[str, tuple[str, str]]:
 
 
 def queued_bytes(at: Local, layer: int, x: int) -> int:
-    """What the weight gradients of a layer need."""
+    """Return the bytes that the queued weight gradients of a compiled layer keep. x: bytes of an element."""
     block = block_of(at, layer, x)
     return sum(block.bytes(name) for pair in pairs(block).values() for name in pair)
 
@@ -36,8 +39,10 @@ def queued_bytes(at: Local, layer: int, x: int) -> int:
 def split_backward_extras(
     at: Local, layer: int, x: int, arrived: frozenset[str], at_once: bool, fused: bool
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """As `backward_extras`, of a backward whose products leave their weight gradients. at_once: whether these are
-    computed as soon as it is over, and `fused`, added to their sums by the products themselves."""
+    """Yield (snapshot name, temporary tensors) for a backward that queues its weight gradients; see `backward_extras`.
+
+    at_once: they are computed right after it; fused: the matrix products accumulate them into their sums.
+    """
     for name, held in _backward(at, alike(at, layer), x, arrived, at_once, fused):
         yield name, list(extras_of(held, f"layers.{layer}"))
 
@@ -82,7 +87,7 @@ def _products(block: CompiledBlock) -> int:
 
 
 def split_backward(block: CompiledBlock) -> Iterator[Kernel]:
-    """The kernels of the whole backward but for those of weight gradients."""
+    """Yield the kernels of the backward without those of weight gradients."""
     for kernel in block.backward():
         if not kernel.name.startswith("weight gradient"):
             yield kernel

@@ -12,7 +12,7 @@ NORMED, NORMED_GRADIENT, BETWEEN = "mlp.input", "gradient of the mixture's input
 
 
 class CompiledFront(CompiledBlock):
-    """Norm, attention, and the norm of their sum: two results, two gradients."""
+    """The compiled part of a block with expert-parallel experts: norm, attention, second norm; two results."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
         yield from super()._values()
@@ -20,20 +20,25 @@ class CompiledFront(CompiledBlock):
             yield name, ((self.at.rows, self.at.slice, self.at.config.hidden), "x")
 
     def kept(self) -> list[str]:
+        """Return the names of the activations saved by the forward."""
         return [name for name in super().kept() if not name.startswith("mlp.")]
 
     def gradients(self) -> tuple[str, ...]:
+        """Names of the gradients that the backward receives."""
         return GRADIENT, NORMED_GRADIENT
 
     def forward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the forward in order."""
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         yield from self._attention()
         yield self._kernel(f"{INPUT}, {added}", f"mlp_norm.scale, {BETWEEN}, {NORMED}")
 
     def results(self) -> tuple[str, ...]:
+        """Names of the values that the forward returns."""
         return BETWEEN, NORMED
 
     def backward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the backward in order."""
         kept = set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         scale = "" if "mlp_norm.scale" in kept else "mlp_norm.scale, "

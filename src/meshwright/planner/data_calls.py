@@ -24,10 +24,12 @@ AXES_OF: dict[Part, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes, and how. batch: sequences over all ranks; sequence: tokens of each. Bytes of an element of
-    parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: the programs that
-    serve in place of the backend's own calls (`collectives.named`). pairs: of responses, the most of a row; 0 where the
-    next token is learnt."""
+    """Sizes and settings of a training step.
+
+    batch: sequences over all ranks; sequence: tokens of each. parameter_bytes, master_bytes: of an element of
+    parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: programs in place of
+    the backend's calls (`collectives.named`). pairs: response pairs of a row at most; 0 for next-token training.
+    """
 
     batch: int
     sequence: int
@@ -39,35 +41,37 @@ class Work:
 
 
 class DataCalls:
-    """One rank's calls of a step, added up in `sent` by call site and axis."""
+    """Adds up the bytes of one rank's collective calls in a step, in `sent` by (call site, axis)."""
 
     def __init__(self, table: ParameterTable, partition: Partition, layout: Layout, work: Work, rank: int) -> None:
         self.table, self.partition, self.layout, self.work, self.rank = table, partition, layout, work, rank
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def verdict(self, figures: int = 0) -> None:
-        """What all ranks agree on at a step's end, `figures` of its loss among it."""
+        """Add the all-reduce by which ranks agree on a step's outcome. figures: numbers of the loss in it."""
         ranks = self.layout.world_size
         self.all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
 
     # --- bytes of an operation
 
     def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """On a vector of `size` bytes, among `ranks` of an axis."""
+        """Add `times` all-reduces of `size` bytes over the `ranks` ranks of an axis. site: label of the
+        call in traces."""
         self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
 
     def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """A reduce-scatter or an all-gather whose whole vector has `size` bytes."""
+        """Add `times` reduce-scatters or all-gathers whose full vector has `size` bytes."""
         self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
 
     def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
-        """An all-reduce on an axis of data parallelism, by its program if it has one."""
+        """Add an all-reduce of gradients on a data-parallel axis, by its collective program if it has one."""
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
             self.all_reduce(site, axis, ranks, numel * itemsize)
 
     def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
-        """A reduce-scatter or an all-gather over the ranks that ZeRO shards a part over, likewise."""
+        """Add `times` reduce-scatters or all-gathers over the ranks that ZeRO shards a part over, by program if there
+        is one."""
         axis = AXES_OF[part][1]
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, operation, numel, itemsize, place, times):
@@ -76,6 +80,7 @@ class DataCalls:
     def by_program(
         self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
     ) -> bool:
+        """Add the calls of a collective program; return False if the axis has none. place: this rank in the axis."""
         named = self.work.collectives.get((axis, operation))
         if named is None:
             return False
@@ -84,23 +89,23 @@ class DataCalls:
         return True
 
     def on(self, axis: str) -> tuple[int, int]:
-        """How many ranks an axis has, and the place of this one among them."""
+        """Return the number of ranks of an axis, and this rank's index in it."""
         group = next(group for group in self.layout.groups(axis) if self.rank in group)
         return len(group), group.index(self.rank)
 
     # --- parameters and their gradients
 
     def zero(self, part: Part) -> int:
-        """What is sharded of a part of the units, over several ranks."""
+        """Return the effective ZeRO level of a part of the parameters (0 on a single rank)."""
         return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
 
     def padded(self, unit: str, part: Part) -> int:
-        """Elements of a flat buffer on this rank."""
+        """Return the elements of a unit's flat buffer on this rank, padding included."""
         shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
     def gradients(self, unit: str, passes: int) -> None:
-        """The sums over ranks of a unit's gradient, to which `passes` backward passes bring parts."""
+        """Add the reductions of a unit's gradient. passes: backward passes that contribute to it."""
         holders = self.partition.holders(unit)
         for part in self.table.unit_parts(unit, self.layout):
             data, shard, replica = AXES_OF[part]
@@ -118,7 +123,7 @@ class DataCalls:
 
 
 def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Bytes by call site; those that send nothing are left out."""
+    """Sum bytes by call site, without sites that send nothing. calls: bytes by (site, axis)."""
     found = Counter[str]()
     for (site, _), sent in calls.items():
         found[site] += sent
@@ -126,5 +131,5 @@ def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
 
 
 def by_axis(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Bytes by axis of the mesh, likewise."""
+    """Sum bytes by mesh axis, without axes that send nothing. calls: bytes by (site, axis)."""
     return by_site({(axis, site): sent for (site, axis), sent in calls.items()})

@@ -29,21 +29,24 @@ holds the same shard."""
 
 
 def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
-    """The level of ZeRO whose calls a step on so many pipeline ranks has: where an engine holds gathered parameters and
-    whole gradients from the first micro-batch to the last, there is one gather and one sum a step, as under ZeRO-1."""
+    """Return the ZeRO level whose calls a step makes: 1 where an engine gathers and reduces once a step under a
+    pipeline."""
     return 1 if zero == 3 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
 def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
-    """Of how many micro-batches the pass is that a rank's sums or gathers run beside: one. Where ranks take their
-    stages in turns, the first and the last round, as many as ranks, go through one stage after the other."""
+    """Return the number of micro-batches whose pass overlaps a rank's reductions or gathers: 1, or `ranks` if
+    interleaved."""
     return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
 
 
 def zero_calls(
     zero: int, seconds: Seconds, dense: Floats, spread: Floats, itemsize: int, engine_bytes: int
 ) -> tuple[Floats, Floats]:
-    """Seconds of the gather and the scatter of `dense` and `spread` parameters in every micro-batch (ZeRO-2 and 3)."""
+    """Return the seconds of the all-gather and the reduce-scatter in every micro-batch under ZeRO-2 and 3.
+
+    dense, spread: number of dense and of expert-parallel parameters.
+    """
     gather = scatter = np.zeros(())
     for numel, (_, axis, _) in zip((dense, spread), SHARES, strict=True):
         if zero == 3:
@@ -68,11 +71,11 @@ def gradient_waits(
     itemsize: int,
     gradient_bytes: int,
 ) -> Floats:
-    """What sums of gradients, and ZeRO's gathers of new parameters, cost once a step beyond the backward pass beside
-    which they run. ZeRO-2 and 3 did the sums in every micro-batch.
+    """Return the exposed seconds, once a step, of gradient reductions and of ZeRO's parameter all-gathers.
 
-    dense, spread: parameters of a rank; first_forward, last_backward: seconds; share: what communication takes from
-    work (`tax`); shards, spread_shards: ranks that ZeRO shards them over.
+    Under ZeRO-2 and 3 the reductions are in every micro-batch instead. dense, spread: dense and expert-parallel
+    parameters of a rank; shards, spread_shards: ranks that ZeRO shards them over; first_forward, last_backward:
+    seconds; share: slow-down of overlapped computation (`tax`).
     """
     sums = gathers = np.zeros(())
     for (numel, count), (whole, axis, replicas) in zip(((dense, shards), (spread, spread_shards)), SHARES, strict=True):
@@ -93,18 +96,20 @@ def gradient_waits(
 
 
 def beside(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
-    """What calls cost that run layer by layer beside a pass of so many seconds: one layer's, or what is longer than the
-    pass, and what they take from it."""
+    """Return the exposed seconds of calls that overlap a pass of `work` seconds layer by layer.
+
+    One layer's call, or the excess over the pass, plus what the calls take from the computation (`share`).
+    """
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
     return waited + share * (calls - np.minimum(calls, waited))
 
 
 def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spread_shards: Floats | int) -> Floats:
-    """Parameters that a rank updates."""
+    """Return the number of parameters that a rank's optimizer updates."""
     return dense / shards + spread / spread_shards if zero else dense + spread
 
 
 def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
-    """Moved for each of them."""
+    """Return the bytes read and written for each updated parameter."""
     narrow = engine.gradient_bytes == 2 and itemsize == 2
     return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]

@@ -17,7 +17,7 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How devices reach each other. Bandwidths: bytes a second, one direction, per device; None: not known.
+    """How devices are connected. Bandwidths: bytes a second, one direction, per device; None: not known.
 
     ``domain`` devices form a scale-up domain: there each sends ``scaleup`` to all together, ``pair`` to one alone (less
     where every pair has wires of its own). ``host`` is PCIe, which also leads to the devices of a node outside the
@@ -91,7 +91,8 @@ class Device:
         return None if peak is None else peak * _TERA
 
     def measured_share(self, precision: str) -> float | None:
-        """The best measured product in bf16 or fp8, of the peak; of the other where it alone was measured."""
+        """Return the best measured matrix product as a fraction of the peak, in bf16 or fp8 (of the other if only that
+        is known)."""
         shares = {
             name: best / peak
             for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))
@@ -100,7 +101,7 @@ class Device:
         return shares.get(precision) or next(iter(shares.values()), None)
 
     def source_of(self, figure: str) -> str:
-        """Where a figure (the name of a field) is from."""
+        """Return the source of a figure, given by its field name."""
         return self.sources.get(figure, self.source)
 
 
@@ -163,9 +164,10 @@ DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _rea
 
 @cache
 def find_device(name: str) -> Device | None:
-    """The device of a catalogue name (``h100-sxm``) or of a driver's (``NVIDIA H100 80GB HBM3``); None if unknown.
+    """Return the device of a catalogue name (``h100-sxm``) or a driver's name (``NVIDIA H100 80GB HBM3``); None if
+    unknown.
 
-    A part of a GPU (MIG) is unknown: its share of the peak is not in its name.
+    A MIG slice of a GPU is unknown: its share of the peak is not in its name.
     """
     for device in DEVICES:
         if name.lower() == device.name:
@@ -180,13 +182,13 @@ def find_device(name: str) -> Device | None:
 
 @cache
 def architecture_share(architecture: str) -> float | None:
-    """The median of `Device.measured_share` in bf16 over the devices of an architecture."""
+    """Return the median of `Device.measured_share` in bf16 over the devices of an architecture, None without one."""
     shares = [share for each in DEVICES if each.architecture == architecture and (share := each.measured_share("bf16"))]
     return statistics.median(shares) if shares else None
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Published dense peak of a device in operations a second; None for an unknown device or precision it lacks.
+    """Return the published dense peak of a device in operations a second; None for an unknown device or precision.
 
     ``precision``: fp32, tf32, bf16, fp16 or fp8. ``device_name``: a catalogue name or a driver's.
     """

@@ -15,18 +15,19 @@ WIDE = 4
 
 
 class Passes(NamedTuple):
-    """Kernels, and reads and writes of narrow and wide values for each element that they work on."""
+    """Number of kernels, and of reads and writes per element in the narrow and in the wide type."""
 
     kernels: float
     narrow: float
     wide: float = 0.0
 
     def bytes(self, itemsize: int) -> float:
+        """Return the bytes moved per element. itemsize: bytes of a narrow value."""
         return self.narrow * itemsize + self.wide * WIDE
 
 
 class There(NamedTuple):
-    """Forward, and the way back."""
+    """Elementwise work of an operation in the forward and in the backward."""
 
     forward: Passes
     backward: Passes
@@ -95,29 +96,30 @@ ROUTED = There(Passes(12, 2, 12), Passes(10, 2, 12))
 
 
 def norm(kind: str, fusion: Fusion) -> There:
-    """By element of what is normed; `kind`: layernorm or rmsnorm."""
+    """Return the work of a norm per input element. kind: layernorm or rmsnorm."""
     return _NORM[kind, fusion]
 
 
 def residual(fusion: Fusion) -> There:
+    """Return the work of a residual addition per element."""
     return _RESIDUAL[fusion]
 
 
 def rotary(fusion: Fusion) -> There:
-    """By element of queries and keys."""
+    """Return the work of rotary positions per element of queries and keys."""
     return _ROTARY[fusion]
 
 
 def activation(gated: bool, fusion: Fusion) -> There:
-    """By element of what the second product of an MLP reads."""
+    """Return the work of an MLP's activation per element of the second product's input."""
     return _GATED[fusion] if gated else _ACTIVATION
 
 
 def cast(fusion: Fusion) -> Passes:
-    """By element of an operand."""
+    """Return the work of casting an operand, per element."""
     return _CAST[fusion]
 
 
 def softmax(fusion: Fusion) -> There:
-    """By score."""
+    """Return the work of the softmax per attention score."""
     return _SOFTMAX[fusion]

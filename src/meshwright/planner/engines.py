@@ -70,7 +70,7 @@ class Engine:
     zero: tuple[int, ...] = (0, 1)
 
     def compiled(self) -> Engine:
-        """The same with its blocks compiled (torch.compile)."""
+        """Return the engine with compiled blocks (torch.compile)."""
         holds = min(self.loss_holds, 8.0)
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
@@ -200,7 +200,7 @@ ENGINES: dict[str, Engine] = {
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
-    """The engine of a name, with its blocks compiled if asked for; `UserError` with the nearest name."""
+    """Return the engine of a name, with compiled blocks if `compile`; `UserError` with the nearest name."""
     if isinstance(name, str):
         if name not in ENGINES:
             raise UserError(unknown("engine", name, ENGINES))

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A layout's price. `memory`: of the fullest rank. `warnings`: what is priced less surely than the rest."""
+    """Predicted cost of a layout. `memory`: of the rank with the highest peak. `warnings`: which figures are less
+    certain."""
 
     problem: Problem
     layout: Layout
@@ -45,26 +46,29 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
+        """True if the layout fits into device memory."""
         return self.memory.device_bytes <= self.problem.cluster.device.memory_bytes
 
     @property
     def tokens_per_second_per_device(self) -> float:
+        """Throughput of one device in tokens a second."""
         problem = self.problem
         return problem.batch * problem.sequence / self.time.seconds / problem.cluster.devices
 
     @property
     def model_flops_per_device(self) -> float:
-        """FLOP/s, by `FLOPS_CONVENTION`."""
+        """Model FLOP/s of one device, by `FLOPS_CONVENTION`."""
         problem = self.problem
         seen = max(1, round(problem.sequence / problem.documents))  # tokens that attend to each other
         return training_flops_per_token(problem.config, seen) * self.tokens_per_second_per_device
 
     @property
     def mfu(self) -> float:
+        """Model FLOP utilisation, 0 to 1."""
         return self.model_flops_per_device / self.problem.cluster.peak(self.problem.precision)
 
     def document(self) -> dict[str, Any]:
-        """As `plan --json` prints it."""
+        """Return the JSON entry that `plan --json` prints for this layout."""
         return (
             {
                 "layout": str(self.layout),
@@ -101,7 +105,8 @@ def problem_of(
     precision: str | None = None,
     documents: float = 1.0,
 ) -> Problem:
-    """What is planned, checked. `UserError` names what is unknown, with the nearest known name."""
+    """Resolve the arguments of a plan to a checked `Problem`. `UserError` names what is unknown, with the nearest known
+    name."""
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
@@ -143,12 +148,12 @@ def evaluate(
     optimizer: str = "adamw",
     documents: float = 1.0,
 ) -> Estimate:
-    """Time and memory of one layout.
+    """Predict time and memory of one layout.
 
     model: a preset, a Hugging Face directory, a config.json or its content, a recipe; cluster: a shorthand, a file,
     "this", or a mapping (`plan.cluster`); sequence: tokens; batch: sequences a step over all ranks; engine: whose
-    kernels and buffers are priced (`plan.engines`); documents: in a row, on average. Raises UserError for unknown names
-    and for a layout that cannot be, with the reason.
+    kernels and buffers are priced (`plan.engines`); documents: in a row, on average. Raises UserError for unknown
+    names, and for an infeasible layout with the reason.
     """
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     problem = problem_of(
@@ -159,7 +164,7 @@ def evaluate(
 
 
 def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
-    """`evaluate` of a problem that is made. step: of this layout, where there is one."""
+    """Predict time and memory of a layout of a problem. step: an existing `Step` of this layout, to save time."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
@@ -175,8 +180,8 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
-    """The price of a layout of a recipe, in its own precision, or why it cannot be: on other devices than those that it
-    was written for."""
+    """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on this
+    cluster."""
     try:
         return priced(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
@@ -224,6 +229,6 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
 
 
 def model_document(config: ModelConfig) -> dict[str, int]:
-    """Parameters, and those that a token computes with."""
+    """Return a model's parameter count, and the parameters that each token uses, under their JSON keys."""
     table = parameter_table(config)
     return {"parameters": table.numel, "active_parameters": table.active_numel}

@@ -19,8 +19,10 @@ _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An operation in one phase, all of its count. intensity: FLOPs a byte; bound: "compute", "memory" or "start" (of
-    kernels), whichever takes longest."""
+    """One operation in one phase, all of its `count` calls. share: of the total time.
+
+    bound: "compute", "memory" or "start" (kernel launch), whichever takes longest.
+    """
 
     name: str
     phase: str
@@ -34,10 +36,11 @@ class Row:
 
     @property
     def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     def document(self) -> dict[str, object]:
-        """As `--json` says it."""
+        """Return the JSON entry of the operation."""
         return {
             "operation": self.name, "phase": self.phase, "count": self.count, "shape": list(self.shape),
             "flops": self.flops, "bytes": self.bytes, "intensity": self.intensity, "bound": self.bound,
@@ -46,7 +49,7 @@ class Row:
 
 
 def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
-    """The operations of one micro-batch on a rank of the pipeline, longest first."""
+    """Return the operations of one micro-batch on a pipeline rank, longest first."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     kernel = attention_kernel(problem.engine, problem.cluster)
     rows = problem.batch // (layout.dp * layout.micro_batches)
@@ -67,7 +70,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
 
 
 def busiest(problem: Problem, layout: Layout) -> int:
-    """The rank of the pipeline that has the most to compute."""
+    """Return the pipeline rank that computes longest."""
     return max(
         unlike_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )

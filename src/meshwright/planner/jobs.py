@@ -24,9 +24,10 @@ NEEDED = ("model", "cluster", "sequence", "batch")
 
 
 def answer(line: str) -> dict[str, Any]:
-    """What `plan --json` says of one request, or {"error": ...} in a line: no request ends those after it.
+    """Answer one request (a line of JSON) with the document of `plan --json`, or with {"error": ...}.
 
-    "warnings": the texts of the request's `ModelWarning`s, where there are any."""
+    "warnings": texts of the request's `ModelWarning`s, if any.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
         try:

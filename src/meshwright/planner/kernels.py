@@ -15,8 +15,10 @@ from meshwright.planner.temporaries import Extra
 
 
 class Buffer(NamedTuple):
-    """What a kernel writes. kind: "x" or "wide", as of `Entry`; bytes: of all of it. operator: made by an operator of
-    our own, whose results take no other's place and leave theirs to none."""
+    """A buffer that a kernel writes. kind: element type, "x" or "wide", as of `Entry`; bytes: of the whole buffer.
+
+    operator: returned by a custom operator, whose buffers inductor does not reuse.
+    """
 
     name: str
     kind: str
@@ -26,8 +28,11 @@ class Buffer(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """reads, makes: values by name; over: what it makes -> what it reads in whose place it writes that. inside: what
-    there is only while it runs."""
+    """A kernel of a compiled graph. reads, makes: values by name; over: written value -> read value whose buffer it
+    reuses.
+
+    inside: temporary allocations while it runs.
+    """
 
     name: str
     reads: tuple[str, ...]
@@ -38,7 +43,8 @@ class Kernel(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """While a kernel runs: buffers by name, the values given to the graph that are gone, what is inside of it."""
+    """Memory while a kernel runs: live buffers by name, bytes of graph inputs freed so far (`gone`), temporaries inside
+    it."""
 
     name: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
@@ -47,13 +53,15 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """More than what was given."""
+        """Bytes allocated beyond the graph's inputs."""
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 
 
 def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[Held]:
-    """What is there during each kernel. given: bytes of what the graph frees of its arguments once it has read them;
-    stay: what it returns."""
+    """Simulate the allocations of kernels in order; return the memory during each.
+
+    given: bytes of the inputs that the graph frees after their last use; stay: values that it returns.
+    """
     last = _last_uses(kernels)
     reckoned = _reckoned(kernels, given, stay, last)
     overall = max(reckoned, default=0)
@@ -124,5 +132,5 @@ def _reckoned(
 
 
 def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> Held:
-    """The first of the kernels during which there is the most."""
+    """Return the memory during the first kernel of the highest peak. Arguments as in `run`."""
     return max(run(kernels, given, stay), key=lambda held: held.bytes)

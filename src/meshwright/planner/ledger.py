@@ -89,8 +89,8 @@ backward's, by architecture where it is not the first (aten/src/ATen/cuda/Cublas
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor, or several of a kind, that memory holds when it is fullest. stage: of the pipeline, None where it
-    belongs to none; first, last: from when to when it is there."""
+    """A tensor in memory at the peak, or several equal ones. stage: pipeline stage, None where it belongs to none;
+    first, last: events between which it is allocated."""
 
     category: str
     name: str
@@ -104,9 +104,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """items: what there is at the highest moment, `moment`; peak_bytes: their sum but for "framework", which torch's
-    allocator does not count. between_steps: bytes that stay. framework: the least and the most, in bytes. compiled:
-    whether layers are priced as compiled ones, each of them."""
+    """All tensors of one rank at its memory peak. peak_bytes: sum of `items`, in memory at the snapshot `moment`,
+    without "framework", which torch's allocator does not count. between_steps: persistent bytes. framework: (least,
+    most) bytes. compiled: every layer is priced as compiled."""
 
     items: tuple[Item, ...]
     peak_bytes: int
@@ -116,7 +116,7 @@ class Ledger:
     compiled: bool = False
 
     def by_category(self) -> dict[str, int]:
-        """Bytes at the highest moment; every category is there."""
+        """Return the bytes at the peak by category; every category is a key."""
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
@@ -141,15 +141,13 @@ def ledger(
     compile: bool = False,
     architecture: str = "",
 ) -> Ledger:
-    """The memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
+    """Return the memory of `rank` in a step of `batch` rows of `sequence` tokens over all ranks.
 
-    precision: of the layout's names, the layout's own or fp32 unless said; parameter_dtype: torch's name of the type,
-    in its place ("float64" in tests). documents: whether rows pack several, of which attention on a CPU then holds the
-    most that any could; or where they begin in each of this rank's rows, micro-batch after micro-batch. device: "cpu"
-    (gloo) or "cuda" (NCCL). pairs: whether what is learnt from is pairs of responses. compile: whether blocks, the
-    final norm and the loss are compiled; `compiled` of the answer says whether they are priced so. architecture: of a
-    CUDA device, as the catalogue names it.
-    `UserError` where the layout cannot be, or a name is unknown.
+    precision: the layout's own or fp32 unless given; parameter_dtype: a torch type name that replaces it ("float64" in
+    tests). documents: rows pack several (CPU attention then counts with the worst case), or where they begin in each of
+    this rank's rows, micro-batch after micro-batch. device: "cpu" (gloo) or "cuda" (NCCL). pairs: training on response
+    pairs. compile: blocks, final norm and loss are compiled; `compiled` of the result says whether they are priced so.
+    architecture: of a CUDA device, as in the catalogue. `UserError` for an infeasible layout or an unknown name.
     """
     if engine not in ENGINES:
         raise UserError(unknown("engine", engine, ENGINES))
@@ -173,8 +171,7 @@ def _table(config: ModelConfig) -> ParameterTable:
 
 
 def repeating(layout: Layout) -> Layout:
-    """The layout with as few micro-batches as show every moment of its step: where there are many, a full pipeline
-    does the same with one round of them after the other, until it drains."""
+    """Return the layout with the fewest micro-batches that reach the same memory peak (rounds repeat)."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
@@ -188,7 +185,7 @@ def _complete(program: PipelineProgram) -> PipelineProgram:
 
 
 class _Highest(NamedTuple):
-    """A step's highest moment, its bytes, and the reductions that are under way before the step and after it."""
+    """Memory peak of a step: its snapshot and bytes, and the reductions in flight before and after the step."""
 
     moment: Moment
     bytes: int
@@ -197,7 +194,7 @@ class _Highest(NamedTuple):
 
 
 class _Step:
-    """One rank's step, from the first thing to the last."""
+    """Replays one rank's training step to find its memory peak."""
 
     def __init__(
         self,
@@ -238,6 +235,7 @@ class _Step:
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
+        """Return the ledger at the peak of the step."""
         stay = list(self._staying())
         base = sum(item.bytes for item in stay)
         best: tuple[int, Moment | None, dict[tuple[str, str, int], int]] = (0, None, {})
@@ -360,7 +358,7 @@ class _Step:
         return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
-        """A stage of this rank, for a forward that its backward follows at once or does not."""
+        """Return the memory snapshots of a stage. at_once: a forward is directly followed by its backward."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]

@@ -35,7 +35,7 @@ PROBE_VARIABLE = "MESHWRIGHT_PROBE"
 
 
 def may_measure(probe: bool = True) -> bool:
-    """Whether a start may measure this machine: `probe` says so, and the environment does not forbid it."""
+    """Return True if this machine may be measured: `probe` is set and the environment does not forbid it."""
     return probe and os.environ.get(PROBE_VARIABLE) != "0"
 
 
@@ -43,25 +43,26 @@ def may_measure(probe: bool = True) -> bool:
 
 
 def profile_directory() -> Path:
-    """$XDG_CACHE_HOME/meshwright/machines, else that of ~/.cache."""
+    """Return the directory of measurements: $XDG_CACHE_HOME/meshwright/machines, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "meshwright" / "machines"
 
 
 def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
-    """The file of a measurement; whether there is one or not."""
+    """Return the path of a measurement's file, which need not exist. kind: what is measured; key: what
+    it depends on."""
     text = json.dumps([VERSION, dict(key)], sort_keys=True)
     return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The tables of a measurement; None without one, or where the file is damaged, of another version or key."""
+    """Return the tables of a measurement; None if missing, damaged, or of another version or key."""
     found = _read(measurement_file(kind, key))
     return found[1] if found is not None and found[0] == dict(key) else None
 
 
 def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Replace the file of a measurement atomically. `OSError` where the directory takes no file."""
+    """Write the file of a measurement atomically. `OSError` where the directory is not writable."""
     path = measurement_file(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "key": dict(key), "tables": dict(tables)}
@@ -78,9 +79,11 @@ def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, An
 
 @contextmanager
 def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold an exclusive file lock, so that only one process measures this machine at a time. `log` gets a line where
-    another holds it. `UserError` where it still does after so many `seconds`; `OSError` where the directory takes no
-    file."""
+    """Hold an exclusive file lock, so that only one process measures this machine at a time.
+
+    log: gets a line while waiting for another process. `UserError` after `seconds` of waiting; `OSError` where the
+    directory is not writable.
+    """
     import fcntl
 
     path = profile_directory() / "measuring.lock"
@@ -115,7 +118,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfileKey:
-    """What a hardware profile holds for. `torch`: its version; `threads`: of each rank."""
+    """What a hardware profile depends on. `torch`: its version; `threads`: of each rank."""
 
     processor: str
     cores: int
@@ -126,30 +129,31 @@ class HardwareProfileKey:
 
     @classmethod
     def here(cls, cores: int, ranks: int, threads: int) -> HardwareProfileKey:
-        """That of this machine's processors."""
+        """Return the key for this machine's processors."""
         return cls(processor_name(), cores, torch_version(), "cpu", ranks, threads)
 
     @property
     def path(self) -> Path:
-        """The file; whether there is one or not."""
+        """Path of the profile's file, which need not exist."""
         return measurement_file(self.device, asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """precisions, axes (of tp and cp): what was measured; cluster: the tables of a cluster file."""
+    """Measured speeds of this machine. precisions, axes (of tp and cp): measured ones; cluster: tables of a cluster
+    file."""
 
     precisions: tuple[str, ...]
     axes: tuple[str, ...]
     cluster: Mapping[str, Any]
 
     def covers(self, precisions: Sequence[str], axes: Sequence[str]) -> bool:
-        """Whether it can price layouts of these precisions with these axes."""
+        """Return True if layouts of these precisions and axes can be priced by it."""
         return set(precisions) <= set(self.precisions) and set(axes) <= set(self.axes)
 
 
 def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
-    """The profile kept for a key; None where there is none or it is damaged."""
+    """Return the hardware profile of a key; None if missing or damaged."""
     found = read_measurement(key.device, asdict(key))
     try:
         return None if found is None else _profile(found)
@@ -158,13 +162,13 @@ def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
 
 
 def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
-    """Keep a profile. `OSError` where the directory takes no file."""
+    """Write a hardware profile. `OSError` where the directory is not writable."""
     write_measurement(key.device, asdict(key), asdict(profile))
 
 
 def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
-    """File and cluster tables of this machine's profiles: the most ranks first, of several the newest, and those with
-    more threads than cores last."""
+    """Return (file, cluster tables) of this machine's profiles: most ranks first, then newest; oversubscribed cores
+    last."""
     cores = count_available_cores()
     here = {"processor": processor_name(), "torch": torch_version(), "cores": cores}
     found = []
@@ -184,7 +188,7 @@ def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
 
 
 def processor_name() -> str:
-    """The processor's name, as the kernel says it."""
+    """Return the processor's name as the kernel reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -204,7 +208,7 @@ def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def torch_version() -> str:
-    """The version of the torch that is installed, without importing it; "none" without one."""
+    """Return the version of the installed torch without importing it; "none" if missing."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

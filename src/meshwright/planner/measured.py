@@ -22,14 +22,16 @@ PLACES = ("inside", "across", "world")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over a size (bytes). Sizes rise."""
+    """Measured seconds over size (bytes, ascending)."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Seconds of a size: on the line between its neighbours; below the first as long as that, above the last in
-        proportion to it. A larger size that was measured faster, by noise, takes as long as the smaller ones."""
+        """Return the seconds of a size, interpolated; below the smallest size constant, above the largest proportional.
+
+        A larger size measured faster, by noise, takes as long as the smaller ones.
+        """
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
             return seconds[0]
@@ -42,9 +44,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Matrix products of one precision and form (`FORMS`), while `ranks` processes of the machine computed at once,
-    each with `threads` threads. A shape is (tokens, out, in) of the linear function; seconds are the median of one
-    product."""
+    """Measured matrix products of one precision and form (`FORMS`), on `ranks` concurrent processes of `threads`
+    threads.
+
+    A shape is (tokens, out, in) of the linear function; seconds are the median of one product.
+    """
 
     precision: str
     form: str
@@ -54,9 +58,11 @@ class Products:
     seconds: tuple[float, ...]
 
     def at(self, tokens: float, out: float, inner: float) -> float:
-        """Seconds of a product: a start, operations and bytes at constant rates (`_fit`), times the factor by which the
-        measured shapes differ from that, weighted by the inverse fourth power of their distance in the logarithms of
-        the three sizes. A measured shape takes what was measured."""
+        """Return the seconds of a matrix product of this shape.
+
+        A launch plus operations and bytes at constant rates (`_fit`), times the factor by which measured shapes differ
+        from that, weighted by the inverse fourth power of their distance in log sizes. Measured shapes are exact.
+        """
         costs = _fit(self)
         point = (math.log2(tokens), math.log2(out), math.log2(inner))
         total = logarithm = 0.0
@@ -72,9 +78,10 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over memory, over the bytes read and written (`copy`: a tensor into one that is there, `add`: the sum of
-    two as a new one, `silu`: a function of each element, a new one too), while `ranks` processes of the machine did
-    so at once, each with `threads` threads."""
+    """Measured memory pass, seconds over bytes read and written, on `ranks` concurrent processes of `threads` threads.
+
+    name: `copy` (into an existing tensor), `add` (sum of two, new), `silu` (elementwise function, new).
+    """
 
     name: str
     precision: str
@@ -85,8 +92,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A call over the bytes of its whole vector: all-reduce's vector, all-gather's result, reduce-scatter's input, what
-    a rank brings to an all-to-all, the message of a send-receive. `ranks` call it together; all such groups at once."""
+    """Measured seconds of a collective over the bytes of its full vector; all groups of `ranks` ranks run at once.
+
+    Full vector: all-reduce's vector, all-gather's result, reduce-scatter's input, a rank's input of an all-to-all, the
+    message of a send-receive.
+    """
 
     operation: str
     ranks: int
@@ -96,8 +106,8 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """Forward, backward and sums of gradients of a training step of the model of `reference_step.py`, under a layout
-    (its notation, with the precision)."""
+    """Measured seconds of the reference model's step (`reference_step.py`: forward, backward, gradient reductions)
+    under a layout."""
 
     layout: str
     seconds: float
@@ -124,27 +134,31 @@ class Measured:
     yardstick: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
-        """The products of a precision and form while `ranks` computed at once (all, unless given): the nearest number
-        above that was measured, else the largest. None where the precision was not measured."""
+        """Return the measured products of a precision and form while `ranks` ranks compute at once (default: all); None
+        if none.
+
+        The nearest measured number of ranks above counts, else the largest.
+        """
         found = [each for each in self.products if each.precision == precision and each.form == form]
         chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
         return chosen
 
     def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
-        """The curve of a pass over memory, chosen likewise."""
+        """Return the curve of a memory pass; ranks as in `product`. None if not measured."""
         found = [each for each in self.passes if each.name == name and each.precision == precision]
         chosen = _nearest(found, self.ranks if ranks is None else ranks)
         return None if chosen is None else chosen.curve
 
     def collective(self, operation: str, ranks: int, place: str = "inside") -> Curve | None:
-        """The curve of an operation among so many ranks; None where that was not measured."""
+        """Return the curve of a collective among `ranks` ranks; None if not measured. place: inside a
+        node or across."""
         for each in self.collectives:
             if (each.operation, each.ranks, each.place) == (operation, ranks, place):
                 return each.curve
         return None
 
     def tables(self) -> dict[str, Any]:
-        """Plain tables from which `read` makes an equal object."""
+        """Return plain tables, from which `read` makes an equal object."""
         return {
             "backend": self.backend,
             "ranks": self.ranks,
@@ -242,7 +256,7 @@ def _with_curve(each: Pass | Collective) -> dict[str, Any]:
 
 
 def read(table: Any, where: str) -> Measured:
-    """What `tables` wrote. `UserError` names the first place that is not as it was written."""
+    """Parse the tables of `Measured.tables`. `UserError` names the first invalid place."""
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")

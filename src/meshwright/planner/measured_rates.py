@@ -38,19 +38,24 @@ _CALLED = {"send": "send-receive"}
 
 
 def attention_scores(queries: float, keys_seen: float, row: float) -> float:
-    """Scores that a head forms for so many queries, which see `keys_seen` keys of their row of `row` tokens on average:
-    half a tile more each, because all queries of a tile are given the keys of its last one."""
+    """Return the scores that a head computes for `queries` queries that see `keys_seen` of a row's `row` keys on
+    average.
+
+    Half a tile more for each, as all queries of a tile get the keys of its last one.
+    """
     return queries * (keys_seen + 0.5 * min(ATTENTION_TILE, row))
 
 
 def attention_name(head_size: int, piece: int | None = None) -> str:
-    """What measured attention is called, over the bytes of its scores in float32; `piece`: of a ring whose ranks have
-    pieces of so many tokens."""
+    """Return the name of the measured curve of attention, over the bytes of its float32 scores.
+
+    piece: tokens of a rank in ring attention.
+    """
     return f"attention-{head_size}" if piece is None else f"ring-{head_size}-{piece}"
 
 
 class MeasuredRates:
-    """How fast each rank of a measured machine computes in one precision while all of them do."""
+    """Speed of each rank of a probed machine in one precision, while all ranks compute."""
 
     def __init__(self, measured: Measured, precision: str, eager: bool = True) -> None:
         """eager: elementwise work is done by the kernels that were measured one by one, not by compiled ones."""
@@ -64,14 +69,14 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
-        """None where products or passes of the precision were not measured."""
+        """Return the rates; None where products or passes of the precision were not measured."""
         if measured is None or measured.product(precision) is None:
             return None
         found = cls(measured, precision, eager)
         return found if found.one_pass("add") is not None else None
 
     def seconds(self, one: Operation) -> float | None:
-        """The time of an operation, all of its count; None for attention where that was not measured."""
+        """Return the seconds of an operation, all of its count; None for attention that was not measured."""
         if one.kind == "product":
             assert one.shape is not None
             return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
@@ -91,7 +96,7 @@ class MeasuredRates:
         return one.count * (curve.at(one.bytes) + self.start)
 
     def one_pass(self, name: str) -> Curve | None:
-        """The curve of a pass, in the precision or in float32."""
+        """Return the curve of a memory pass in the precision, else in float32."""
         if name not in self._passes:
             own = self._measured.one_pass(name, self._precision)
             self._passes[name] = own or self._measured.one_pass(name, "fp32")
@@ -99,7 +104,7 @@ class MeasuredRates:
 
     @property
     def memory(self) -> float:
-        """Bytes a second of large tensors that stay where they are, as an optimizer's do."""
+        """Bandwidth in bytes a second on large tensors, such as optimizer state."""
         curve = self._measured.one_pass("copy", "fp32") or self.one_pass("add")
         assert curve is not None
         return curve.sizes[-1] / curve.at(curve.sizes[-1])
@@ -146,26 +151,26 @@ def _linear(one: Operation) -> tuple[float, float, float]:
 
 
 class MeasuredCost(NamedTuple):
-    """Seconds of a collective over the size of its vector: a measured curve, as much slower for other numbers of ranks
-    as each sends more."""
+    """Seconds of a collective over the bytes of its vector: a measured curve, scaled to the number of ranks."""
 
     sizes: Floats
     seconds: Floats
 
     @classmethod
     def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
+        """Build the cost from a curve, with seconds multiplied by `scale`."""
         return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
 
     def at(self, size: Any) -> Any:
-        """As `Cost.at`; beyond the largest in proportion to it (`Curve.at`)."""
+        """Return the seconds of a vector of `size` bytes; beyond the largest size proportional."""
         beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
         seconds = np.interp(size, self.sizes, self.seconds) * beyond * (np.asarray(size) > 0)
         return seconds if np.ndim(size) else float(seconds)
 
 
 def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) -> MeasuredCost | None:
-    """What an operation among so many ranks on so many nodes takes; of numbers that were not measured, what the nearest
-    one did, as each rank sends more or less. None where nothing like it was measured."""
+    """Return the cost of a collective among `ranks` ranks on `nodes` nodes, scaled from the nearest measured number;
+    None if unknown."""
     place = "inside" if nodes == 1 else "across" if ranks == nodes else "world"
     name = _CALLED.get(operation, operation)
     found = [each for each in measured.collectives if (each.operation, each.place) == (name, place)]
@@ -183,13 +188,13 @@ def _sent(ranks: int) -> float:
 
 
 class Chosen:
-    """Costs of many: of each way that of its group."""
+    """Costs of many candidates at once, each with the cost of its group."""
 
     def __init__(self, costs: Sequence[Any], which: Any) -> None:
         self._costs, self._which = costs, which
 
     def at(self, size: Any) -> Any:
-        """Seconds of vectors of `size` [..., ways] bytes."""
+        """Return the seconds of vectors of `size` bytes: [..., candidates]."""
         sizes = np.asarray(size, dtype=np.float64)
         sizes = np.broadcast_to(sizes, np.broadcast_shapes(sizes.shape, self._which.shape))
         seconds = np.zeros(sizes.shape)

@@ -37,22 +37,24 @@ SLACK = 0.05
 
 
 def slack(cluster: Cluster) -> float:
-    """Of the peak: what a device holds beyond it, by `SLACK` and by what runs on it have shown."""
+    """Return the unexplained share of the peak that a device holds beyond it, by `SLACK` and by calibration."""
     found = cluster.calibration
     shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
 
 
 def context_bytes(cluster: Cluster) -> int:
-    """Of a process on the device, before its first tensor: the most."""
+    """Return the most bytes that a process holds on the device before its first tensor (CUDA context)."""
     return int(CUDA_CONTEXT[1]) if cluster.kind == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank of the pipeline when its memory is fullest. peak_bytes: as PyTorch's allocator counts; beside it the
-    device holds `framework_bytes` and, unexplained, `slack_bytes`. exact: tensor by tensor, not in closed form;
-    compiled: as blocks that are compiled."""
+    """Memory of one pipeline rank at its peak. peak_bytes: as PyTorch's allocator counts.
+
+    framework_bytes, slack_bytes: held beside it, known and unexplained. exact: tensor by tensor, not in closed form;
+    compiled: priced as compiled blocks.
+    """
 
     pp_rank: int
     items: tuple[Item, ...]
@@ -65,11 +67,11 @@ class RankMemory:
 
     @property
     def device_bytes(self) -> int:
-        """Of the device altogether."""
+        """Total bytes on the device."""
         return self.peak_bytes + self.framework_bytes + self.slack_bytes
 
     def by_category(self) -> dict[str, int]:
-        """Bytes of the peak, by category of the ledger."""
+        """Return the bytes at the peak by category of the ledger."""
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
@@ -77,7 +79,7 @@ class RankMemory:
         return found
 
     def gib(self) -> dict[str, float]:
-        """As answers say it: the parts add up to the peak."""
+        """Return the GiB of each category; they add up to the peak."""
         found = self.by_category()
         parts = {name: found[name] / GIB for name in CONTRACT}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
@@ -86,7 +88,7 @@ class RankMemory:
 
 
 def by_layers(items: Iterable[Item]) -> list[Item]:
-    """The items, those of layers that differ in nothing but the layer's number as one; largest first."""
+    """Merge the items of layers that differ only in the layer's number; returns items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
@@ -106,7 +108,7 @@ def by_layers(items: Iterable[Item]) -> list[Item]:
 
 @lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
-    """Of the ranks at one place of the pipeline. Raises what `ledger` raises."""
+    """Return the memory of a pipeline rank. Raises the errors of `ledger`."""
     context = context_bytes(problem.cluster)
     if problem.engine.name == "meshwright":
         found = ledger(
@@ -129,8 +131,10 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
 
 
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Places of the pipeline whose memory differs: of all ranks with the same stages the first and the last, one of
-    which has the most under way. The others are between them."""
+    """Return the pipeline ranks whose memory differs: the first and the last of each set with the same stages.
+
+    One of the two has most micro-batches in flight; the others are between them.
+    """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, place in enumerate(stages_at(problem, layout)):
         kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
@@ -139,7 +143,7 @@ def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
-    """The stages of each rank of the pipeline; of a schedule of two replicas both."""
+    """Return the stages of each pipeline rank; with two replicas, of both."""
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
         places = places_of(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
@@ -200,7 +204,7 @@ def _line(category: str, name: str, size: float) -> Item:
 
 @lru_cache(maxsize=64)
 def fullest(problem: Problem, layout: Layout) -> RankMemory:
-    """The rank that needs the most."""
+    """Return the memory of the pipeline rank with the highest peak."""
     return max((memory_of(problem, layout, rank) for rank in unlike_ranks(problem, layout)), key=_size)
 
 

@@ -35,19 +35,19 @@ _PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
 
 
 def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
-    """How many layers of each kind a stage has."""
+    """Count the layers of each kind in a stage."""
     return Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
 
 
 @lru_cache(maxsize=64)
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """The first layer of each kind."""
+    """Return the index of the first layer of each kind."""
     return {(config.layer_window(at), config.has_experts(at)): at for at in reversed(range(config.layers))}
 
 
 class MicroBatch:
-    """A micro-batch of `rows` sequences under a layout. Times are arrays [phase, part] of `PHASES` and
-    `MICRO_BATCH_PARTS`."""
+    """Predicted seconds of a micro-batch of `rows` sequences under a layout, as arrays [`PHASES`,
+    `MICRO_BATCH_PARTS`]."""
 
     def __init__(
         self,
@@ -73,27 +73,29 @@ class MicroBatch:
         self._pieces: dict[tuple[LayerKind | str, bool], Floats] = {}
 
     def layer(self, kind: LayerKind) -> Floats:
-        """Of one layer."""
+        """Return the seconds of one layer of a kind: [phases, parts]."""
         at = layer_examples(self.config)[kind]
         return self._piece(kind, Stage(0, range(at, at + 1), first=False, last=False))
 
     def first(self) -> Floats:
-        """Of the embedding."""
+        """Return the seconds of the embedding: [phases, parts]."""
         return self._piece("first", Stage(0, range(0), first=True, last=False))
 
     def last(self, kept: bool) -> Floats:
-        """Of the final norm, the head and the loss; `kept`: whether its gradients are formed in the forward pass."""
+        """Return the seconds of final norm, head and loss: [phases, parts]. kept: gradients are formed
+        in the forward."""
         return self._piece("last", Stage(0, range(0), first=False, last=True), kept)
 
     def keeps(self, stage: Stage, at_once: bool) -> bool:
-        """Whether the last stage keeps its head's gradient, where its backward follows `at_once` or does not."""
+        """Return True if the last stage saves its head's gradient. at_once: its backward directly
+        follows the forward."""
         config, layout = self.config, self.layout
         widest = min(-(-config.vocabulary // layout.tp), config.vocabulary)
         tokens = self.rows * self.sequence // layout.cp
         return not self.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once)
 
     def stage(self, stage: Stage, at_once: bool) -> Floats:
-        """Of a whole stage."""
+        """Return the seconds of a whole stage: [phases, parts]."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
         for kind, count in layer_kinds(self.config, stage).items():
             found += count * self.layer(kind)
@@ -158,11 +160,11 @@ def zero_waits(
     back: Floats,
     share: Floats | float,
 ) -> tuple[Floats, Floats]:
-    """What the forward and the backward of a stage wait where parameters are gathered a layer ahead of their use and
-    gradients scattered a layer behind: the first gather, and of all others what is longer than a layer's work.
+    """Return the exposed seconds of a stage's forward and of its backward under ZeRO-2 and 3, with prefetch of one
+    layer.
 
-    gather, scatter: seconds of a layer's; forward, back: of a stage's whole work; share: what communication takes from
-    the work beside it (`Collectives.tax`).
+    The first all-gather, and of the others what exceeds a layer's computation. gather, scatter: seconds of a layer;
+    forward, back: of a stage's computation; share: slow-down of overlapped computation (`Collectives.tax`).
     """
     waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
     both = gather + scatter

@@ -29,10 +29,12 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes of one micro-batch: kept of a layer of each kind, of the first stage and the last one beside their layers;
-    `split`: of a layer of which only weight gradients are left; `head`: of the gradient of the head's weight, which is
-    kept of each where backwards do not follow at once; `passing`: what is there beside it while a layer or the loss is
-    worked on."""
+    """Saved-activation bytes of one micro-batch: by kind of layer, and of the first and the last stage beside their
+    layers.
+
+    split: of a layer with only weight gradients left; head: gradient of the head's weight, saved for each micro-batch
+    unless backwards follow at once; passing: temporaries while a layer or the loss is computed.
+    """
 
     layers: dict[LayerKind, float]
     split: dict[LayerKind, float]
@@ -43,7 +45,7 @@ class Kept:
 
 
 class KeptBytes:
-    """What an engine keeps, by way. It grows with the rows, so that one row says all."""
+    """Computes the saved-activation bytes of candidate ways under an engine, from those of one row."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -55,6 +57,7 @@ class KeptBytes:
         self._rows: dict[Layout, Kept] = {}
 
     def of(self, way: Way) -> Kept:
+        """Return the saved-activation bytes of a micro-batch under `way`."""
         if way.layout not in self._rows:
             self._rows[way.layout] = self._row(way.layout)
         row, rows = self._rows[way.layout], way.rows
@@ -118,7 +121,7 @@ class KeptBytes:
         return Kept(layers, split, first, last, 0.0, most + 4 * stream)
 
     def head(self, layout: Layout, rows: int = 1) -> float:
-        """Bytes of the gradient of the head's weight, which is there once for all rows."""
+        """Return the bytes of the gradient of the head's weight, allocated once for all rows."""
         config = self.problem.config
         if config.head not in ("next", "masked"):
             return 0.0
@@ -128,7 +131,7 @@ class KeptBytes:
         return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
 
     def logits(self, way: Way) -> float:
-        """Bytes of the logits that are there at once, and of the head's gradient."""
+        """Return the peak bytes of logits, and of the head's gradient."""
         config, layout = self.problem.config, way.layout
         tokens = predictions(config, way.rows, self.problem.sequence) // layout.cp
         if config.head not in ("next", "masked"):
@@ -142,7 +145,8 @@ class KeptBytes:
 
 
 class KeptOfWays:
-    """`Kept` of many ways at once: [ways, kinds of layers], or [ways]."""
+    """The bytes of `Kept` for many candidate ways, as arrays [ways, kinds of layers] (`layer`, `queued_layer`) or
+    [ways]."""
 
     def __init__(self, problem: Problem, ways: Sequence[Way], kinds: Sequence[LayerKind]) -> None:
         of = KeptBytes(problem)
@@ -155,7 +159,7 @@ class KeptOfWays:
 
 
 def bytes_each(problem: Problem) -> StateBytes:
-    """Of a parameter and its states where nothing is sharded."""
+    """Return the bytes of a parameter and its model states, unsharded."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
     masters = 4.0 if narrow else 0.0
@@ -165,7 +169,7 @@ def bytes_each(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Bytes of parameters, gradients and the optimizer's state of `numel` parameters of a rank, whose ZeRO group has
+    """Return the bytes of parameters, gradients and optimizer state of `numel` parameters, sharded by ZeRO over
     `shards` ranks."""
     each = bytes_each(problem)
     return (

@@ -28,8 +28,10 @@ OF_BYTES = 257
 
 
 def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
-    """The model. `UserError` with the nearest name where there is none, and with what could not be priced of a
-    configuration."""
+    """Resolve a preset, a Hugging Face directory, a config.json or its content to a model config.
+
+    `UserError` with the nearest name if unknown, or with what cannot be priced.
+    """
     if isinstance(wanted, ModelConfig):
         return wanted
     if isinstance(wanted, Mapping):
@@ -52,8 +54,11 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
-    """Note that a Hugging Face configuration names code or an architecture other than the one that its `model_type` is
-    priced as; None where it is the same. `wanted`: an argument that `model_of` has accepted."""
+    """Return a note if a Hugging Face configuration names code or an architecture other than the one that is priced,
+    else None.
+
+    wanted: an argument that `model_of` has accepted.
+    """
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
@@ -62,24 +67,24 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
 
 
 def is_recipe(wanted: object) -> bool:
-    """Whether a recipe is meant."""
+    """Return True if the argument is a recipe or the path of one."""
     return isinstance(wanted, (str, Path)) and Path(wanted).suffix == ".toml"
 
 
 def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a file, for which `is_recipe`, with overrides as on the command line."""
+    """Load the recipe of a file, with KEY=VALUE overrides as on the command line."""
     from meshwright.recipe import load_recipe
 
     return load_recipe(wanted, overrides)
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:
-    """The layout that it names; None where the planner is to choose."""
+    """Return the layout that a recipe names; None where the planner is to choose."""
     return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
 def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a request, with the recipe's own in place of None."""
+    """Return the options of a request, with None replaced by the recipe's values."""
     own = {
         "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
         "compile": recipe.train.compile,
@@ -88,8 +93,10 @@ def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, An
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
-    """The model of a recipe, and what was assumed of its vocabulary; None where nothing was. A tokenizer that is
-    trained on the data is taken to get as many tokens as it may. `UserError` where nothing says how many there are."""
+    """Return the model config of a recipe, and the assumption about its vocabulary, if any.
+
+    A tokenizer still to be trained counts with its maximum vocabulary. `UserError` if the size is unknown.
+    """
     model, data = recipe.model, recipe.data
     assumed = None
     if model.vocabulary is not None:
@@ -119,8 +126,7 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
 
 
 def tokens_of(tokenizer: str) -> int:
-    """How many tokens a tokenizer.json, or the one of a directory, knows: one more than the highest id. `UserError`
-    where it cannot be read."""
+    """Return the vocabulary size of a tokenizer.json (or a directory's): highest id + 1. `UserError` if unreadable."""
     path = Path(tokenizer).expanduser()
     try:
         file = path / "tokenizer.json" if path.is_dir() else path

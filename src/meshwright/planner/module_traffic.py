@@ -23,16 +23,21 @@ def module_calls(
     copied: int = 0,
     looked_at: int = 0,
 ) -> Counter[tuple[str, str]]:
-    """Bytes that `rank` sends in one step whose update takes place, by call site and axis. held: units beside `REST`
-    that stay for a whole micro-batch, because they are used outside of their modules; averaged, copied: numbers in
-    buffers that change in a step, of real and of whole numbers; looked_at: buffers of which ranks tell
-    each other whether the step has changed them."""
+    """Return the bytes that `rank` sends in one step of a user's own module, by (call site, axis).
+
+    held: units beside `REST` that stay gathered for a whole micro-batch, as they are used outside their modules.
+    averaged, copied: elements of float and of integer buffers that change in a step; looked_at: buffers whose change
+    ranks report.
+    """
     step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
     return step.step({REST, *held}, averaged, copied, looked_at)
 
 
 class _ModuleStep(DataCalls):
+    """Adds up the collective calls of one rank in a step of a user's own module."""
+
     def step(self, held: Collection[str], averaged: int, copied: int, looked_at: int) -> Counter[tuple[str, str]]:
+        """Add all calls of the step; return bytes by (call site, axis). Arguments as in `module_calls`."""
         passes = self.layout.micro_batches
         self.reduce("data.targets", "data", 1, 8)
         for unit in self.table.units:
@@ -45,8 +50,8 @@ class _ModuleStep(DataCalls):
         return self.sent
 
     def gathers(self, held: Collection[str], passes: int) -> None:
-        """Under ZeRO-3: units that are held once for each micro-batch, others forward and backward, the last of them
-        stays in between."""
+        """Add ZeRO-3's all-gathers: `held` units once a micro-batch, others in forward and backward (the last only
+        once)."""
         if self.zero("dense") < 3:
             return
         others = [unit for unit in self.table.units if unit not in held]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Reduction(NamedTuple):
-    """Of a flat buffer, posted; `later`: of a micro-batch after the first, whose gradients are then added."""
+    """A posted gradient reduction of a flat buffer. later: of a micro-batch after the first, so its result is
+    accumulated."""
 
     flat: Flat
     later: bool
@@ -23,8 +24,8 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What a backward finds: whether there was one before it in the step, whose gradients are there already, whether it
-    is the last one through its stage, and the reductions that were under way `before` it."""
+    """State in which a backward begins: not the first of the step (`later`), the last through its stage, reductions in
+    flight."""
 
     later: bool
     last: bool
@@ -36,8 +37,10 @@ FIRST_AND_LAST = Ways(later=False, last=True)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """`kept`: bytes that the stage's own saved activations have then; `extras`: what is there beside them. `place`: the
-    number of the unit that is worked on; `back`: whether on the way back."""
+    """A memory snapshot of a stage. kept: bytes of its own saved activations; extras: other tensors.
+
+    place: index of the unit being computed; back: in the backward.
+    """
 
     name: str
     kept: int
@@ -48,12 +51,13 @@ class Moment:
 
     @property
     def bytes(self) -> int:
+        """Total bytes of the snapshot."""
         return self.kept + sum(extra.bytes for extra in self.extras)
 
     def beside(self, more: Sequence[Extra]) -> Moment:
-        """The same with more."""
+        """Return the snapshot with more tensors."""
         return replace(self, extras=(*self.extras, *more)) if more else self
 
     def saved(self) -> list[Saved]:
-        """What `kept` is made of."""
+        """Return the saved activations that `kept` counts."""
         return [] if self.part is None else self.part.saved_at(self.place, self.back)

@@ -34,9 +34,10 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 
 
 def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attention: bool = True) -> int:
-    """What the weight gradients of a layer need: inputs of its products and gradients of their results. whole: what is
-    kept where nothing is computed again; x: bytes of an element; attention: whether those around it are asked for, or
-    the MLP's alone."""
+    """Return the bytes of a layer's queued weight gradients: inputs of its products, gradients of their results.
+
+    whole: saved activations without recompute; x: bytes of an element; attention: include attention's products.
+    """
     config, layout = at.config, at.layout
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found = 0
@@ -59,12 +60,11 @@ def queued_bytes(at: Local, whole: Sequence[Saved], layer: int, x: int, attentio
 
 
 class StageMoments:
-    """A stage on one rank.
+    """Memory snapshots of a stage on one rank.
 
-    saved: what its forward keeps (`saved_activations`); whole: the same with nothing computed again; flats: the flat
-    buffers by unit; pooled: whole gradient buffers that are kept from layer to layer; tied: whether the head computes
-    with the embedding's matrix; compiled: whether blocks, the final norm and the loss are; queued: whether products
-    give their weight gradients to a queue, which keeps them of backwards that are split.
+    saved: saved activations of its forward (`saved_activations`); whole: the same without recompute; flats: flat
+    buffers by unit; pooled: unsharded gradient buffers kept from layer to layer; tied: head and embedding share a
+    matrix; compiled: blocks, final norm and loss are compiled; queued: weight gradients of split backwards are queued.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StageMoments:
         return found
 
     def saved_at(self, place: int, back: bool) -> list[Saved]:
-        """What is kept when the forward comes to a unit, or when the backward does."""
+        """Return the activations saved when the forward (`back`: the backward) reaches unit `place`."""
         return [
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
@@ -121,7 +121,7 @@ class StageMoments:
     # --- forward
 
     def forward(self) -> Iterator[Moment]:
-        """Of the forward of one micro-batch."""
+        """Yield the snapshots of the forward of one micro-batch."""
         before = self.of_unit[-1]
         for place, unit in enumerate(self.units):
             gathered = self._gathered(place, +1)
@@ -179,7 +179,7 @@ class StageMoments:
     # --- backward
 
     def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
-        """Of the whole backward, or of its first part."""
+        """Yield the snapshots of the backward (`split`: of the input-gradient pass)."""
         left = self.kept
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
@@ -210,7 +210,7 @@ class StageMoments:
             yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
 
     def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
-        """Of the second part."""
+        """Yield the snapshots of the weight-gradient pass."""
         widest = max(self._weight_bytes(), default=0)
         extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
         around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
@@ -399,7 +399,7 @@ class StageMoments:
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
-        """What the last of the posted reductions need until somebody waits for them."""
+        """Return the tensors that the last posted reductions hold until they are waited for."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
@@ -416,7 +416,7 @@ class StageMoments:
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
-        """The reductions that a backward posts: weights: that its second half does, or the first; None: both."""
+        """Return the reductions a backward posts. weights: True: of its W pass, False: of its B pass, None: both."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, ways)
 

@@ -28,20 +28,22 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """least: the layout with the least memory on its fullest rank; enough: one that fits on twice as many devices, or
-    four times ...: as few as are enough. None where nobody knows how more of them would be connected, or where many
-    more do not do."""
+    """Closest layouts where none fits. least: the one with the lowest peak; enough: one that fits on 2, 4, ... times
+    the devices.
+
+    enough is None where the links of more devices are unknown, or many more do not suffice.
+    """
 
     least: Estimate
     enough: Estimate | None
 
     @property
     def devices(self) -> int | None:
-        """How many would be enough."""
+        """Number of devices that would suffice, None if unknown."""
         return None if self.enough is None else self.enough.problem.cluster.devices
 
     def document(self) -> dict[str, Any]:
-        """As `--json` says it."""
+        """Return the JSON entry."""
         return {
             "least": self.least.document(),
             "enough": None if self.enough is None else {"devices": self.devices} | self.enough.document(),
@@ -49,7 +51,7 @@ class Nearest:
 
 
 def nearest(found: Found) -> Nearest | None:
-    """Of a search that found nothing. None where training would refuse what needs the least, too."""
+    """Return the closest layouts for a search in which none fits; None where training refuses the smallest one too."""
     assert found.priced is not None and not found.best
     least = _least(found.problem, found.priced)
     return None if least is None else Nearest(least, _enough(least))
@@ -97,8 +99,8 @@ def _enough(least: Estimate) -> Estimate | None:
 
 
 def of_devices(here: Cluster, devices: int) -> Cluster | None:
-    """A cluster like this one of so many devices: more nodes of the same, or, where one node is not whole, as the
-    catalogue has them. None where its links are not known."""
+    """Return a cluster like this one with `devices` devices: more nodes, or a catalogue's; None where its links are
+    unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)

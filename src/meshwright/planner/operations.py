@@ -30,8 +30,11 @@ et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
 def in_eight_bits(name: str) -> bool:
-    """Whether fp8 training computes an operation in 8 bits: the linear layers of blocks; attention's own products,
-    routers and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan converts them)."""
+    """Return True if fp8 training computes an operation in 8 bits: the linear layers of blocks.
+
+    Attention's products, routers and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan
+    converts them).
+    """
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down"))
 
 
@@ -67,12 +70,12 @@ def operations(
     at_once: bool = True,
     eight_bit: bool = False,
 ) -> list[Operation]:
-    """The work of one micro-batch of `rows` sequences on one rank of a stage, forward, repeated and backward.
+    """Return the operations of one micro-batch of `rows` sequences on one rank of a stage: forward, recomputed and
+    backward.
 
     itemsize: bytes of an activation or weight. attention: the kernel (None: the engine's own). documents: in a row of
-    `sequence` tokens, on average; they are taken as equally long (unequal ones leave more to attend to). at_once: the
-    loss's backward follows its forward; if not, the engine `meshwright` may make the logits twice. eight_bit: linear
-    layers of blocks compute in fp8, and their operands are cast.
+    `sequence` tokens, on average, of equal length. at_once: the loss's backward follows its forward; if not, the engine
+    `meshwright` may compute the logits twice. eight_bit: linear layers of blocks compute in fp8.
     """
     work = _Work(config, layout, rows, sequence, engine, itemsize, attention or engine.attention, documents, eight_bit)
     kinds = Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
@@ -91,7 +94,7 @@ def operations(
 
 
 def total_flops(found: list[Operation], *phases: Phase) -> float:
-    """FLOPs of all, or of some phases."""
+    """Return the FLOPs of all operations, or of some phases."""
     return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
 
 
@@ -102,7 +105,7 @@ def _times(one: Operation, count: float) -> Operation:
 
 
 class _Work:
-    """One rank's work on one micro-batch."""
+    """Lists the operations of one rank on one micro-batch."""
 
     def __init__(
         self,
@@ -130,7 +133,8 @@ class _Work:
     def product(
         self, name: str, rows: float, out: int, inner: int, count: float = 1.0, bias: bool = False
     ) -> Iterator[Operation]:
-        """y = x Wᵀ, dx = dy W and dW = dyᵀ x; with a bias, whose sum is one more look at dy."""
+        """Yield a linear layer's products y = x Wᵀ, dx = dy W and dW = dyᵀ x; with a bias, its gradient reads dy once
+        more."""
         flops = 2.0 * rows * out * inner
         moved = self.itemsize * (rows * out + rows * inner + out * inner)
         yield Operation(name, "product", "forward", flops, moved, (rows, out, inner), count)
@@ -153,7 +157,7 @@ class _Work:
                 yield Operation(f"{name}.cast", "elementwise", phase, 0.0, moved, None, count * cast.kernels)  # type: ignore[arg-type]
 
     def passes(self, name: str, elements: float, of: There) -> Iterator[Operation]:
-        """Elementwise work, in its kernels."""
+        """Yield the kernels of elementwise work on `elements` elements."""
         phases: tuple[Phase, Phase] = ("forward", "input")
         for phase, each in zip(phases, of, strict=True):
             moved = each.bytes(self.itemsize) * elements
@@ -164,7 +168,7 @@ class _Work:
     # --- a layer
 
     def layer(self, window: int | None, mixture: bool) -> Iterator[Operation]:
-        """Everything but what is repeated."""
+        """Yield the operations of one layer, without recomputation."""
         config, fusion = self.config, self.engine.fusion
         inside = self.own_tokens * config.hidden
         norms = self.passes("norm", inside, elementwise.norm(config.norm, fusion))
@@ -176,6 +180,7 @@ class _Work:
         yield from self.mixture() if mixture else self.feed_forward("mlp", config.intermediate)
 
     def attention(self, window: int | None) -> Iterator[Operation]:
+        """Yield the operations of attention: projections, positions and core."""
         config, tokens, fusion = self.config, self.tokens, self.engine.fusion
         query = self.heads * config.head_dim
         yield from self.product("attention.qkv", tokens, self.qkv_width, config.hidden, bias=config.qkv_bias)
@@ -189,7 +194,7 @@ class _Work:
         yield from self.product("attention.output", tokens, config.hidden, query, bias=config.output_bias)
 
     def core(self, window: int | None) -> Iterator[Operation]:
-        """softmax(q kᵀ) v: of this rank's tokens and heads (cp: its share of the work, rings give all the same)."""
+        """Yield softmax(q kᵀ) v for this rank's tokens and heads (cp: its share; ring attention balances it)."""
         size = self.config.head_dim
         if self.kernel == "scores":
             heads, queries, keys = self.rows * self.heads, self.sequence // self.layout.cp, self.sequence
@@ -216,6 +221,7 @@ class _Work:
         yield Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape)
 
     def feed_forward(self, name: str, width: int) -> Iterator[Operation]:
+        """Yield the operations of a dense MLP of `width` columns."""
         config, tokens = self.config, self.tokens
         width //= self.layout.tp
         up = width * (2 if config.gated else 1)
@@ -225,7 +231,8 @@ class _Work:
         yield from self.product(f"{name}.down", tokens, config.hidden, width, bias=config.mlp_bias)
 
     def mixture(self) -> Iterator[Operation]:
-        """Experts that get equally many tokens each; spread ones get those of the other ranks too."""
+        """Yield the operations of a mixture of experts with equal load; expert-parallel ones get other ranks' tokens
+        too."""
         config, layout = self.config, self.layout
         spread = layout.expert_parallel
         tokens = self.tokens / layout.tp if spread else self.tokens
@@ -248,7 +255,7 @@ class _Work:
                 yield from self.product("mlp.shared.gate", self.tokens, 1, config.hidden)
 
     def repeated(self, forward: list[Operation], mixture: bool) -> Iterator[Operation]:
-        """What of a layer's forward is computed again."""
+        """Yield the operations of a layer's forward that activation checkpointing recomputes."""
         kind = self.layout.recompute
         for one in forward:
             if one.phase != "forward" or kind == "none":
@@ -274,13 +281,14 @@ class _Work:
                 yield Operation(one.name, one.kind, "again", one.flops, one.bytes, one.shape, one.count)
 
     def every_second(self, name: str) -> float:
-        """The share of a product that is computed again where every second one of a block is kept: queries are, keys
-        are not, values are, and so on."""
+        """Return the recomputed share of a product where every second product of a block is saved
+        (torchtitan's "op")."""
         keys, gates = self.kv_heads / (self.heads + 2 * self.kv_heads), 0.5 if self.config.gated else 0.0
         return {"attention.qkv": keys, "attention.output": 1.0, "mlp.up": gates}.get(name, 0.0)
 
     def last_product(self, mixture: bool) -> str | None:
-        """The product whose result nobody needs for the way back, because it is only added to what was there."""
+        """Return the product whose result the backward does not need, as it is only added to the residual; None if
+        none."""
         if self.config.encoder:  # what it is added to is normed
             return None
         if not mixture:
@@ -290,7 +298,7 @@ class _Work:
     # --- both ends
 
     def embedding(self) -> list[Operation]:
-        """Rows looked up; on the way back summed into a table that was emptied first."""
+        """Return the lookup of the embedding, and the accumulation of its gradient into a zeroed table."""
         config, itemsize = self.config, self.itemsize
         looked_up = self.tokens * config.hidden
         table = -(-config.vocabulary // self.layout.tp) * config.hidden
@@ -309,8 +317,7 @@ class _Work:
         return found
 
     def head(self, kept: bool) -> list[Operation]:
-        """The final norm, the product with the vocabulary and the loss; where the logits are not `kept` until the way
-        back they are made again."""
+        """Return final norm, vocabulary product and loss; logits not `kept` until the backward are recomputed."""
         if self.config.encoder:
             return list(self.encoder_head())
         config, tokens = self.config, self.tokens
@@ -326,8 +333,8 @@ class _Work:
         return found
 
     def encoder_head(self) -> Iterator[Operation]:
-        """The transform of masked tokens, its norm, the product with the vocabulary and the loss; or a pooler of rows
-        and what classifies them."""
+        """Yield an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or pooler and
+        classifier."""
         config, fusion = self.config, self.engine.fusion
         places = predictions(config, self.rows, self.sequence)
         if config.head == "masked":

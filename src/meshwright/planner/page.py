@@ -42,7 +42,8 @@ MOST_DRAWN = 60_000
 def page(
     problem: Problem, model: str, best: Sequence[Estimate], found: Found | None = None, least: Nearest | None = None
 ) -> str:
-    """The whole page. least: where nothing fits."""
+    """Return the HTML page of a plan. best: estimates, fastest first; found: of a search; least: where
+    no layout fits."""
     name, _, rest = headline(problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
     if found is not None:

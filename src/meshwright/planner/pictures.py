@@ -27,8 +27,7 @@ SLOWEST, LARGEST = 6, 32
 
 
 def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
-    """Return a dot for each of a sample of all layouts that are neither very slow nor very large; those in the tables
-    are marked. Both axes are logarithmic."""
+    """Return a log-log scatter plot of memory against time for a sample of layouts, with those of the tables marked."""
     every = found.priced
     assert every is not None
     room = found.problem.cluster.device.memory_bytes
@@ -54,7 +53,7 @@ def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
 
 
 def time_bar(parts: dict[str, float]) -> Markup:
-    """Return seconds by part as one bar, those of each in the legend."""
+    """Return the seconds by part as one stacked bar with a legend."""
     whole = sum(parts.values())
     words = [f"{part} {size:.3g} s ({share_text(size / whole)})" for part, size in parts.items()]
     drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by part")
@@ -62,7 +61,7 @@ def time_bar(parts: dict[str, float]) -> Markup:
 
 
 def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Markup:
-    """Return bytes by category, a bar for each of `rows`; `room`: memory of a device, a line across."""
+    """Return the bytes by category as one stacked bar for each of `rows`; room: device memory, drawn as a line."""
     used = dict.fromkeys(part for _, parts in rows for part, size in parts.items() if size > 0)
     drawn = draw_stacked_bars(
         rows, COLOURS, lambda size: Unit.of(size).say(size), "memory of each rank", _device_limit(room)

@@ -18,8 +18,10 @@ from meshwright.spec.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """A layer and a micro-batch as closed forms see them. `flash`: whether scores are never written to memory;
-    `dropout`: whether masks of dropout are kept, a byte an element; `mixture`: whether the layer has experts."""
+    """Sizes of a layer and a micro-batch for closed forms. flash: scores are never written to memory.
+
+    dropout: dropout masks are saved, a byte an element; mixture: the layer has experts.
+    """
 
     rows: int
     sequence: int
@@ -31,8 +33,8 @@ class LayerShape:
 
     @property
     def mlp(self) -> tuple[float, float]:
-        """Of each token: inputs that its MLPs have, a copy for each expert that it takes, and their columns on a rank
-        (of experts with an even load; ranks of ep only exchange tokens)."""
+        """Return, per token, the number of MLP inputs (one for each chosen expert) and their hidden
+        columns on a rank."""
         config, layout = self.config, self.layout
         if not self.mixture:
             return 1.0, config.intermediate / layout.tp
@@ -42,13 +44,13 @@ class LayerShape:
 
 
 class PublishedEngine(Protocol):
-    """Whose kernels and buffers are priced."""
+    """Interface of an engine whose saved activations are published."""
 
     name: str
     source: str
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """What is kept of one layer on one rank: operation and bytes."""
+        """Yield (operation, bytes) saved by one layer on one rank."""
 
 
 class Megatron:
@@ -63,6 +65,7 @@ class Megatron:
     source = "Korthikanti et al. 2022, arXiv:2205.05198, section 4, equations 1 to 6"
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
+        """Yield (operation, bytes) saved by one layer on one rank."""
         config, layout = shape.config, shape.layout
         t = layout.tp
         whole = t if t > 1 and layout.tensor_sequence_parallel else 1  # what only sequence parallelism cuts
@@ -94,15 +97,17 @@ class Megatron:
 
 
 class TorchEager:
-    """PyTorch's own operations one after another, as Hugging Face and torchtitan without torch.compile write a Llama:
-    norms in float32, every operand of SwiGLU kept, copies of rotated queries and keys. every_second: whether selective
-    recomputation is torchtitan's "op"."""
+    """Eager PyTorch operations of a Llama as in Hugging Face and torchtitan: float32 norms, all SwiGLU operands saved.
+
+    every_second: selective recomputation is torchtitan's "op".
+    """
 
     name = "torchtitan"
     source = "counted from the operations; an operand of every product, norm and activation"
     every_second = True
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
+        """Yield (operation, bytes) saved by one layer on one rank."""
         config, layout = shape.config, shape.layout
         t = layout.tp
         whole = t if t > 1 and layout.tensor_sequence_parallel else 1
@@ -137,7 +142,7 @@ class TorchEager:
 
 
 class Foundry(TorchEager):
-    """MosaicML's llm-foundry (MPT): PyTorch's operations under FSDP."""
+    """MosaicML's llm-foundry (MPT): eager PyTorch operations under FSDP."""
 
     name = "llm-foundry"
     every_second = False
@@ -147,7 +152,7 @@ PUBLISHED: dict[str, PublishedEngine] = {engine.name: engine for engine in (Mega
 
 
 def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
-    """Bytes that an engine keeps of one layer, by operation. `UserError` for an engine nobody published."""
+    """Return the bytes that an engine saves of one layer, by operation. `UserError` for an unpublished engine."""
     if engine not in PUBLISHED:
         raise UserError(unknown("engine", engine, PUBLISHED))
     return dict(PUBLISHED[engine].kept(shape))
@@ -155,8 +160,7 @@ def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of model states a parameter on each rank: weights, gradients, optimizer (its copy of the weights among
-    it)."""
+    """Bytes of model states per parameter on each rank; `optimizer` includes its fp32 master weights."""
 
     weights: float
     gradients: float
@@ -164,12 +168,16 @@ class StateBytes:
 
     @property
     def total(self) -> float:
+        """Sum of all bytes per parameter."""
         return self.weights + self.gradients + self.optimizer
 
 
 def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool = False) -> StateBytes:
-    """Of Adam under ZeRO over `ranks` (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1, figure 1): in mixed
-    precision 2 + 2 + 12 bytes a parameter, 2 + 4 + 12 with gradients in float32, in float32 alone 4 + 4 + 8."""
+    """Return Adam's bytes per parameter under ZeRO over `ranks` ranks (Rajbhandari et al. 2020, arXiv:1910.02054,
+    section 3.1, figure 1).
+
+    narrow: mixed precision, 2 + 2 + 12 bytes, or 2 + 4 + 12 with wide_gradients (float32); else float32, 4 + 4 + 8.
+    """
     weights, gradients, optimizer = (2.0, 4.0 if wide_gradients else 2.0, 12.0) if narrow else (4.0, 4.0, 8.0)
     return StateBytes(
         weights / (ranks if zero == 3 else 1), gradients / (ranks if zero >= 2 else 1),
@@ -178,5 +186,5 @@ def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool
 
 
 def devices_for_weights(parameters: int, bytes_each: int, device_bytes: int) -> int:
-    """How many devices the weights alone need."""
+    """Return the number of devices that the weights alone need. bytes_each: of a parameter."""
     return -(-parameters * bytes_each // device_bytes)

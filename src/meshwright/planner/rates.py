@@ -32,12 +32,12 @@ _ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", 
 
 @cache
 def constants() -> Mapping[str, Any]:
-    """What rates.toml says."""
+    """Return the tables of rates.toml."""
     return tomllib.loads(resources.files("meshwright.planner").joinpath("rates.toml").read_text(encoding="utf-8"))
 
 
 def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
-    """The kernel that an engine takes on these devices."""
+    """Return the attention kernel that an engine uses on these devices."""
     if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
         return engine.attention
     return engine.hopper_attention
@@ -45,8 +45,10 @@ def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds to start a kernel; and
-    what was measured, which then decides. `wide_peak`, `wide_product`: where fp8 training stays in 16 bits."""
+    """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds of a kernel launch.
+
+    measured: rates by `probe`, which then decide. wide_peak, wide_product: of the 16-bit operations of fp8 training.
+    """
 
     peak: float
     product: float
@@ -60,12 +62,15 @@ class Rates:
 
     @property
     def eight_bit(self) -> bool:
+        """True for fp8 training."""
         return self.product != self.wide_product
 
     @classmethod
     def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
-        """`precision`: fp32, tf32, bf16, fp16 or fp8; `fusion`: an engine's. `UserError` where the device lacks the
-        precision, or its memory's speed is not known."""
+        """Build the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: the engine's.
+
+        `UserError` where the device lacks the precision, or its memory bandwidth is unknown.
+        """
         device, found = cluster.device, constants()
         products, memory = found["products"], found["memory"]
         wide = "bf16" if precision == "fp8" else precision
@@ -86,7 +91,7 @@ class Rates:
         )
 
     def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
-        """The time of an operation, all of its count. `kernel`: that of attention."""
+        """Return the seconds of an operation, all of its count. kernel: of attention."""
         known = None if self.measured is None else self.measured.seconds(one)
         if known is not None:
             return known
@@ -102,7 +107,7 @@ class Rates:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Of the peak, forward and backward, that a flash kernel reaches on devices of an architecture."""
+    """Return the fractions of the peak that a flash kernel reaches on an architecture: forward, backward."""
     found = constants()["attention"]
     family = architecture.replace("+", " ").split(" ")[0]
     since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
@@ -111,35 +116,38 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 
 
 def share_of_peak(device: Device, precision: str) -> float:
-    """What products reach of a device's peak: of the best that was measured in this precision, in another one, or on
-    devices of the same architecture."""
+    """Return the fraction of a device's peak that large matrix products reach in a precision.
+
+    By the best measured product of the device, else of its architecture, else a constant.
+    """
     products = constants()["products"]
     measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
     return float(products["of_measured"] * measured if measured else products["of_peak"])
 
 
 class Group(NamedTuple):
-    """Ranks that communicate: how many, and how many of them share a node."""
+    """Ranks that communicate: their number, and how many of them share a node."""
 
     ranks: int
     in_node: int
 
     @property
     def nodes(self) -> int:
+        """Number of nodes."""
         return max(1, -(-self.ranks // self.in_node))
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a collective over the size of its vector: a start, so much a byte, so much the root of a byte (small
-    messages do not fill the pipes)."""
+    """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size) (small messages are
+    slower)."""
 
     start: Floats | float
     byte: Floats | float
     root: Floats | float
 
     def at(self, size: Sizes) -> Sizes:
-        """Seconds of a vector of `size` bytes, or of each of many; nothing is sent for none."""
+        """Return the seconds of a vector of `size` bytes (or of each of several); 0 for size 0."""
         seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
         return seconds
 
@@ -148,15 +156,17 @@ NOTHING = Cost(0.0, 0.0, 0.0)
 
 
 class Collectives:
-    """The collectives of a cluster, by operation and group."""
+    """Predicts the seconds of collectives on a cluster, by operation and group."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._costs: dict[tuple[Collective, Group], tuple[Cost | MeasuredCost, ...]] = {}
 
     def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
-        """The time of a collective on a vector of `size` bytes (of all ranks together; of an all-to-all, what one rank
-        has; of a send, the message), or on each of many."""
+        """Return the seconds of a collective on a vector of `size` bytes, or on each of several.
+
+        size: of all ranks together; of an all-to-all, one rank's input; of a send, the message.
+        """
         first, *more = self.costs(operation, group)
         seconds = first.at(size)
         for each in more:
@@ -164,7 +174,7 @@ class Collectives:
         return seconds
 
     def costs(self, operation: Collective, group: Group) -> tuple[Cost | MeasuredCost, ...]:
-        """What a collective of a group costs; of several, that which takes longest."""
+        """Return the cost functions of a collective in a group; the slowest applies."""
         if (operation, group) not in self._costs:
             measured, found = self.cluster.measured, None
             if measured is not None and group.ranks > 1:
@@ -173,8 +183,8 @@ class Collectives:
         return self._costs[operation, group]
 
     def tax(self, group: Group) -> float:
-        """What communication of a group takes from computation beside it, of its own time: on processors all, because
-        the cores that would compute carry the bytes."""
+        """Return the share of a communication's time that overlapped computation loses; 1 on processors, whose cores do
+        both."""
         if group.ranks == 1:
             return 0.0
         if self.cluster.kind == "cpu":
@@ -245,7 +255,7 @@ def _across(link: Link, in_node: int) -> float:
 
 
 def pair_bandwidth(cluster: Cluster) -> float:
-    """Bytes a second from one device to another of its node."""
+    """Return the bandwidth from one device to another of its node, in bytes a second."""
     links, share = cluster.device.links, constants()["collectives"]["efficiency"]["pair"]
     pair = links.pair if links is not None and links.pair else cluster.inside.bandwidth
     return float(share * min(pair, cluster.inside.bandwidth))

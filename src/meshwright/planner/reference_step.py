@@ -29,7 +29,7 @@ LEAST, MOST = 0.5, 20.0
 
 
 class ReferenceModel(NamedTuple):
-    """What is measured: a model, the rows that a rank has alone, and their tokens."""
+    """The model whose step `probe` measures. rows: sequences of a rank on its own; sequence: tokens."""
 
     config: ModelConfig
     rows: int
@@ -37,7 +37,7 @@ class ReferenceModel(NamedTuple):
 
 
 def reference_model(kind: str) -> ReferenceModel:
-    """On "cpu" or "cuda": as large as what is trained there."""
+    """Return the reference model for "cpu" or "cuda", of a size typical for it."""
     if kind == "cpu":
         return ReferenceModel(_llama(hidden=256, layers=4, heads=8, intermediate=704, vocabulary=4096), 4, 256)
     return ReferenceModel(_llama(hidden=1024, layers=4, heads=16, intermediate=2816, vocabulary=16384), 4, 2048)
@@ -54,8 +54,8 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: 
 def reference_layouts(
     kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
 ) -> list[Layout]:
-    """Under which it is measured: data parallel in every precision, and with the ranks of a host on each of the axes
-    whose ranks wait for each other in every layer."""
+    """Return the layouts whose step is measured: data parallel in every precision, and each of `axes` over a host's
+    ranks."""
     ranks, model = host_ranks * hosts, reference_model(kind)
     # Processors wait alike in every type; GPUs are so much faster in narrow ones that only there waits can be seen.
     waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
@@ -71,15 +71,16 @@ def reference_layouts(
 
 
 def batch_of(layout: Layout, model: ReferenceModel) -> int:
-    """Sequences of a step: with every layout a rank has as much to do."""
+    """Return the sequences of a step: each rank has equal work under every layout."""
     return model.rows * layout.world_size
 
 
 @lru_cache(maxsize=32)
 def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
-    """How much longer each part of a micro-batch (`MICRO_BATCH_PARTS`) takes in a step than its pieces: 1 where no step
-    was measured, and for other engines. Steps of compiled blocks are taken to exceed their pieces as those of eager
-    ones do: operands come from memory, and ranks share it, in both."""
+    """Return the ratio of a measured step to the sum of its pieces, for each of `MICRO_BATCH_PARTS`; 1 if not measured.
+
+    Also 1 for other engines; compiled blocks use the ratios of eager ones.
+    """
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
         return AS_ADDED

@@ -26,7 +26,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One tensor that is kept from a forward to its backward: its whole storage, in bytes."""
+    """One saved activation, kept from a forward to its backward: bytes of its whole storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,8 +36,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Copies of tokens in one mixture: `arrived` from ranks of ep at this rank, `computed` those that its experts get,
-    which ranks of etp share."""
+    """Token copies in one mixture. arrived: received by this rank over ep; computed: of its experts, shared by etp
+    ranks."""
 
     arrived: int
     computed: int
@@ -59,13 +59,11 @@ def saved_activations(
     pairs: bool = False,
     compiled: bool = False,
 ) -> list[Saved]:
-    """What one rank keeps of a micro-batch of `rows` rows of `sequence` tokens.
+    """Return the activations that one rank saves of a micro-batch of `rows` rows of `sequence` tokens.
 
-    stage: None, the whole model. at_once: whether its backward is what follows its forward. documents: whether any row
-    packs several. device: "cpu" or "cuda", whose attention keeps other things. routed: by layer, what routers chose;
-    where nothing is said, each expert gets as many tokens as every other. pairs: of responses, and not the next token,
-    are what is learnt from. compiled: whether blocks and the final norm are, of which `compiled_blocks.known` says
-    whether it is written down; else they are priced as if they were not.
+    stage: None for the whole model. at_once: its backward directly follows its forward. documents: rows pack several.
+    device: "cpu" or "cuda", whose attention differs. routed: expert load by layer, equal unless given. pairs: training
+    on response pairs. compiled: blocks and final norm are compiled, where `compiled_blocks.known`.
     """
     stage = whole_model(config) if stage is None else stage
     types = _types(parameter_dtype)
@@ -75,7 +73,7 @@ def saved_activations(
 
 
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
-    """Cosines and sines of rotary positions, made once for a power of two of positions (`model/rope.py`)."""
+    """Return the cosine and sine tables of rotary positions, sized to a power of two (`model/rope.py`)."""
     if config.positions != "rope":
         return []
     types = _types(parameter_dtype)
@@ -97,8 +95,8 @@ def local_sizes(
     config: ModelConfig, layout: Layout, rows: int, sequence: int, documents: bool | Starts, parameter_dtype: str,
     device: str,
 ) -> Local:  # fmt: skip
-    """Sizes on one rank, of which the closed forms are made. documents: whether rows pack several, or where in each row
-    they begin."""
+    """Return the sizes on one rank for the closed forms. documents: rows pack several, or where in each
+    row they begin."""
     tokens = sequence // layout.cp
     sliced = layout.tp if layout.tp > 1 and layout.tensor_sequence_parallel else 1
     narrow = parameter_dtype in ("bfloat16", "float16")

@@ -18,7 +18,7 @@ INDEX = 8
 
 
 class Entry(NamedTuple):
-    """A tensor that is kept. `kind`: "x" the model's type, "wide" that of sums, "index", "int32" or "bool"."""
+    """A saved tensor. kind: element type, "x" (the model's), "wide" (of sums), "index", "int32" or "bool"."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,9 +27,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Sizes on one rank. tokens: of a row, on this rank of cp; slice: of those the ones between products (tokens / tp
-    with sequence parallelism); whole: tokens of a row. narrow: whether the model's type is narrower than that of sums.
-    device: "cpu" or "cuda"."""
+    """Sizes on one rank. whole: tokens of a row; tokens: of a row on this cp rank; slice: tokens / tp with sequence
+    parallelism.
+
+    narrow: the model's type is narrower than that of sums. device: "cpu" or "cuda".
+    """
 
     config: ModelConfig
     layout: Layout
@@ -45,31 +47,35 @@ class Local:
 
     @property
     def heads(self) -> int:
+        """Query heads on this rank."""
         return self.config.heads // self.layout.tp
 
     @property
     def kv_heads(self) -> int:
+        """Key-value heads on this rank."""
         return max(1, self.config.kv_heads // self.layout.tp)
 
     @property
     def ring(self) -> bool:
-        """Whether keys and values go round."""
+        """True for ring attention."""
         return self.layout.cp > 1 and self.layout.cp_method == "ring"
 
     @property
     def spread(self) -> bool:
-        """Whether experts have ranks of their own."""
+        """True if experts are expert-parallel."""
         return self.layout.expert_parallel
 
     @property
     def routed(self) -> int:
-        """Tokens that this rank routes."""
+        """Number of tokens that this rank routes."""
         return self.rows * (self.tokens // self.layout.tp if self.spread else self.tokens)
 
 
 def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) -> Iterator[Entry]:
-    """A layer of which nothing is computed again. `computed`: copies of tokens that this rank's experts get, if it is a
-    mixture; `input_kept`: whether the layer's input is listed already."""
+    """Yield the saved tensors of a layer without recompute.
+
+    computed: token copies of this rank's experts in a mixture; input_kept: the layer's input is already listed.
+    """
     config = at.config
     if config.encoder:
         yield from encoder_layer(at, name)
@@ -88,7 +94,7 @@ def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) ->
 
 
 def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
-    """A layer whose norms follow the sums."""
+    """Yield the saved tensors of an encoder layer (post-norm)."""
     yield from attention(at, f"{name}.attention", None)
     yield from norm(at, f"{name}.attention_norm")
     yield from feed_forward(at, f"{name}.mlp", at.config.intermediate, at.config.gated)
@@ -96,7 +102,7 @@ def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
 
 
 def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
-    """A norm over the hidden dimension. `input_kept`: its input is listed already."""
+    """Yield the saved tensors of a norm over the hidden dimension. input_kept: its input is already listed."""
     shape = at.rows, at.slice, at.config.hidden
     if at.config.norm == "layernorm":
         if not input_kept:
@@ -116,7 +122,8 @@ def _rms(at: Local, name: str, shape: tuple[int, ...], input_kept: bool) -> Iter
 
 
 def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
-    """From the norm's output to what the residual stream gets. `window`: what a token sees at most, in this layer."""
+    """Yield the saved tensors from the norm's output to the residual addition. window: tokens that a query sees at
+    most."""
     config, layout = at.config, at.layout
     size, heads, kv_heads = config.head_dim, at.heads, at.kv_heads
     tokens = at.rows, at.tokens
@@ -169,7 +176,8 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
 
 
 def repeats(at: Local, window: int | None) -> bool:
-    """Whether keys and values are repeated for every query head (`model.scaled_dot_product.supports_grouped_query`)."""
+    """Return True if keys and values are repeated for every query head
+    (`model.scaled_dot_product.supports_grouped_query`)."""
     if at.device != "cuda" or at.ring or at.config.encoder:
         return False
     copies = max(1, at.layout.cp // at.kv_heads)
@@ -177,12 +185,12 @@ def repeats(at: Local, window: int | None) -> bool:
 
 
 def masked(at: Local, window: int | None) -> bool:
-    """Whether some token sees less than everything before it."""
+    """Return True if some token does not see all tokens before it."""
     return at.masked or (window is not None and window < at.whole)
 
 
 def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bool = True) -> Iterator[Entry]:
-    """An MLP of `width` columns on this rank. `input_tokens`: whether its input is not listed yet."""
+    """Yield the saved tensors of an MLP of `width` columns on this rank. input_tokens: its input is not listed yet."""
     tokens = at.rows, at.tokens
     if input_tokens:
         yield Entry(f"{name}.up.input", (*tokens, at.config.hidden), "x")
@@ -194,7 +202,7 @@ def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bo
 
 
 def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
-    """A mixture of experts. `received`: copies of tokens that this rank's experts get."""
+    """Yield the saved tensors of a mixture of experts. received: token copies of this rank's experts."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     chosen, experts = config.experts_per_token, config.experts
     routed, copies = at.routed, at.routed * config.experts_per_token
@@ -228,7 +236,7 @@ def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
 
 
 def balance(at: Local, name: str) -> Iterator[Entry]:
-    """What balances the experts in the loss."""
+    """Yield the saved tensors of the load-balancing loss."""
     if at.config.router_loss:
         yield Entry(f"{name}.router.load", (at.rows, at.config.experts), "wide")
     if at.config.router_bias:
@@ -236,7 +244,8 @@ def balance(at: Local, name: str) -> Iterator[Entry]:
 
 
 def shared(at: Local, name: str) -> Iterator[Entry]:
-    """The expert of all tokens. Its input is the mixture's, but where that is a slice of the tokens."""
+    """Yield the saved tensors of the shared expert, whose input is the mixture's unless that is a slice
+    of the tokens."""
     config = at.config
     yield from feed_forward(at, name, config.shared_intermediate // at.layout.tp, True, _apart(at))
     if config.shared_gate:
@@ -250,7 +259,8 @@ def _apart(at: Local) -> bool:
 
 
 def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> Iterator[Entry]:
-    """Selective recomputation: what matrix products make, and sums over ranks (`parallel/recompute.py`)."""
+    """Yield what selective recomputation saves: results of matrix products and of reductions
+    (`parallel/recompute.py`)."""
     config, layout = at.config, at.layout
     tokens = at.rows, at.tokens
     yield Entry(f"{name}.attention.qkv.output", (*tokens, (at.heads + 2 * at.kv_heads) * config.head_dim), "x")
@@ -275,7 +285,7 @@ def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
 
 
 def mixture_products(at: Local, name: str, arrived: int, computed: int) -> Iterator[Entry]:
-    """Of a mixture."""
+    """Yield what selective recomputation saves of a mixture."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     copies = at.routed * config.experts_per_token
     width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)

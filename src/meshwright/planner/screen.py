@@ -33,8 +33,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(slots=True)
 class Priced:
-    """Columns, one entry a layout: its way and its pipe (an index each), level of ZeRO, ranks of a sharding group (0:
-    all), seconds of a step, bytes of the fullest rank. `work`: a micro-batch under each way, priced."""
+    """Closed-form prices as columns, one entry a layout: index of its way and pipe, ZeRO level, sharding-group ranks
+    (0: all), seconds of a step, peak bytes. work: priced micro-batch of each way."""
 
     ways: list[Way]
     work: list[MicroBatch]
@@ -48,7 +48,7 @@ class Priced:
 
 
 def screen(problem: Problem) -> Priced:
-    """Price every layout of the space."""
+    """Price every layout of the search space in closed form."""
     work = _Ways(problem)
     blocks: list[tuple[Array, ...]] = []
     every = list(pipes(problem))
@@ -69,8 +69,8 @@ def screen(problem: Problem) -> Priced:
 
 
 class _Ways:
-    """Ways, and what they cost: seconds [ways, phases] of a layer of each kind, of the embedding, of a head that forms
-    its gradients twice or once; bytes that they keep."""
+    """Costs of all ways (layout of one stage, rows): seconds [ways, phases] by kind of layer, of embedding and head;
+    saved bytes."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, config, engine = problem, problem.config, problem.engine
@@ -118,7 +118,7 @@ def _ends(way: Way) -> tuple[Any, ...]:
 
 
 class _Ranks:
-    """The ways that a pipeline of so many ranks leaves room for: `at`, with their replicas and micro-batches."""
+    """Ways possible with a pipeline of `ranks` ranks: indices `at`, with their data-parallel size and micro-batches."""
 
     def __init__(self, of: _Ways, ranks: int) -> None:
         self.of, self.ranks = of, ranks
@@ -135,7 +135,7 @@ class _Ranks:
         self.message = message / of.cuts[self.at]
 
     def levels(self) -> Iterator[tuple[int, bool]]:
-        """Levels of ZeRO, over all ranks and inside of nodes."""
+        """Yield (ZeRO level, sharded only inside nodes)."""
         for zero in self.of.problem.engine.zero:
             yield zero, False
             if zero and self.of.problem.cluster.nodes > 1:
@@ -143,8 +143,8 @@ class _Ranks:
 
 
 class _Groups:
-    """The groups of each way's axes, and what their collectives cost, as arrays over ways. inside: ZeRO shards among
-    the ranks of a node, as far as they hold the same."""
+    """Groups of each way's axes and the costs of their collectives, as arrays [ways]. inside: ZeRO
+    shards inside nodes."""
 
     def __init__(self, here: _Ranks, inside: bool) -> None:
         of = here.of
@@ -172,20 +172,21 @@ class _Groups:
         self._shares: dict[bool, Floats] = {}
 
     def groups(self, axis: str) -> list[Group]:
+        """Return the distinct groups of an axis."""
         if axis not in self._groups:
             self._groups[axis] = [group_of(layout, axis, self.cluster) for layout in self.layouts]
         return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
-        """How many ranks a group has."""
+        """Return the number of ranks of an axis: [ways]."""
         return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
-        """Of vectors of `size` [..., ways] bytes."""
+        """Return the seconds of a collective on vectors of `size` bytes: [..., ways]."""
         return self._cost(operation, axis).at(size)
 
     def sends(self, size: Floats) -> Floats:
-        """Of messages to the next stage."""
+        """Return the seconds of messages of `size` bytes to the next stage: [..., ways]."""
         return self._cost("send", "pp").at(size)
 
     def _cost(self, operation: Any, axis: str) -> Cost | Chosen:
@@ -201,11 +202,11 @@ class _Groups:
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
-        """Ranks that share what ZeRO shards, of dense parameters and of spread ones."""
+        """Ranks that ZeRO shards over, for dense and for expert-parallel parameters: [ways] each."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
     def share(self, zero: int) -> Floats:
-        """What sums over data-parallel ranks take from the computation beside them."""
+        """Return the share of its time that gradient communication takes from overlapped computation: [ways]."""
         sharded = zero > 0
         if sharded not in self._shares:
             most = np.array([self.collectives.tax(group) for group in self.groups("shard" if sharded else "data")])
@@ -219,7 +220,7 @@ class _Groups:
 
 
 class _Like(NamedTuple):
-    """Ranks that are alike: how many, and how many stages of each kind they have."""
+    """Pipeline ranks grouped by equal stages: stages of each kind [groups, kinds], group sizes, members."""
 
     stages: Floats  # [ranks, stages]
     counts: Floats  # [ranks]
@@ -227,7 +228,7 @@ class _Like(NamedTuple):
 
 
 class _Stages:
-    """The stages of a pipeline, those that are alike once: times [ways, stages, phases], parameters and bytes kept."""
+    """Stages of a pipeline, equal ones once: times [ways, stages, phases], parameters and saved bytes."""
 
     def __init__(self, here: _Ranks, pipe: Pipe) -> None:
         of, config, at = here.of, here.of.problem.config, here.at
@@ -267,8 +268,7 @@ class _Stages:
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
     def of_ranks(self, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Seconds of each rank's stages in a micro-batch [phases, ways, ranks], and of what comes once a step [ways]:
-        the same under every schedule that puts the stages here, but for what runs beside those calls."""
+        """Return each rank's seconds of a micro-batch [phases, ways, ranks], and the seconds once a step [ways]."""
         key = at_once, zero, inside, pipe.schedule == "interleaved"
         if key not in self._once:
             of, groups, engine = self.here.of, self.here.groups[inside], self.here.of.problem.engine
@@ -287,12 +287,11 @@ class _Stages:
 
     @cached_property
     def parameters(self) -> tuple[Floats, Floats]:
-        """Dense and spread ones [ways, ranks]."""
+        """Number of dense and of expert-parallel parameters: [ways, ranks] each."""
         return self.dense @ self.ranks.stages.T, self.spread @ self.ranks.stages.T
 
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Bytes that stay [ways, ranks], and of a layer that ZeRO-2 and 3 work on [ways]: its whole gradients and those
-        on their way, its parameters and those of the next one."""
+        """Return persistent bytes [ways, ranks], and the bytes of the layer that ZeRO-2 and 3 work on [ways]."""
         if (zero, inside) not in self._states:
             of = self.here.of
             shards, spread_shards = (each[:, None] for each in self.here.groups[inside].shards)
@@ -314,14 +313,14 @@ class _Stages:
         return self._states[zero, inside]
 
     def times(self, at_once: bool, zero: int, inside: bool) -> Floats:
-        """With what ZeRO-2 and 3 wait for."""
+        """Return the seconds of each stage [ways, stages, phases], exposed ZeRO-2 and 3 communication included."""
         key = (at_once, zero, inside) if zero >= 2 else (at_once, 0, False)
         if key not in self._times:
             self._times[key] = self._waiting(at_once, zero, inside) if zero >= 2 else self._plain(at_once)
         return self._times[key]
 
     def head_kept(self, number: int, at_once: bool) -> Floats | float:
-        """Bytes [ways] of the head's gradient that ranks of a kind keep of each micro-batch."""
+        """Return the bytes of the head's gradient that ranks of group `number` save for each micro-batch: [ways]."""
         if at_once or not self.ranks.stages[number] @ self.last:
             return 0.0
         return np.where(self._keeps(at_once), self.memory.head[self.here.at], 0.0)

@@ -49,8 +49,8 @@ been asked of a layout like it (tests/planner/test_search.py)."""
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A fast layout that does not fit, and what would have to change: the fastest layout that fits of those that differ
-    in as few things as can be, if one does that differs in few."""
+    """A fast layout that does not fit, and a suggested change: the fastest fitting layout with the fewest differences,
+    if any."""
 
     layout: Layout
     seconds: float
@@ -62,10 +62,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found: `best`, fastest first; why each loses to the first; how far closed forms were from the
-    simulator (relative, of all that were decided, by layout); fast layouts that do not fit; a sample of all for
-    pictures. undecided: so many layouts may be better than the last of the best, by their closed forms, but the search
-    had taken its exact prices."""
+    """Result of a search. best: estimates, fastest first; reasons: why each loses to the first.
+
+    differences: relative errors of the closed forms against the simulator, by decided layout; advice: fast layouts that
+    do not fit; priced: a sample of all, for pictures; undecided: number of layouts that may be better by their closed
+    form, left when the search reached its limit of exact prices.
+    """
 
     problem: Problem
     best: tuple[Estimate, ...]
@@ -79,7 +81,7 @@ class Found:
 
 
 def search(problem: Problem, top: int = 5) -> Found:
-    """The `top` fastest layouts that fit and that training takes. `best` is empty where none fits."""
+    """Return the `top` fastest layouts that fit and that training accepts; `best` is empty where none fits."""
     begun = time.perf_counter()
     # What no layout mends: more tokens than there are positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
@@ -96,7 +98,7 @@ def search(problem: Problem, top: int = 5) -> Found:
 
 
 def on_device(problem: Problem, peak: Array) -> Array:
-    """Bytes that a device needs where the allocator's peak is `peak`."""
+    """Return the device bytes for an allocator peak of `peak` bytes."""
     return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem.cluster)
 
 
@@ -109,8 +111,8 @@ def _nothing(problem: Problem) -> str:
 
 
 class _Decided:
-    """Of the candidates that may be among the best: their time by the simulator, and whether they fit by the ledger
-    where the closed form leaves a doubt."""
+    """Exact prices of the best candidates: seconds by the simulator, and memory by the ledger where the closed form is
+    close."""
 
     def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
         self.problem, self.every = problem, every
@@ -130,7 +132,7 @@ class _Decided:
 
     @property
     def differences(self) -> list[float]:
-        """Of closed forms from the simulator, best layouts first."""
+        """Relative errors of closed forms against the simulator, best layouts first."""
         return [self.difference[at] for _, at, _ in self.best]
 
     def _decide(self) -> None:
@@ -190,7 +192,7 @@ class _Decided:
         return np.asarray(of_pipe * len(RECOMPUTE) + of_way)
 
     def takes(self, layout: Layout) -> bool:
-        """Whether training does; of what is only planned, whether it can be."""
+        """Return True if training accepts the layout (or, for plan-only models, if it is feasible)."""
         problem = self.problem
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
@@ -199,15 +201,15 @@ class _Decided:
         return True
 
     def fits(self, layout: Layout) -> bool:
-        """Whether training takes it, and devices have room for it."""
+        """Return True if training accepts the layout and it fits into device memory."""
         return self.takes(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
     def seconds(self, at: int, layout: Layout) -> float:
-        """Of a step, exactly."""
+        """Return the simulated seconds of a step. at: index of the candidate."""
         return self._step(at, layout).priced(self.problem.optimizer, parts=False).seconds
 
     def expected(self) -> Array:
-        """Closed forms, corrected by what the simulator said of their kind."""
+        """Return the closed-form seconds, corrected by the simulator's results for similar layouts."""
         factor = np.ones(int(self.kinds.max()) + 1)
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
@@ -221,6 +223,7 @@ class _Decided:
         )  # fmt: skip
 
     def layout(self, at: int) -> Layout:
+        """Return the layout of the candidate with index `at`."""
         every = self.every
         return layout_of(
             self.problem, every.ways[every.way[at]], every.pipes[every.pipe[at]], int(every.zero[at]),
@@ -228,14 +231,13 @@ class _Decided:
         )  # fmt: skip
 
     def undecided(self, best: list[Estimate], top: int) -> int:
-        """How many layouts may be better than the last of the best, where the search stopped before it had seen all
-        that may be."""
+        """Return the number of layouts that may beat the last of `best`, left when the search stopped."""
         if not self.stopped:
             return 0
         return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """The best, priced whole. Where one does not fit that its closed form had fit, others are looked at."""
+        """Return the full estimates of the best layouts; replaces those that do not fit after all."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -264,8 +266,10 @@ class _Decided:
 
 
 def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
-    """What a layout takes of the device, by the ledger: of the first and the last rank, which have the most under way
-    or the logits; where one needs more than `room`, of that one. What is shown is priced on every rank that differs."""
+    """Return the device bytes of a layout by the ledger: of the first and the last rank, whichever needs more.
+
+    Of the first one above `room`, if any.
+    """
     most = 0
     for rank in sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)

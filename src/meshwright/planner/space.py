@@ -30,9 +30,11 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is planned: a model's training step of `batch` sequences of `sequence` tokens on a cluster. optimizer as
-    in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average; pairs: whether pairs of
-    responses are learnt from, and not the next token; assumed: what nothing said of the model."""
+    """A planning problem: a model's training step of `batch` sequences of `sequence` tokens on a cluster.
+
+    optimizer: as in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average; pairs:
+    training on response pairs, not next tokens; assumed: assumption about the model, if any.
+    """
 
     config: ModelConfig
     cluster: Cluster
@@ -48,21 +50,21 @@ class Problem:
 
     @property
     def only_planned(self) -> bool:
-        """Whether layouts that `train` cannot run are wanted too: of models and engines that are only planned, and of
-        encoders, which other loops train."""
+        """True if layouts that `train` cannot run are searched too: for plan-only models and engines,
+        and for encoders."""
         config = self.config
         return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
 
 
 class Way(NamedTuple):
-    """A layout of one stage, and the sequences of a micro-batch."""
+    """Layout of one pipeline stage, and the sequences of a micro-batch."""
 
     layout: Layout
     rows: int
 
 
 class Pipe(NamedTuple):
-    """A pipeline without its micro-batches."""
+    """Ranks, schedule and chunks of a pipeline, without its micro-batches."""
 
     ranks: int
     schedule: str
@@ -70,12 +72,13 @@ class Pipe(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
+    """Return all divisors of a number."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 
 
 def ways(problem: Problem) -> list[Way]:
-    """Every way that the model admits, on any number of stages."""
+    """Return every way that the model admits, on any number of stages."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
@@ -122,7 +125,7 @@ def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iter
 
 
 def pipes(problem: Problem) -> Iterator[Pipe]:
-    """Every pipeline that the engine and the model's layers admit."""
+    """Yield every pipeline that the engine and the model's layers admit."""
     config, engine = problem.config, problem.engine
     for ranks in divisors(problem.cluster.devices):
         if ranks == 1:
@@ -138,7 +141,7 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
 
 
 def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:
-    """The whole layout. `hybrid`: 0 for none."""
+    """Return the whole layout. hybrid: ranks of a sharding group, 0 for all."""
     one = way.layout
     dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
     return one.with_(

@@ -23,8 +23,8 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Flat(NamedTuple):
-    """A flat buffer on a rank: its unit and part, elements before and after padding, into how many shards it is cut
-    between steps, and what is sharded (0 to 3)."""
+    """A flat buffer on a rank: unit and part, elements before and after padding, number of shards between steps, ZeRO
+    level."""
 
     unit: str
     part: Part
@@ -35,18 +35,18 @@ class Flat(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Elements of this rank's master."""
+        """Elements of this rank's fp32 master weights."""
         return self.padded // self.shards if self.zero else self.numel
 
     @property
     def name(self) -> str:
+        """Name of the buffer."""
         return self.unit if self.part == "dense" else f"{self.unit}.experts"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that stays from step to step. kind: "parameters", "masters", "gradients", "gradient_buffers" or
-    "optimizer"."""
+    """A persistent tensor. kind: "parameters", "masters", "gradients", "gradient_buffers" or "optimizer"."""
 
     kind: str
     name: str
@@ -56,14 +56,14 @@ class State:
 
 
 def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
-    """The kinds of state of an optimizer. `UserError` for an unknown one."""
+    """Return the names of an optimizer's state tensors. `UserError` for an unknown optimizer."""
     if optimizer not in STATE_KINDS:
         raise UserError(unknown("optimizer", optimizer, dict.fromkeys((*OPTIMIZERS, *STATE_KINDS))))
     return STATE_KINDS[optimizer]
 
 
 def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> list[Flat]:
-    """The flat buffers of some units on any rank that holds them."""
+    """Return the flat buffers of some units, on any rank that holds them."""
     found = []
     for unit in units:
         for part in table.unit_parts(unit, layout):
@@ -77,12 +77,12 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
 
 
 def shard_count(layout: Layout, part: Part) -> int:
-    """Over how many ranks ZeRO shards a part."""
+    """Return the number of ranks that ZeRO shards a part over."""
     return layout.group_size(AXES_OF[part][1])
 
 
 def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
-    """Everything that stays between steps, once the first step is done."""
+    """Yield all persistent tensors, as they are after the first step."""
     from meshwright.planner.saved import ITEM_BYTES
 
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
@@ -101,7 +101,7 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Unsharded gradient buffers that are kept for the next layer (ZeRO-2 and 3): number by size in elements."""
+    """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: number by size in elements."""
     return kept_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2)

@@ -41,11 +41,12 @@ PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step: the expected, and the bounds of `rates.toml` between which measured runs are expected.
-    `breakdown` adds up to `seconds`: compute of the rank that has the most to do, what it waits for ranks of tp
-    (tensor), cp (context) and ep (expert), for gathers and sums of data parallelism that nothing hides (data), for
-    messages between stages (pipeline), for other stages (bubble), and the optimizer. `simulated`: by the program on a
-    clock, not in closed form."""
+    """Predicted seconds of a step, with the bounds between which measured runs are expected (`rates.toml`).
+
+    breakdown: adds up to `seconds`: compute of the busiest rank; exposed communication of tp (tensor), cp (context), ep
+    (expert), data parallelism (data) and stages (pipeline); bubble; optimizer. simulated: by the pipeline simulator,
+    not in closed form.
+    """
 
     seconds: float
     low: float
@@ -55,7 +56,7 @@ class StepTime:
 
 
 def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
-    """A time as the planner makes it, before any calibration: the expected one on a cluster, and its bounds."""
+    """Return (expected, low, high) seconds for an uncalibrated prediction on a cluster."""
     band, found = constants()["band"], cluster.calibration
     if found is None:
         return seconds, seconds * band["low"], seconds * band["high"]
@@ -78,13 +79,13 @@ def step_time(
     in_place: Floats = AS_ADDED,
     pairs: bool = False,
 ) -> StepTime:
-    """Time of one step of `batch` sequences of `sequence` tokens.
+    """Predict the time of one step of `batch` sequences of `sequence` tokens.
 
-    simulate: run the pipeline's program on a clock; else its closed form, where there is one. documents: in a row, on
-    average. parts: simulate the pipeline without its messages too, to tell their part. in_place: of a measured machine,
-    how much longer the parts of a micro-batch take than their pieces (`reference_step.in_place`). pairs: whether what
-    is learnt from is pairs of responses, whose loss makes the logits twice. Raises UserError for what the device lacks
-    and for a batch that the layout cannot share; whether the model fits the layout, `model.refuse` says.
+    simulate: run the pipeline simulator; else the closed form, where there is one. documents: in a row, on average.
+    parts: simulate without messages too, to separate their share. in_place: ratios of a measured machine
+    (`reference_step.in_place`). pairs: training on response pairs, whose loss computes the logits twice. Raises
+    UserError for what the device lacks and for a batch that the layout cannot divide; `model.refuse` checks whether the
+    model fits the layout.
     """
     whose = engines.engine(engine, compile=compile)
     if batch % (layout.dp * layout.micro_batches):
@@ -100,7 +101,7 @@ def durations_of(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, engine: str | Engine,
     documents: float = 1.0, in_place: Floats = AS_ADDED, pairs: bool = False,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
-    """The pipeline's program and the seconds of its steps, for pictures."""
+    """Return the pipeline program and the seconds of its steps, for pictures."""
     step = Step(
         config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place, pairs=pairs
     )  # fmt: skip
@@ -111,8 +112,7 @@ def durations_of(
 
 
 class Step:
-    """A layout's step. work: of a micro-batch, where somebody has priced it already under a layout that differs in
-    nothing that a micro-batch depends on; makespans: of programs, where somebody has asked for them."""
+    """Price of one step under a layout. work: priced micro-batch to reuse; makespans: cache of simulated makespans."""
 
     def __init__(
         self,
@@ -154,13 +154,15 @@ class Step:
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
 
     def group(self, axis: str) -> Group:
+        """Return the group of an axis."""
         return group_of(self.layout, axis, self.collectives.cluster)
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
+        """Return the seconds of a collective of `size` bytes on an axis."""
         return self.collectives.seconds(operation, self.group(axis), size)
 
     def stages(self, count: int) -> list[Floats]:
-        """`stage` of each, where there are so many."""
+        """Return the times of each of `count` stages, as `stage`."""
         kinds: dict[tuple[object, ...], Floats] = {}
         times = []
         for stage in stages_of(self.config, count, self.sequence):
@@ -171,7 +173,8 @@ class Step:
         return times
 
     def stage(self, stage: Stage) -> Floats:
-        """[phase, part] of a micro-batch, with what ZeRO-2 and 3 wait for."""
+        """Return the seconds of a micro-batch on a stage [phases, parts], exposed ZeRO-2 and 3
+        communication included."""
         found = self.work.stage(stage, followed_at_once(self.layout))
         if self.zero < 2:
             return found
@@ -184,12 +187,12 @@ class Step:
         return found
 
     def share(self) -> float:
-        """What sums over data-parallel ranks take from the computation beside them."""
+        """Share of its time that gradient communication takes from overlapped computation."""
         axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
         return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
 
     def priced(self, optimizer: str, simulate: bool = True, parts: bool = True) -> StepTime:
-        """As `step_time` says."""
+        """Return the step time; arguments as in `step_time`."""
         layout, config = self.layout, self.config
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
@@ -221,7 +224,8 @@ class Step:
     def pipeline(
         self, program: PipelineProgram | None, times: list[Floats], places: list[list[int]], parts: bool
     ) -> tuple[float, float]:
-        """Makespan, and how much of it messages cost."""
+        """Return the makespan, and the seconds of it due to messages. times: [stages] of [phases, parts]; places:
+        stages by rank."""
         forward, back, weight = np.array(times).sum(axis=2).T
         transfer = self.transfer()
         if program is None:
@@ -240,12 +244,13 @@ class Step:
     # --- once a step
 
     def of_ranks(self, stages: tuple[Stage, ...], places: list[list[int]]) -> list[tuple[float, float, int]]:
-        """Dense and spread parameters, and layers, of the ranks of the pipeline, of those that are alike once."""
+        """Return (dense parameters, expert-parallel parameters, layers) of each distinct pipeline rank."""
         sizes = [(*self.held.of_stage(self.config, stage), len(stage.layers)) for stage in stages]
         alike = dict.fromkeys(tuple(sizes[at] for at in place) for place in places)
         return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
 
     def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
+        """Return the exposed seconds of gradient reductions and parameter all-gathers, once a step."""
         phases = [[sum(float(times[at][part].sum()) for at in place) for place in places] for part in _BOTH]
         passes = passes_beside(self.layout.schedule, self.layout.pp, self.layout.micro_batches)
         first_forward, last_backward = (passes * max(each) for each in phases)
@@ -260,10 +265,11 @@ class Step:
         )  # fmt: skip
 
     def shards(self) -> tuple[int, int]:
-        """Over how many ranks ZeRO shards dense parameters, and experts."""
+        """Number of ranks that ZeRO shards dense parameters and experts over."""
         return self.layout.group_size("shard"), self.layout.group_size("expert_shard")
 
     def update(self, stages: tuple[Stage, ...], places: list[list[int]], optimizer: str) -> float:
+        """Return the seconds of the optimizer step."""
         most = max(
             float(updated(self.layout.zero, np.array(dense), np.array(spread), *self.shards()))
             for dense, spread, _ in self.of_ranks(stages, places)
@@ -272,13 +278,13 @@ class Step:
 
 
 def followed_at_once(layout: Layout) -> bool:
-    """Whether the last stage's backward follows its forward: in some schedules all forwards come first."""
+    """Return True if the last stage's backward directly follows its forward; not where all forwards come first."""
     return layout.schedule not in ("gpipe", "looped-bfs") or layout.pp == 1
 
 
 def default_precision(cluster: Cluster) -> str:
-    """What is computed in where the layout does not say; on processors bf16 if it is at least 1.2 times as fast, as the
-    trainer decides it."""
+    """Return the precision where the layout names none; on processors bf16 if at least 1.2 times as fast, as in the
+    trainer."""
     if cluster.kind == "cpu":
         return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
     return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"

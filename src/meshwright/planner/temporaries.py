@@ -22,7 +22,7 @@ ACCELERATOR_TILE = 1024, 1 << 27
 
 
 class Extra(NamedTuple):
-    """A tensor that is there at a moment only; negative where something listed as saved is gone already."""
+    """A temporary tensor of a memory snapshot; negative bytes where a saved activation is already freed."""
 
     category: str
     name: str
@@ -30,8 +30,10 @@ class Extra(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """How a span of `length` queries and keys is cut: rows and key-value heads worked on together, queries of a tile,
-    and whether one tile follows another."""
+    """How attention over `length` queries and keys is tiled: rows and key-value heads together, queries of a tile.
+
+    several_groups: tiles of several such groups follow one another.
+    """
 
     rows: int
     kv_heads: int
@@ -47,7 +49,7 @@ class _Tiles(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Keys of the tile before the longest one; 0: there is none."""
+        """Keys of the tile before the longest one; 0 without one."""
         if self.length > self.queries:
             return (self.length - 1) // self.queries * self.queries
         return self.length if self.several_groups else 0
@@ -63,8 +65,8 @@ def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
 
 
 def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
-    """The moments of attention's backward by name. window: what a token sees at most in this layer; x: bytes of an
-    element."""
+    """Yield (snapshot name, temporaries) of attention's backward. window: tokens seen at most; x: bytes
+    of an element."""
     wide, size = max(4, x), at.config.head_dim
     of_head = at.rows * at.tokens * size
     result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
@@ -92,9 +94,11 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
 
 
 def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
-    """Inside of PyTorch's CUDA kernels (aten/src/ATen/native/transformers/cuda): flash attention's (flash_attn/
-    flash_api.cpp, `mha_bwd`), where 128 queries and 32 elements of a head are worked on together, and the memory-
-    efficient one's (attention_backward.cu)."""
+    """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
+
+    Flash attention (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head;
+    memory-efficient: attention_backward.cu.
+    """
     size, length = at.config.head_dim, at.whole
     narrow = x < 4
     if narrow and not masked(at, window):
@@ -111,7 +115,7 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 
 
 def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
-    """Of `tiled_attention`: masks, tiles one after another, and sums of the gradients of keys and values."""
+    """Yield the temporaries of `tiled_attention`: masks, tiles, gradient sums of keys and values."""
     cut = _cut(at, heads, kv_heads, at.whole)
     whole = Heads(
         at.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, at.config.head_dim, cut.length, cut.queries
@@ -126,8 +130,8 @@ def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 
 
 def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
-    """Of `ring_attention`: sums in the wide type, two of which go round while a third is added to, keys and values on
-    their way, and a tile or what a fused kernel gives."""
+    """Yield the temporaries of `ring_attention`: gradient sums in the wide type, KV blocks in flight, a tile or kernel
+    results."""
     heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
     of_head = at.rows * at.tokens * size
     yield Extra("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
@@ -156,9 +160,11 @@ def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[
 def mixture_backward(
     at: Local, name: str, whole: Sequence[Saved], x: int, split: bool
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """The moments of a mixture's backward by name: first the expert of all tokens, then the experts' weights, products
-    and exchange, last made first. name: of the mixture; whole: what is kept where nothing is computed again; split:
-    whether weight gradients come later."""
+    """Yield (snapshot name, temporaries) of a mixture's backward: shared expert, then weights, products and dispatch of
+    experts.
+
+    name: of the mixture; whole: saved activations without recompute; split: weight gradients come later.
+    """
     config, layout = at.config, at.layout
     sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}
 

@@ -28,7 +28,7 @@ LEAST_PART = 1e-6
 
 
 def headline(problem: Problem, model: str) -> str:
-    """What is planned, in a line."""
+    """Return one line that names model, cluster, sequence and batch."""
     sizes = model_document(problem.config)
     active = (
         "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
@@ -45,7 +45,7 @@ def headline(problem: Problem, model: str) -> str:
 
 
 def found_text(found: Found, width: int = WIDE) -> str:
-    """The table of a search, in lines of `width` characters where that can be."""
+    """Format the table of a search, at most `width` columns wide where possible."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
         lines.append("none of them fits")
@@ -77,7 +77,7 @@ def _best(found: Found, width: int) -> Iterator[str]:
 
 
 def advice_text(found: Found, one: Advice) -> str:
-    """A layout that would be faster but does not fit, and what mends it."""
+    """Format a faster layout that does not fit, with the suggested change."""
     problem = found.problem
     room = problem.cluster.device.memory_bytes
     wants = (
@@ -89,19 +89,19 @@ def advice_text(found: Found, one: Advice) -> str:
 
 
 def around(problem: Problem, seconds: float) -> str:
-    """An expected time with its bounds."""
+    """Format an expected time with its bounds."""
     _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
 def nearest_text(found: Nearest, width: int = WIDE) -> str:
-    """What comes nearest where nothing fits."""
+    """Format the closest layouts where none fits."""
     lines = ["what needs the least memory, which is still too much:", estimate_text(found.least, width)]
     return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
 
 
 def nearest_line(found: Nearest) -> str:
-    """How many devices would be enough."""
+    """Format the number of devices that would suffice."""
     enough = found.enough
     if enough is None:
         return "How many devices would be enough is not known."
@@ -113,7 +113,7 @@ def nearest_line(found: Nearest) -> str:
 
 
 def undecided_text(found: Found) -> str:
-    """What a search leaves open that stopped."""
+    """Format a note on the layouts that a stopped search left undecided."""
     what = "better than the last of these" if found.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
 
@@ -127,7 +127,7 @@ def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
 
 
 def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
-    """What a recipe's own layout costs beside the best one, or why it cannot be."""
+    """Format the cost of a recipe's own layout beside the best one, or why it cannot run."""
     if isinstance(own, str):
         return f"the recipe's own layout: {own}"
     fits = "" if own.fits else ", which does not fit"
@@ -140,7 +140,7 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
 
 
 def estimate_text(one: Estimate, width: int = WIDE) -> str:
-    """One layout: its time by part, its memory by category and by item."""
+    """Format one estimate: time by part, memory by category and by item."""
     time, memory, room = one.time, one.memory, one.problem.cluster.device.memory_bytes
     unit = Unit.of(memory.device_bytes)
     parts = ", ".join(
@@ -174,7 +174,7 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
 
 
 def share_text(share: float) -> str:
-    """Of a whole."""
+    """Format a fraction as a percentage."""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
@@ -191,7 +191,7 @@ def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Every tensor of a rank when its memory is fullest, those of layers that are alike in a line."""
+    """Format every tensor of a rank at its memory peak; equal layers share a line."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "type", unit.name, "stage", "there")
     rows = [
@@ -206,17 +206,17 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
 
 
 def there(item: Item) -> str:
-    """From when to when memory holds it."""
+    """Format the lifetime of a tensor."""
     return "for that moment" if item.first == item.last else f"{item.first} to {item.last}"
 
 
 def shape_text(shape: Sequence[float]) -> str:
-    """Sizes, as people write them; "-" where there are none."""
+    """Format a shape; "-" for an empty one."""
     return " x ".join(f"{size:,.0f}" for size in shape) or "-"
 
 
 def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
-    """What runs said, and what was kept of it."""
+    """Format the figures of runs, and the calibration written to `path`."""
     head = ("run", "layout", "predicted s", "measured s", "ratio", "memory not explained")
     rows = [
         (
@@ -231,7 +231,7 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
-    """The table of operations, longest first."""
+    """Format the `most` longest operations as a table."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
@@ -254,7 +254,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int =
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need; words left, numbers right."""
+    """Format rows as aligned columns: words left, numbers right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
     return [
@@ -267,7 +267,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
-    """The table without as many of the droppable columns, one after another, as do not fit into `width`."""
+    """Return the table without the droppable columns that do not fit into `width`."""
     kept = [list(row) for row in rows]
     lines = table(kept)
     for name in droppable:
@@ -280,8 +280,7 @@ def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]
 
 
 def wrapped(line: str, width: int, indent: str) -> list[str]:
-    """The line in as many as it takes, those after the first indented; a word that is too long stays whole. Several
-    spaces stay several: columns stand in them."""
+    """Wrap a line at `width`, with `indent` before continuation lines; long words and runs of spaces stay."""
     if len(line) <= width or width - len(indent) < LEAST_WORDS:
         return [line]
     at = line.rfind(" ", len(indent) + 1, width + 1)
@@ -292,20 +291,22 @@ def wrapped(line: str, width: int, indent: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What bytes are counted in."""
+    """Unit of a size in bytes."""
 
     name: str
     bytes: float
 
     @classmethod
     def of(cls, largest: float) -> Unit:
-        """In which the largest of several sizes has a digit before the point."""
+        """Return the largest unit in which `largest` is at least 1."""
         return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
 
     def number(self, size: float) -> str:
+        """Format a size in this unit, without its name."""
         return f"{size / self.bytes:,.2f}"
 
     def say(self, size: float) -> str:
+        """Format a size with this unit's name."""
         return f"{size / self.bytes:,.1f} {self.name}"
 
 

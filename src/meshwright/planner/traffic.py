@@ -30,18 +30,21 @@ PREFERENCE_FIGURES = 3
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Bytes that `rank` sends in one step whose update takes place, by call site; sites that send nothing are left
-    out. Exact, but for the sites of `ROUTED`."""
+    """Return the bytes that `rank` sends in one applied step, by call site, without sites that send nothing.
+
+    Exact, but for the sites of `ROUTED`.
+    """
     return by_site(_Step(config, layout, work, rank).calls())
 
 
 def predicted_traffic_by_axis(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """The same by axis of the mesh (`comm.mesh.Mesh`), a part of an axis counted with the whole."""
+    """Return the bytes that `rank` sends in one step, by mesh axis (`comm.mesh.Mesh`); sub-axes count
+    with their axis."""
     return by_axis(_Step(config, layout, work, rank).calls())
 
 
 class _Step(DataCalls):
-    """One rank's calls of a step."""
+    """Adds up the collective calls of one rank in a step."""
 
     def __init__(self, config: ModelConfig, layout: Layout, work: Work, rank: int) -> None:
         table = parameter_table(config)
@@ -56,7 +59,7 @@ class _Step(DataCalls):
         self.hidden_bytes = self.tokens * config.hidden * work.parameter_bytes
 
     def calls(self) -> Counter[tuple[str, str]]:
-        """All calls of the step, added up by site and axis."""
+        """Add all calls of the step; return bytes by (call site, axis)."""
         self.reduce("data.targets", "data", 1, 8)
         passes = self.passes()
         for stage, count in passes.items():
@@ -76,19 +79,19 @@ class _Step(DataCalls):
         return self.sent
 
     def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
-        """This rank's steps of the pipeline's program: kind, stage, and of which replica and micro-batch."""
+        """Yield this rank's steps of the pipeline program: kind, stage, (replica, micro-batch)."""
         steps = self.program.steps
         for at in steps.of_rank(self.place["pp"]):
             yield Kind(int(steps.kind[at])), int(steps.stage[at]), (int(steps.replica[at]), int(steps.micro_batch[at]))
 
     def passes(self) -> Counter[int]:
-        """How many micro-batches this rank takes through each of its stages."""
+        """Count the micro-batches that this rank runs through each of its stages."""
         return Counter(stage for kind, stage, _ in self.steps() if kind == Kind.FORWARD)
 
     # --- activations: tensor parallelism, the loss, the pipeline
 
     def tensor(self, stage: Stage, count: int) -> None:
-        """What ranks of tp sum and gather of `count` micro-batches on their way through a stage and back."""
+        """Add the calls of tensor parallelism for the forward and backward of `count` micro-batches through a stage."""
         if self.layout.tp == 1:
             return
         sequence_parallel = self.layout.tensor_sequence_parallel
@@ -121,14 +124,14 @@ class _Step(DataCalls):
                     self.all_reduce(site, "tp", self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
 
     def meet(self, site: str, times: int) -> None:
-        """Ranks of tp sum or gather a micro-batch's hidden values."""
+        """Add `times` reductions or gathers of a micro-batch's hidden states over tp."""
         if self.layout.tensor_sequence_parallel:
             self.half(site, "tp", self.layout.tp, self.hidden_bytes, times)
         else:
             self.all_reduce(site, "tp", self.layout.tp, self.hidden_bytes, times)
 
     def context(self, stage: Stage, count: int) -> None:
-        """What ranks of cp tell each other of the same."""
+        """Add the calls of context parallelism for `count` micro-batches through a stage."""
         config, layout, ranks = self.config, self.layout, self.layout.cp
         if ranks == 1:
             return
@@ -151,11 +154,11 @@ class _Step(DataCalls):
                 self.half(f"{site}.backward", "cp", ranks, number * one, layers)
 
     def spread(self, layer: int) -> bool:
-        """Whether a layer's experts are spread over ranks of their own."""
+        """Return True if a layer's experts are expert-parallel."""
         return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage, count: int) -> None:
-        """What mixtures add: how much each expert has to do, and tokens on their way to them and back."""
+        """Add the calls of mixtures: expert loads, dispatch and combine."""
         config, layout = self.config, self.layout
         if not config.experts:
             return
@@ -192,7 +195,7 @@ class _Step(DataCalls):
             self.half("experts.input.backward", "tp", layout.tp, self.hidden_bytes, mixtures)
 
     def pipeline(self) -> None:
-        """What goes to other stages."""
+        """Add the messages to other stages."""
         size = self.hidden_bytes // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
         kinds = Counter(kind for kind, *_ in self.steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
@@ -201,7 +204,7 @@ class _Step(DataCalls):
     # --- parameters
 
     def gathers(self) -> None:
-        """Under ZeRO-3: parameters around each use."""
+        """Add ZeRO-3's all-gathers of parameters."""
         if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
@@ -225,7 +228,7 @@ class _Step(DataCalls):
                     self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
-        """Gradients of which each rank of tp has a part: of this rank's shard of each unit, together in one call."""
+        """Add the all-reduce over tp of partial gradients of this rank's shards, one call for all units."""
         layout, found = self.layout, Counter[int]()
         for row in self.table.rows:
             if row.unit not in units or "tp" not in row.gradient_axes(layout):

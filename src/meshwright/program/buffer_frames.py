@@ -22,7 +22,8 @@ MOST_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Cell:
-    """What a slot holds. whole: what the operation promises for it. fresh: written in this frame."""
+    """Content of one slot in a drawing. label: text; origins: contributing ranks; whole: as the operation requires at
+    the end; fresh: written in this frame."""
 
     label: str  # empty where the slot holds nothing
     origins: tuple[int, ...]
@@ -32,7 +33,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Slots that one rank sends another, or moves within itself; count 0: a signal."""
+    """A transfer of `count` slots from `slot` of rank `source` to `into` of rank `target` (a local copy if equal; count
+    0: a signal). adds: reduces instead of overwriting."""
 
     source: int
     slot: int
@@ -44,7 +46,8 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Frame:
-    """title: `start`, `round 3 of 6`, `before round 3: on each rank`. cells: [rank][slot], after it."""
+    """One drawing of all buffers. title: `start`, `round 3 of 6`, `before round 3: on each rank`; cells: [rank][slot]
+    after its arrows."""
 
     title: str
     round: int
@@ -53,7 +56,8 @@ class Frame:
 
 
 def frames(checked: CheckedCollective) -> list[Frame]:
-    """The start, then one frame a round (`CheckedCollective.rounds`), with one before it where ranks copy or combine.
+    """Return the initial frame, then one frame a round (`CheckedCollective.rounds`), and one before it if ranks copy or
+    combine.
 
     Raises `UserError` where a drawing would be too large to read.
     """
@@ -78,6 +82,7 @@ def frames(checked: CheckedCollective) -> list[Frame]:
     arrows: list[Arrow] = []
 
     def watch(level: int) -> None:
+        """Add the frame of the level that has just run."""
         turn, place = divmod(level, width)
         for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
             arrows.append(_arrow(program, step, step))
@@ -100,8 +105,10 @@ def frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Levels counted so that all transfers of a round share the last of `width` levels, after the local groups that
-    come before them on their rank."""
+    """Return the posting order renumbered so that all transfers of a round share a level, and the levels of a round.
+
+    Local groups take the levels before the transfers of their round.
+    """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
     is_local[s.group_index[s.has_kind(LOCAL)]] = True
@@ -116,6 +123,7 @@ def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
 
 
 def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
+    """Return the arrow of a transfer or local step. reader, writer: indices of the steps that read and write."""
     s = program.steps
     inside = s.kind[writer] in LOCAL
     slot = s.source[reader] if inside else s.slot[reader]
@@ -128,6 +136,7 @@ def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 def _cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
+    """Return the cells [rank][slot] for the slot contents `memory`. fresh: (rank, slot) pairs just written."""
     need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
     promised = {
@@ -138,6 +147,7 @@ def _cells(
     }
 
     def cell(rank: int, slot: int) -> Cell:
+        """Return the cell of a slot."""
         chunk = int(memory.chunk[rank, slot])
         origins = tuple(memory.list_contributors(rank, slot))
         whole = promised.get((rank, slot)) == (chunk, origins)

@@ -93,6 +93,7 @@ def _check_steps(program: CollectiveProgram) -> None:
     empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def refuse(bad: Mask, reason: str) -> None:
+        """Raise ProgramError with `reason` for the first True in `bad`."""
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "peer", "count")}

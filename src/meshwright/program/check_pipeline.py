@@ -108,6 +108,7 @@ def _check_steps(program: PipelineProgram) -> None:
     p, s = program, program.steps
 
     def refuse(bad: Mask, reason: str) -> None:
+        """Raise ProgramError with `reason` for the first True in `bad`."""
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "stage", "replica", "micro_batch")}
@@ -139,6 +140,7 @@ def _check_groups(program: PipelineProgram) -> None:
     groups = len(s.group_rank)
 
     def count(chosen: Mask) -> Integers:
+        """Count the selected steps of each group: [groups]."""
         return np.bincount(s.group_index[chosen], minlength=groups)[s.group_index]
 
     computes, updates = s.has_kind(COMPUTING), s.kind == Kind.UPDATE
@@ -180,10 +182,12 @@ def _check_micro_batches(program: PipelineProgram) -> None:
         return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
 
     def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
+        """Raise ProgramError for the first True in `bad`, naming its step of one of `kinds`."""
         if bad.any():
             raise make_step_error(program, first(kinds, bad)[3], reason)
 
     def missing(bad: Mask, kind: Kind) -> None:
+        """Raise ProgramError for the first True in `bad`, where a step of `kind` is missing."""
         if bad.any():
             replica, stage, micro_batch, _ = first((kind,), bad)
             rank = p.placement[replica][stage]

@@ -32,6 +32,7 @@ class StepColumns:
 
     @cached_property
     def _hash(self) -> int:
+        """Hash of all columns, computed once."""
         return hash(tuple(getattr(self, column.name).tobytes() for column in fields(self)))
 
     @cached_property

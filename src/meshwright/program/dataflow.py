@@ -102,6 +102,7 @@ class Dataflow:
         found = [(order[later], order[later - 1], own, s.stage[order[later]], np.zeros(len(later), np.bool_))]
 
         def reads(reader: Integers, what: int, ahead: int = 0) -> None:
+            """Add the reads of values `what` by the steps `reader`. ahead: stage offset of the value."""
             stage = s.stage[reader] + ahead
             maker = self.last[self.number_value(what, s.replica[reader], stage, s.micro_batch[reader])]
             if what == GRADIENT and not ahead and s.component.any():

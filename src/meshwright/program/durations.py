@@ -64,6 +64,7 @@ class Durations:
         stages = len(placement[0])
 
         def by_stage(name: str, value: ArrayLike) -> Floats:
+            """Convert one duration to values by stage (or one number)."""
             array = np.asarray(value, np.float64)
             if array.ndim == 0:
                 return np.full(stages, array / chunks)

@@ -66,7 +66,8 @@ class Component(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Steps(StepColumns):
-    """Steps of a pipeline program as columns [steps], sorted by rank and, on each rank, in execution order.
+    """Compute steps, updates and transfers of a pipeline program as columns [steps], sorted by rank and execution
+    order.
 
     Steps of one group run together: transfers are posted at once, a forward and a backward overlap.
     """

@@ -185,6 +185,7 @@ def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: 
     circle = circle[lowest:] + circle[:lowest]
 
     def step_of(group: int) -> int:
+        """Return the step that stands for a group in the message."""
         return int(np.searchsorted(s.group_index, group))
 
     links = [

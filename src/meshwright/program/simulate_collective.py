@@ -26,7 +26,7 @@ _SAME_TIME = 1e-11  # relative tolerance within which events are simultaneous
 
 
 class MatchedCollective(Protocol):
-    """Program with matched sends and receives: the part of a checked program that a simulation needs."""
+    """Interface of a program with matched sends and receives, as far as a simulation needs it."""
 
     @property
     def program(self) -> CollectiveProgram: ...
@@ -153,14 +153,14 @@ def _sort_unique(numbers: Integers) -> Integers:
 
 
 class _EventKind(IntEnum):
-    """Kind of a events event."""
+    """Kind of a simulation event."""
 
     GROUPS_END = 0
     BYTES_FLOW = 1
 
 
 class _SimulationState:
-    """State of one simulation: posted groups, messages in flight, events events."""
+    """State of one simulation: posted groups, messages in flight, queue of events."""
 
     def __init__(self, plan: CollectiveSimulator, message_bytes: Floats, local_seconds: Floats) -> None:
         self.plan, self.bytes, self.local_seconds = plan, message_bytes, local_seconds
@@ -210,7 +210,7 @@ class _SimulationState:
         return self.start, self.end, self.last
 
     def _finish_messages(self, messages: Integers) -> None:
-        """Mark messages as arrived now, and continue with the groups that have none bytes_left."""
+        """Mark messages as arrived now, and continue the groups that wait for no further message."""
         if len(messages) == 0:
             return
         self.end[messages] = self.now

@@ -20,7 +20,10 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 
 @dataclass(frozen=True, eq=False)
 class PipelineTiming:
-    """Result of a simulation; times are in the unit of the durations."""
+    """Result of a simulation; times are in the unit of the durations.
+
+    start, end: [steps]. order: groups in dependency order.
+    """
 
     program: PipelineProgram
     start: Floats  # [steps]; of a send or receive: when it is posted

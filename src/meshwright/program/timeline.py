@@ -25,10 +25,11 @@ ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One step on a track. `lane` of `lanes`: its share of the track's height, where several happen at once.
+    """One step on a track, from `start` to `end`. lane of lanes: its share of the track's height, where several
+    overlap.
 
-    kind: what decides its colour. label: a few letters to write on it. name: what it is, in full. shade: 0 for the
-    first model chunk, 1 for the last. mirrored: of the second replica.
+    kind: decides the colour. label: a few letters to write on it. name: full description. shade: 0 for the first model
+    chunk, 1 for the last. mirrored: of the second replica.
     """
 
     track: int
@@ -45,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A transfer: leaves `source` at `start`, is there on `target` at `end`."""
+    """A transfer that leaves track `source` at `start` and arrives on track `target` at `end`."""
 
     source: int
     start: float
@@ -56,7 +57,8 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a picture shows. `levels`: a quantity over time by track, as (time, value from then on)."""
+    """A simulated program ready to draw: tracks, spans on them, transfers. levels: by track, (time, value from then
+    on)."""
 
     title: str
     tracks: tuple[str, ...]
@@ -68,11 +70,12 @@ class Timeline:
 
     @property
     def end(self) -> float:
+        """Last end of a span."""
         return max((span.end for span in self.spans), default=0.0)
 
 
 class Timed(Protocol):
-    """Start and end of every step."""
+    """Simulated start and end of every step."""
 
     @property
     def start(self) -> Reals: ...
@@ -86,7 +89,10 @@ def pipeline_timeline(
     notes: Sequence[str] = (),
     levels: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> Timeline:
-    """The compute steps of a simulated pipeline, a track a rank; overlapped steps share the track's height."""
+    """Return the compute steps of a simulated pipeline, one track a rank; overlapped steps share the track's height.
+
+    notes: text beside each track; levels: a quantity over time by track, such as activations.
+    """
     s = program.steps
     columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]
     start, end = timing.start.tolist(), timing.end.tolist()
@@ -125,7 +131,7 @@ def pipeline_timeline(
 
 
 class StepNames:
-    """What pictures call the compute steps of a program."""
+    """Names the compute steps of a program for drawings and traces."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas
@@ -139,11 +145,11 @@ class StepNames:
             self._chunks.append(number)
 
     def chunk(self, stage: int, replica: int) -> int:
-        """The number of a stage among those that its rank holds of a replica."""
+        """Return the index of a stage among those of its replica on its rank."""
         return self._chunks[replica][stage]
 
     def of(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
-        """A label of a few letters, and what the step is, in full; `part`: the component of a layer."""
+        """Return the short label and the full description of a step. part: a layer component."""
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
         if self.chunk(stage, replica):
             letter = letter.lower()
@@ -157,7 +163,10 @@ class StepNames:
 def collective_timeline(
     program: CollectiveProgram, sends: Integers, receives: Integers, start: Reals, end: Reals
 ) -> Timeline:
-    """The transfers of a simulated collective on the tracks of their senders; those under way at once share a track."""
+    """Return the transfers of a simulated collective on the tracks of their senders; concurrent ones share a track.
+
+    sends, receives: step indices; start, end: seconds, [transfers] each.
+    """
     s = program.steps
     assert set(s.kind[sends].tolist()) <= set(COLLECTIVE_SENDING)
     groups: dict[int, list[int]] = {}

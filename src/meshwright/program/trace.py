@@ -10,10 +10,10 @@ from meshwright.program.timeline import Timeline
 def trace_events(
     timeline: Timeline, seconds_per_unit: float = 1.0, *, process: int = 0, first_thread: int = 0, start: float = 0.0
 ) -> dict[str, Any]:
-    """The trace as a JSON-able object: a thread a track, a slice a span, arrows as flows, levels as counters.
+    """Convert a timeline to a Chrome trace: a thread for each track, slices, transfers as flows, levels as counters.
 
     A time of 1 in the timeline is `seconds_per_unit` seconds of the trace, which counts microseconds; time 0 is at
-    `start` microseconds. process, first_thread: the numbers that it has in a trace with others.
+    `start` microseconds. process, first_thread: its numbers in a trace with others.
     """
     scale = 1e6 * seconds_per_unit
     events: list[dict[str, Any]] = [process_event(process, timeline.title)]

@@ -104,7 +104,7 @@ def find_schedule(
     seconds: float | None = None,
     weight_copies: int = 1,
 ) -> PipelineProgram:
-    """Return the program that `search_schedule` finds."""
+    """Search a schedule and return only its program; arguments and errors as in `search_schedule`."""
     return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
 
 
@@ -118,19 +118,17 @@ def search_schedule(
     weight_copies: int = 1,
     effort: int = EFFORT,
 ) -> SearchResult:
-    """Search a program with a small makespan for durations that may differ by rank or stage (after Qi et al. 2024,
-    arXiv 2401.10241, section 3, and arXiv 2405.15362). Synchronous programs only.
+    """Search for a synchronous pipeline program with a small makespan; durations may differ by rank or stage.
 
-    durations: of a rank's whole share of one micro-batch, one number or one a rank, of which a chunk takes 1/chunks; or
-        one a stage, which fixes the number of chunks, as does a list of transfer times, one a boundary; or a function
-        from a number of stages to their durations.
-    memory: maximum activations of a rank, in micro-batches of its whole share: one number, or one a rank; None: no
-        limit.
-    chunks: stages of a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two replicas.
-    seconds: improve until so much time has passed. Without it, equal arguments give equal programs.
-    effort: task runs that the search may time for each placement; fewer is faster.
+    durations: of one micro-batch on a rank's whole share (a chunk takes 1/chunks): one number, or one a rank; or one a
+    stage, which fixes the number of chunks, as does one transfer time a boundary; or a function from the number of
+    stages. memory: maximum activations of a rank, in micro-batches of its whole share, one number or one a rank; None:
+    no limit. chunks: stages of a rank; None: 1 and 2 are tried. seconds: improve until so much wall time has passed;
+    without it, equal arguments give equal programs. weight_copies: 2 allows named schedules with two replicas. effort:
+    simulated task runs for each placement; fewer is faster.
 
-    Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum.
+    Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum. After Qi et al. 2024,
+    arXiv 2401.10241, section 3, and arXiv 2405.15362.
     """
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)

@@ -95,6 +95,7 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
     preferred = [sorted(held, reverse=greed.deep_first) for held in problem.stages_by_rank]
 
     def rule(rank: int, now: float) -> tuple[int, float]:
+        """Return (task to run on `rank` at time `now`, or -1 to wait; time at which to ask again)."""
         held = problem.stages_by_rank[rank]
         oldest = min(len(ends[2 * s + x]) for x in held)
         reserved = sum(len(ends[x]) <= oldest for x in held)
@@ -151,6 +152,7 @@ def reorder_out_of_order(
     left = [order[::-1] for order in orders]
 
     def rule(rank: int, now: float) -> tuple[int, float]:
+        """Return (task to run on `rank` at time `now`, or -1 to wait; time at which to ask again)."""
         tasks, limit = left[rank], problem.limit[rank]
         used = most = state.used[rank]
         seen, unseen, until = 0, 3 * problem.chunks, inf

@@ -166,10 +166,10 @@ class TaskTimes:
 def time_orders(
     problem: Problem, orders: list[Order], before: TaskTimes | None = None, since: float = 0.0
 ) -> TaskTimes:
-    """Compute the end time of every task run; each rank runs its order, each task as soon as its predecessor's result
-    arrives.
+    """Simulate the given orders: return the end time of every task run, each as early as its rank and its input allow.
 
-    before, since: times of other orders whose first difference ended at `since`; reused up to there.
+    before: times of a similar set of orders, reused for task runs that end before `since`, the end of the first
+    run that differs.
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)

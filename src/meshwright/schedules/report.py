@@ -23,7 +23,11 @@ from meshwright.schedules.transfers import with_transfers
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Checked schedule with its simulation. Times are in the unit of the durations."""
+    """A checked schedule with its simulation; times are in the unit of the durations.
+
+    program: compute steps; complete: with sends and receives; parts: simulation by layer component, if asked for;
+    found: search result of `auto`.
+    """
 
     program: PipelineProgram  # as generated or loaded
     complete: PipelineProgram  # with explicit sends and receives

@@ -31,6 +31,7 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
     start = [0.0] * (3 * s)
 
     def place(task: int, earliest: float) -> float:
+        """Start a task at the first time from `earliest` on that is free in its rank's period; return its end."""
         lasts, mine = problem.duration[task], taken[problem.rank[task]]
         at = earliest
         for _ in range(len(mine) + 1):

@@ -198,10 +198,10 @@ class Run:
         """Prepare the task and start the journal before the first step; every rank raises the first rank's
         `UserError`."""
         if self.recipe.checkpoint.background:
-            with self.journal.memory.aside():
+            with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
         directory = RunDirectory(self.recipe.run_directory).path
-        with self.journal.memory.aside():
+        with self.journal.memory.exclude_allocations():
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:

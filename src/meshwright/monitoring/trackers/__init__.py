@@ -29,11 +29,11 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 @dataclass(slots=True)
 class TrackedRun:
-    """What a tracker is told of the run that begins or goes on.
+    """Facts about the run, given to a tracker when it starts.
 
-    fresh: it begins; otherwise it goes on from a checkpoint. step: what a run that goes on has sent so far; what a
-    tracker has after that comes again, and should be there once. kept: what the tracker wants to find here when the run
-    goes on, such as the id of the run on a server; it is written to the run directory.
+    fresh: not resumed. step: last step that the tracker has all values of; later ones are sent again and should appear
+    once. kept: strings that the tracker stores in the run directory for a resume, such as the id of the run on a
+    server.
     """
 
     name: str
@@ -44,23 +44,25 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """All methods are called by one thread, which trains nothing: they may block, and may raise anything.
+    """Interface of a tracker. Made by rank 0 before the first step, with its `track.options` as keyword arguments.
 
-    It is made with its `track.options` as keyword arguments, by rank 0 before the first step.
+    All methods are called by one background thread: they may block, and may raise anything.
     """
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """The run begins or goes on. recipe: values by dotted key. Called again if it raises."""
+        """Begin or resume the run. recipe: values by dotted key. Called again if it raises."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Figures, and now and then a text, of a step. Called again with the same if it raises."""
+        """Record the values of a step: numbers, and now and then a text. Called again with the same values if it
+        raises."""
 
     def finish(self, status: str) -> None:
-        """Nothing more comes: the run has "finished", was "stopped" and may go on, or has "failed"."""
+        """End the run. status: "finished", "stopped" (it may be resumed) or "failed"."""
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """`UserError` for a tracker of `track.to` that is not there, cannot be loaded, or does not take its options."""
+    """Raise `UserError` for a tracker of `track.to` that is unknown, cannot be loaded, or does not
+    accept its options."""
     track = recipe.track
     for name in track.to:
         tracker_class(recipe, name)
@@ -72,7 +74,7 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
-    """What makes the tracker `name`. `UserError`: see `check_trackers`."""
+    """Load and return the class of the tracker `name`. `UserError` as `check_trackers`."""
     where = f"{recipe.where('track.to')}: track.to"
     known = BUILT_IN | _entry_points()
     if name not in known and ":" not in name:
@@ -114,7 +116,7 @@ def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
 
 
 def _is_tracker(made: object) -> bool:
-    """Whether it is a class whose instances have the methods of `Tracker`."""
+    """Return True if `made` is a class whose instances have the methods of `Tracker`."""
     if not isinstance(made, type):
         return False
     for name, arguments in (("start", 2), ("log", 2), ("finish", 1)):
@@ -129,7 +131,7 @@ def _is_tracker(made: object) -> bool:
 
 
 def _names_server(value: object) -> bool:
-    """Whether an option's value holds the address of anything but a local file or SQLite database."""
+    """Return True if an option's value holds an address other than a local file or SQLite database."""
     if isinstance(value, Mapping):
         return any(map(_names_server, value.values()))
     if isinstance(value, list | tuple):
@@ -140,11 +142,12 @@ def _names_server(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """The tracker `name` with its options. `UserError`: see `check_trackers`."""
+    """Return an instance of the tracker `name` with its options. `UserError` as `check_trackers`."""
     return tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 
 def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> None:
+    """Raise `UserError` if the class of tracker `name` does not accept its `track.options`."""
     options = recipe.track.options.get(name, {})
     where = f"{recipe.where('track.options')}: track.options.{name}"
     try:
@@ -163,4 +166,5 @@ def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> N
 
 
 def _entry_points() -> dict[str, str]:
+    """Return the installed trackers: "module:Class" by entry-point name."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}

@@ -17,8 +17,10 @@ _RUN_ID = "run_id"
 
 
 class MLflowTracker:
-    """uri: of the tracking server or the database; MLFLOW_TRACKING_URI and MLflow's own default unless given.
-    experiment: made where it is not there. run_name: the recipe's run.name unless given."""
+    """Logs a run to MLflow. uri: tracking server or database (unless given MLFLOW_TRACKING_URI or MLflow's default).
+
+    experiment: created if missing. run_name: the recipe's run.name unless given.
+    """
 
     packages = ("mlflow", "sqlalchemy", "alembic")
 
@@ -35,7 +37,8 @@ class MLflowTracker:
         self._has: dict[str, int] = {}  # of a run that goes on: the last step of each of its figures
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Make the run, or go on with it. A parameter cannot change: one that has is there as a tag."""
+        """Create the run, or resume it. A parameter that has changed since is logged as a tag, as MLflow's parameters
+        are fixed."""
         self._client = client = self._make(tracking_uri=self._uri)
         if not self._run:
             before = run.kept.get(_RUN_ID)
@@ -57,12 +60,12 @@ class MLflowTracker:
         client.set_tag(self._run, "directory", str(run.directory.resolve()))
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Send a step in one request; figures that the run has already are passed over."""
+        """Send the values of a step in one request, without those that the run already has."""
         figures = {key: value for key, value in values.items() if step > self._has.get(key, -1)}
         self._send(step, figures)
 
     def finish(self, status: str) -> None:
-        """Tell how the run ended."""
+        """Set the run's final status."""
         self._client.set_terminated(self._run, STATUS[status])
 
     def _send(
@@ -71,6 +74,7 @@ class MLflowTracker:
         figures: Mapping[str, float | str] | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> None:
+        """Send values of a step (numbers as metrics, texts as tags) and parameters to the server."""
         from mlflow.entities import Metric, Param, RunTag
 
         now = int(1000 * time.time())
@@ -85,9 +89,11 @@ class MLflowTracker:
             self._client.log_batch(self._run, params=left[first : first + PARAMETERS_AT_ONCE])
 
     def _last_step(self, key: str) -> int:
+        """Return the last step that the run has of a metric, -1 without one."""
         return max((metric.step for metric in self._client.get_metric_history(self._run, key)), default=-1)
 
     def _experiment_id(self) -> str:
+        """Return the id of the experiment, which is created if missing."""
         found = self._client.get_experiment_by_name(self._experiment)
         made: str = found.experiment_id if found else self._client.create_experiment(self._experiment)
         return made

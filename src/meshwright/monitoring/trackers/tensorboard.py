@@ -9,8 +9,10 @@ from meshwright.monitoring.trackers import TrackedRun
 
 
 class TensorBoardTracker:
-    """Writes event files to `directory` (the run directory's `tensorboard` unless given): scalars, the recipe as a text
-    and as hyperparameters. Those of a run that goes on hide what was lost with the stretch before."""
+    """Writes TensorBoard event files: scalars, and the recipe as text and hyperparameters.
+
+    directory: the run directory's `tensorboard` unless given. A resumed run hides the steps that were lost.
+    """
 
     packages = ("tensorboard",)
 
@@ -21,7 +23,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Open a new file."""
+        """Open a new event file and write the recipe to it."""
         from torch.utils.tensorboard.summary import hparams
 
         directory = self._directory or str(run.directory / "tensorboard")
@@ -36,7 +38,7 @@ class TensorBoardTracker:
         self._writer = writer
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write a step to the file."""
+        """Write the values of a step to the event file."""
         for key, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(key, value, step)
@@ -45,5 +47,5 @@ class TensorBoardTracker:
         self._writer.flush()  # a process that is killed loses what is not in the file
 
     def finish(self, status: str) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()
