@@ -107,7 +107,7 @@ def meshwright(place: Path, compiled: bool) -> None:
             wanted, wanted.parsed_layout, model_config(wanted, data), data, Mesh.single(wanted.parsed_layout)
         )
     )
-    plan, read = trainer.task.tokens.plan, trainer.task.tokens.batch
+    plan, read = trainer.task.tokens.plan, trainer.task.tokens.read_batch
     tokens: list[int] = []
 
     def counted(numbers: Any, **options: Any) -> Any:
@@ -115,7 +115,7 @@ def meshwright(place: Path, compiled: bool) -> None:
         tokens.append(int(sum(sizes)))
         return read(numbers, **options)
 
-    trainer.task.tokens.batch = counted
+    trainer.task.tokens.read_batch = counted
     serve_turns(
         trainer.step,
         lambda: {"tokens": tokens, "peak_bytes": peak_resident_bytes(), **trainer.clock.seconds()},

@@ -48,9 +48,9 @@ def seconds(call: Callable[[], Any], turns: int) -> tuple[float, Any]:
 
 def forget() -> None:
     """Empty every cache of the planner and of what it asks."""
-    rooms = tuple(f"meshwright.{room}." for room in ("plan", "program", "schedules", "model"))
+    packages = tuple(f"meshwright.{package}." for package in ("planner", "program", "schedules", "spec"))
     for name, module in list(sys.modules.items()):
-        if name.startswith(rooms):
+        if name.startswith(packages):
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

@@ -73,10 +73,10 @@ class NumberedData:
     def split(self, name: str) -> NumberedData:
         return self
 
-    def order(self) -> InTurn:
+    def make_sample_order(self) -> InTurn:
         return InTurn()
 
-    def batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
+    def read_batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
         tokens, ids = [], []
         for sample in samples:
             random = np.random.default_rng([7, int(sample)])
@@ -135,7 +135,7 @@ def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, 
     updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for piece, old in zip(pieces, before, strict=True):
         # Where in the row the piece lies: the row's own element numbers, cut like the row.
-        numbers = piece.of(torch.arange(found.table.row(piece.name).numel))
+        numbers = piece.of(torch.arange(found.task.table.row(piece.name).numel))
         updates.setdefault(piece.name, []).append((numbers, (piece.tensor - old).double().cpu()))
     found.mesh.close()
     return {

@@ -89,7 +89,7 @@ def measure(device: str, shape: dict[str, int], precisions: list[str]) -> dict[s
         precision: {
             "median_step_seconds": statistics.median(found),
             "tokens_per_second": tokens / statistics.median(found),
-            "parameters": trainers[precision].table.numel,
+            "parameters": trainers[precision].task.table.numel,
         }
         for precision, found in seconds.items()
     }

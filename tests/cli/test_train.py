@@ -83,7 +83,7 @@ NEEDS_NO_DATA = {
 def test_what_needs_no_data_to_be_known_is_refused_before_they_are_prepared(
     name, started_by, recipe, tmp_path, command_line, monkeypatch
 ):
-    # The room that others take it from comes last: what is loaded by the first two must not take the stand-in for it.
+    # The package that others import it from comes last: modules loaded by the first two must not import the stand-in.
     modules = ("training.loop.prepare", "training.start.launch", "data.prepare")
     for place in (f"meshwright.{name}" for name in modules):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("data were prepared, or ranks started"))

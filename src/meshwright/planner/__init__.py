@@ -1,4 +1,4 @@
-"""Planning: time, memory and bytes before a run. `evaluate` prices one layout; `plan.search.search` finds the best."""
+"""Planning: time, memory and bytes before a run. `evaluate` prices one layout; `search.search` finds the best."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Estimate", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: the command line imports parts of this room before it knows what it will need."""
+    """Import `Estimate` or `evaluate` on first use: the command line imports parts of this package without them."""
     if name in ("Estimate", "evaluate"):
         from meshwright.planner import estimate
 

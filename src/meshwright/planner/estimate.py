@@ -151,8 +151,8 @@ def evaluate(
     """Predict time and memory of one layout.
 
     model: a preset, a Hugging Face directory, a config.json or its content, a recipe; cluster: a shorthand, a file,
-    "this", or a mapping (`plan.cluster`); sequence: tokens; batch: sequences a step over all ranks; engine: whose
-    kernels and buffers are priced (`plan.engines`); documents: in a row, on average. Raises UserError for unknown
+    "this", or a mapping (`planner.cluster`); sequence: tokens; batch: sequences a step over all ranks; engine: whose
+    kernels and buffers are priced (`planner.engines`); documents: in a row, on average. Raises UserError for unknown
     names, and for an infeasible layout with the reason.
     """
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout

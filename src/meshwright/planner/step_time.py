@@ -84,7 +84,7 @@ def step_time(
     simulate: run the pipeline simulator; else the closed form, where there is one. documents: in a row, on average.
     parts: simulate without messages too, to separate their share. in_place: ratios of a measured machine
     (`reference_step.in_place`). pairs: training on response pairs, whose loss computes the logits twice. Raises
-    UserError for what the device lacks and for a batch that the layout cannot divide; `model.refuse` checks whether the
+    UserError for what the device lacks and for a batch that the layout cannot divide; `spec.refuse` checks whether the
     model fits the layout.
     """
     whose = engines.engine(engine, compile=compile)

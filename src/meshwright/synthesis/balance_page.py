@@ -11,7 +11,7 @@ from meshwright.synthesis.speech_acts import ACTS, SIDES
 
 
 def balance_page(title: str, report: Mapping[str, Any]) -> str:
-    """The page of what `balance.balance` found; nothing in it is loaded from elsewhere."""
+    """The page of what `balance.measure_balance` found; nothing in it is loaded from elsewhere."""
     return page(f"Speech acts of {title}", element("h1", f"Speech acts of {title}"), *_parts(report))
 
 
