@@ -19,7 +19,7 @@ Value = tuple[str, tuple[tuple[int, ...], str]]
 
 
 def _named(before: str, shape: tuple[int, ...], kind: str, *names: str) -> Iterator[Value]:
-    """Values of one shape and kind."""
+    """Return (`before` + name, (`shape`, element type `kind`)) for each name: values of one shape and type."""
     return ((before + name, (shape, kind)) for name in names)
 
 
@@ -119,7 +119,8 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(f"{last}, {INPUT}, {added}", RESULT)
 
     def _mixed(self) -> Iterator[Kernel]:
-        """From the norm's output to what experts make of it."""
+        """Yield the forward's kernels of the mixture, shared expert included: from the norm's output to the
+        experts'."""
         config = self.at.config
         yield from self._chosen("mlp.input")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")
@@ -135,7 +136,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel(SHARED[1], "mlp.shared.down.output")
 
     def _chosen(self, given: str) -> Iterator[Kernel]:
-        """The router's scores and choice. given: the norm's output, or the logits where they are kept."""
+        """Yield the kernels of the router's choice. given: "mlp.input" (norm's output), or kept "mlp.router.logits"."""
         softmax = self.at.config.router == "softmax"
         if given == "mlp.input":
             if not softmax and self.x < self.wide:
@@ -161,7 +162,7 @@ class CompiledMixture(CompiledBlock):
         yield from min((list(self._backward(way)) for way in ways), key=self._peak)
 
     def _peak(self, kernels: list[Kernel]) -> int:
-        """Of buffers alone: what is inside of an operator inductor does not know."""
+        """Return the peak bytes of kernels in order, by buffers: inductor does not see memory inside operators."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.kept())}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
         return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
@@ -210,30 +211,30 @@ class CompiledMixture(CompiledBlock):
 
     @property
     def _wide(self) -> bool:
-        """Whether the router multiplies copies in the type of sums."""
+        """True if the router multiplies float32 copies of its input and weight: of sigmoid, below float32."""
         return self.at.config.router == "sigmoid" and self.x < self.wide
 
     def _copied(self, way: str) -> bool:
-        """Whether the gradient of what experts give is made twice, for either of its products."""
+        """Return True if the gradient of the experts' output is made twice, once per product. way: "at once" ..."""
         config = self.at.config
         several = self.again == "none" and config.shared_intermediate > 0 and not config.normalise_choice
         return several and way != EXPERTS_FIRST
 
     def _parts(self) -> list[str]:
-        """What the gradient of the mixture's input is the sum of."""
+        """Return the names of the gradients whose sum is the gradient of the mixture's input."""
         config, found = self.at.config, ["mlp.input.gradient"]
         found += ["mlp.shared.input.gradient"] if config.shared_intermediate else []
         return found + (["mlp.shared.gate.input.gradient"] if config.shared_gate else [])
 
     def _chosen_before(self, kept: set[str]) -> Iterator[Kernel]:
-        """The choice, if it is not there already."""
+        """Yield the kernels that repeat the router's choice from its logits, unless it is in `kept` (saved names)."""
         if "mlp.router.chosen" in kept:
             return
         yield from self._chosen("mlp.router.logits")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")
 
     def _shared_first(self, given: str) -> Iterator[Kernel]:
-        """The expert of all tokens, the router's choice, which is made again from its logits, experts."""
+        """Yield a mixture's backward: shared expert, router, experts. given: gradient of the mixture's output."""
         config, made = self.at.config, "mlp.experts.down.output.gradient"
         copied = self._copied(SHARED_FIRST)
         copy = f", {made}.copy" if copied else ""
@@ -264,7 +265,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel("mlp.shared.gate.gradient", "mlp.shared.gate.input.gradient")
 
     def _choice_backward(self, given: str) -> Iterator[Kernel]:
-        """The gradient of the router's logits."""
+        """Yield the kernel of the router logits' gradient. given: gradient of the mixture's output, and more reads."""
         scores = "mlp.router.scores" if self.at.config.router == "softmax" else "mlp.router.logits"
         reads = f"{given}, mlp.experts.down.output, mlp.router.weights, mlp.router.chosen, {scores}"
         made = "mlp.router.weights.gradient, mlp.router.scores.gradient, mlp.router.choice.gradient, "
@@ -272,7 +273,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(reads, f"{inverse}{made}mlp.router.logits.gradient")
 
     def _activation_backward(self, made: str) -> Iterator[Kernel]:
-        """From the gradient of what experts give to that of what their first product gives."""
+        """Yield the kernels from the gradient of the experts' output, `made`, to that of their first product."""
         yield self._operator(f"{made}, mlp.experts.ends", "mlp.experts.down.input.gradient")
         again = "" if self.again == "full" else "mlp.experts.down.input, "
         reads = "mlp.experts.up.output, mlp.experts.down.input.gradient"
@@ -288,7 +289,7 @@ class CompiledMixture(CompiledBlock):
         return self._operator(reads, "weight gradient of experts' up")
 
     def _shared_backward(self, given: str, at_once: bool) -> Iterator[Kernel]:
-        """at_once: whether its weight gradients are computed as soon as they can be."""
+        """Yield the shared expert's backward. given: gradient of its output; at_once: weight gradients come early."""
         there, weight = SHARED[1] in self.kept(), "weight gradient of shared down"
         if self.at.config.shared_gate:
             made = "mlp.shared.down.output.gradient"
@@ -311,7 +312,7 @@ class CompiledMixture(CompiledBlock):
         return self._kernel(f"{given}, mlp.shared.gate, mlp.shared.down.output", made)
 
     def _weights_left(self, way: str) -> Iterator[Kernel]:
-        """The weight gradients that wait for the norm's output."""
+        """Yield the kernels of weight gradients that wait for the norm's output. way: such as "experts first"."""
         config = self.at.config
         if way == EXPERTS_FIRST:
             yield self._weight_of_up()
@@ -326,7 +327,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.router.logits.gradient, mlp.input", "weight gradient of the router")
 
     def _experts_first(self, given: str) -> Iterator[Kernel]:
-        """Experts, then the router, then the expert of all tokens."""
+        """Yield a mixture's backward: experts, router, shared expert. given: gradient of the mixture's output."""
         config, made = self.at.config, "mlp.experts.down.output.gradient"
         yield from self._chosen("mlp.router.logits")
         yield self._kernel(f"{given}, mlp.experts.order, mlp.router.weights", made)
@@ -347,7 +348,7 @@ class CompiledMixture(CompiledBlock):
             yield self._all_parts("mlp.input.gradient, mlp.experts.up.input")
 
     def _weights_last(self, given: str) -> Iterator[Kernel]:
-        """Those that nothing is gained by computing sooner."""
+        """Yield the weight gradients of router and shared expert. given: gradient of the mixture's output."""
         router = "mlp.input"
         if self._wide:
             yield self._kernel("mlp.input", "mlp.router.input.again")
@@ -359,7 +360,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel("mlp.shared.up.output.gradient, mlp.input", "weight gradient of shared up")
 
     def _at_once(self, given: str) -> Iterator[Kernel]:
-        """Where the mixture's input is there: every weight gradient as soon as it can be."""
+        """Yield a mixture's backward, weight gradients early. given: gradient of the mixture's output."""
         config, kept, made = self.at.config, self.kept(), "mlp.experts.down.output.gradient"
         if config.shared_gate and self.again == "full":
             yield self._gate_backward(given)
@@ -390,7 +391,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.experts.gradient, mlp.router.logits.gradient", "mlp.input.gradient")
 
     def _all_parts(self, made: str) -> Kernel:
-        """In the place of the router's part, which is of the wide type."""
+        """Return the kernel that sums the input's gradients into `made`, over the router's float32 part."""
         shared = ", mlp.shared.input.gradient" if self.at.config.shared_intermediate else ""
         reads = "mlp.router.input.gradient, mlp.experts.inverse, mlp.experts.up.input.gradient"
         over = {"mlp.input.gradient": "mlp.router.input.gradient"}

@@ -15,6 +15,8 @@ class CompiledFront(CompiledBlock):
     """The compiled part of a block with expert-parallel experts: norm, attention, second norm; two results."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+        """Yield (name, (shape, element type)) of each value, with the two results and the gradient of the mixture's
+        input."""
         yield from super()._values()
         for name in (NORMED, NORMED_GRADIENT, BETWEEN):
             yield name, ((self.at.rows, self.at.slice, self.at.config.hidden), "x")

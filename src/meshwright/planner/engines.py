@@ -200,7 +200,8 @@ ENGINES: dict[str, Engine] = {
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
-    """Return the engine of a name, with compiled blocks if `compile`; `UserError` with the nearest name."""
+    """Return the training engine of a name such as "megatron", or the given one; compile: with compiled blocks.
+    `UserError` with the nearest name for an unknown one."""
     if isinstance(name, str):
         if name not in ENGINES:
             raise UserError(unknown("engine", name, ENGINES))

@@ -180,7 +180,7 @@ def repeating(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=32)
 def _complete(program: PipelineProgram) -> PipelineProgram:
-    """With its messages, once for all ranks."""
+    """Return a pipeline program with its messages added; cached, as all ranks share it."""
     return with_transfers(program)
 
 
@@ -380,14 +380,14 @@ class _Step:
         )  # fmt: skip
 
     def _stream(self) -> int:
-        """Bytes of what passes between stages."""
+        """Return the bytes of the hidden states that pass from stage to stage."""
         sizes = next(iter(self.stages.values()), None) or self.stage(
             self.partition.held(self.place["pp"])[0].index, False
         )
         return sizes.stream
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
-        """The forwards that are followed at once by their own backward (`parallel/step.py`)."""
+        """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""
         found: set[tuple[int, int, int]] = set()
         before: tuple[int, int, int] | None = None
         for _, kind, *key in self._steps():
@@ -403,7 +403,7 @@ class _Step:
         return list_rank_steps(self.program, self.place["pp"])
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
-        """What there is at a moment beside what stays."""
+        """Yield the tensors at a moment beside persistent ones. others: bytes by (category, name, stage)."""
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)
