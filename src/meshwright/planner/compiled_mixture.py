@@ -119,8 +119,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(f"{last}, {INPUT}, {added}", RESULT)
 
     def _mixed(self) -> Iterator[Kernel]:
-        """Yield the forward's kernels of the mixture, shared expert included: from the norm's output to the
-        experts'."""
+        """Yield the forward's kernels of the mixture, shared expert included, from the norm's output on."""
         config = self.at.config
         yield from self._chosen("mlp.input")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")

@@ -57,8 +57,8 @@ class DataCalls:
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def verdict(self, figures: int = 0) -> None:
-        """Add the all-reduce over all ranks that ends a step: do all agree that it is finite. figures: numbers of the
-        loss in it."""
+        """Add the all-reduce by which all ranks agree on a step's outcome. figures: numbers of the loss in it, beside
+        its own."""
         ranks = self.layout.world_size
         self.all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
 

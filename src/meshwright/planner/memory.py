@@ -97,7 +97,8 @@ class RankMemory:
 
 
 def by_layers(items: Iterable[Item]) -> list[Item]:
-    """Merge the items of layers that differ only in the layer's number; returns items, largest first."""
+    """Merge ledger items of layers that differ only in the layer's number, such as `layers.0.mlp.up.input`; return
+    items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
@@ -140,7 +141,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
 
 
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Return the pipeline ranks whose memory differs: the first and the last of each set with the same stages.
+    """Return the pipeline ranks whose memory differs: the first and the last of each set with equal stages.
 
     One of the two has most micro-batches in flight; the others are between them.
     """

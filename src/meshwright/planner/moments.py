@@ -100,13 +100,13 @@ class StageMoments:
         self.queue = sum(map(self._queue_of, layers))
 
     def _place(self, saved: Saved) -> int:
-        """The number of its unit; -1 for what comes before them and is there until the end."""
+        """Return the index of the unit that saved an activation; -1 if none did, and it stays until the end."""
         if saved.name.startswith(OF_HEAD):
             return self._unit["head"]
         return self._unit.get(".".join(saved.name.split(".")[:2]), -1)
 
     def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
-        """Bytes by number of the unit; the last: of none."""
+        """Return the saved bytes by index of the unit; the last entry: of no unit."""
         found = [0] * (len(self.units) + 1)
         for each in saved:
             found[self._place(each)] += each.bytes
@@ -217,7 +217,7 @@ class StageMoments:
         yield Moment("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
-        """Of each product's weight on this rank."""
+        """Yield the bytes of the QKV product's and the first MLP product's weight on this rank."""
         config, tp = self.at.config, self.at.layout.tp
         yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
         yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
@@ -279,7 +279,7 @@ class StageMoments:
             yield Extra("activations", "gradient of the head's input, unscaled", hidden * self.x)
 
     def _table_backward(self, unit: str) -> Iterator[Extra]:
-        """Rows are added up in the type of sums (`model/layers.py`)."""
+        """Yield the temporaries of the backward of a lookup table, such as "embedding", which sums in float32."""
         config = self.at.config
         tables = {"positions": config.max_positions, "token_types": config.token_types}
         rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
@@ -327,14 +327,14 @@ class StageMoments:
             yield f".attention{name}", [*around, *extras]
 
     def _of(self, unit: str) -> list[Saved]:
-        """What a unit keeps where nothing is computed again: of hundreds of tensors a dozen, asked for many times."""
+        """Return what a unit such as "layers.3" saves without recompute; indexed once, as it is asked for often."""
         if not self._by_units:
             for each in self.whole:
                 self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
         return self._by_units.get(unit, [])
 
     def _used(self, names: Sequence[str]) -> Iterator[Extra]:
-        """What is listed as kept and is gone by now, of tensors whose names begin so."""
+        """Yield a tensor of negative bytes: saved activations freed by now, whose names begin with one of `names`."""
         begin = tuple(names)
         units = {".".join(name.split(".")[:2]) for name in begin}
         freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
@@ -342,7 +342,7 @@ class StageMoments:
             yield Extra("activations", "used already", -freed)
 
     def _queue_of(self, unit: str) -> int:
-        """What the weight gradients of a layer need."""
+        """Return the bytes that the queued weight gradients of a layer keep. unit: such as "layers.3"."""
         layer = int(unit.split(".")[1])
         if self._known(unit):
             return compiled_split.queued_bytes(self.at, layer, self.x)
@@ -351,7 +351,7 @@ class StageMoments:
     # --- what ZeRO adds
 
     def _gathered(self, place: int, step: int) -> list[Extra]:
-        """Under ZeRO-3: the parameters of the unit, and those of the next one on the way (backward: the one before)."""
+        """Return ZeRO-3's gathered parameters of unit `place` and the next. step: 1 forward, -1 backward."""
         following = place + step
         names = {self.units[place], *((self.units[following],) if 0 <= following < len(self.units) else ())}
         if step < 0:
@@ -374,7 +374,7 @@ class StageMoments:
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Extra]:
-        """Whole gradient buffers of the unit."""
+        """Return the whole gradient buffers of the unit with index `place` (and of a tied embedding)."""
         now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
@@ -382,24 +382,24 @@ class StageMoments:
         return [each for flat in opened for each in self._whole(flat)]
 
     def _known(self, unit: str) -> bool:
-        """Whether it is a layer whose kernels are known."""
+        """Return True if a unit such as "layers.3" is a compiled layer whose kernels are modelled."""
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
 
     def _spread(self, unit: str) -> bool:
-        """Whether it is a layer whose experts have ranks of their own."""
+        """Return True if a unit such as "layers.3" is a layer with expert-parallel experts."""
         return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
 
     def _waits(self, place: int) -> bool:
-        """Whether a unit is complete only when weight gradients are."""
+        """Return True if the gradients of unit `place` are complete only with the weight-gradient pass: a layer's."""
         return self.units[place].startswith("layers.")
 
     def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
-        """The reductions that are posted of units, in their order."""
+        """Return the reductions that a backward in state `ways` posts for the units `places` (indices), in order."""
         flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
-        """Return the tensors that the last posted reductions hold until they are waited for."""
+        """Return the tensors that reductions in flight hold: of `posted`, the last ones, not waited for yet."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
@@ -426,5 +426,5 @@ def _of_norm_or_known(saved: Saved) -> bool:
 
 
 def _of_loss(saved: Saved) -> bool:
-    """What the loss keeps to itself: it goes when the whole backward is over, and not with autograd's tensors."""
+    """Return True if the loss keeps a saved activation itself: freed only when the whole backward is over."""
     return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

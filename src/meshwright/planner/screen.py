@@ -113,7 +113,7 @@ class _Ways:
 
 
 def _ends(way: Way) -> tuple[Any, ...]:
-    """What the times of the embedding and the head depend on."""
+    """Return what the times of embedding and head depend on: tp, sequence parallelism, cp and rows."""
     return way.layout.tp, way.layout.tensor_sequence_parallel, way.layout.cp, way.rows
 
 
@@ -172,7 +172,7 @@ class _Groups:
         self._shares: dict[bool, Floats] = {}
 
     def groups(self, axis: str) -> list[Group]:
-        """Return the distinct groups of an axis."""
+        """Return the distinct groups of an axis such as "data"."""
         if axis not in self._groups:
             self._groups[axis] = [group_of(layout, axis, self.cluster) for layout in self.layouts]
         return self._groups[axis]
@@ -182,7 +182,7 @@ class _Groups:
         return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
-        """Return the seconds of a collective on vectors of `size` bytes: [..., ways]."""
+        """Return the seconds of a collective over an axis such as "data", for `size` bytes: [..., ways]."""
         return self._cost(operation, axis).at(size)
 
     def sends(self, size: Floats) -> Floats:
@@ -326,7 +326,7 @@ class _Stages:
         return np.where(self._keeps(at_once), self.memory.head[self.here.at], 0.0)
 
     def _keeps(self, at_once: bool) -> Array:
-        """Whether the head's gradient is formed in the forward, [ways]."""
+        """Return whether the head's gradient is formed in the forward: [ways]. at_once: backwards follow at once."""
         last = next(stage for stage in self.examples if stage.last)
         return np.array([self.here.of.work[way].keeps(last, at_once) for way in self.here.at])
 
@@ -354,7 +354,7 @@ class _Stages:
 
 
 def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, ...]]:
-    """For each level of ZeRO: ways, levels, sharding groups, seconds, bytes."""
+    """Yield, for each level of ZeRO, columns: ways, levels, ranks of sharding groups, seconds, bytes."""
     fits = here.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks
     if pipe.schedule in BIDIRECTIONAL_SCHEDULES:
         fits = fits & (here.micro % 2 == 0)
