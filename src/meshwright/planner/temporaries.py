@@ -30,7 +30,7 @@ class Extra(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """How CPU attention over `length` queries and keys is tiled.
+    """How attention over `length` queries and keys is tiled.
 
     rows, kv_heads: sequences and key-value heads processed together; group: query heads of a key-value head; queries:
     of a tile; several_groups: not all rows and heads are processed together.
