@@ -244,6 +244,7 @@ def held(config: ModelConfig, layout: Layout) -> Held:
     attention += 2 * config.head_dim * config.query_key_norm + norm * (4 if config.post_norms else 2)
 
     def mlp(width: float) -> float:
+        """Return the parameters of an MLP with `width` columns."""
         up = width * (2 if config.gated else 1)
         return up * (hidden + config.mlp_bias) + hidden * (width + config.mlp_bias)
 

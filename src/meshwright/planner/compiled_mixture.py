@@ -1,11 +1,7 @@
 """A compiled block whose MLP is a mixture of experts, in one graph: what its forward keeps, and its kernels.
 
-The router's choice, the order of tokens and the way to their experts are small beside what experts make, but most of
-it is computed again in the backward before the first product can be; what is written down here is what
-`compiled_blocks` writes of dense ones, and the attention before it is theirs.
-
-The order of kernels is inductor's, as it came out for every shape that was looked at (torch 2.13): with an expert for
-all tokens that one comes first on the way back, and weight gradients of experts wait for the norm's kernel.
+Most of routing is computed again in the backward. Kernels are in inductor's order (torch 2.13, every shape looked at):
+a shared expert comes first in the backward, and weight gradients of experts wait for the norm's kernel.
 """
 
 from __future__ import annotations
@@ -33,6 +29,7 @@ class CompiledMixture(CompiledBlock):
     """Kernels and saved activations of a compiled mixture-of-experts block without expert parallelism."""
 
     def _values(self) -> Iterator[Value]:
+        """Yield (name, (shape, element type)) of each value, with those of router, experts and shared expert."""
         yield from super()._values()
         at, config = self.at, self.at.config
         tokens, hidden, width = at.rows * at.tokens, config.hidden, config.expert_intermediate // at.layout.tp
@@ -79,6 +76,7 @@ class CompiledMixture(CompiledBlock):
         return self.at.config.shared_intermediate // self.at.layout.tp
 
     def kept(self) -> list[str]:
+        """Return the names of the activations that the forward saves for the backward, beside the block's input."""
         config = self.at.config
         added = "sum" if self.summed else "product"
         shared = ["mlp.shared.up.output"] if config.shared_intermediate else []
@@ -102,9 +100,8 @@ class CompiledMixture(CompiledBlock):
             shared.append("mlp.shared.down.input")
         return [*dense, *scores, *weights, *loads, *places, *experts, *shared]
 
-    # --- forward
-
     def forward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the forward in order."""
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, {added}", "mlp.input")
@@ -148,8 +145,6 @@ class CompiledMixture(CompiledBlock):
         yield self._operator("mlp.router.chosen", "mlp.experts.sorted, mlp.experts.order")
         yield self._operator("mlp.experts.sorted", "mlp.experts.ends")
 
-    # --- backward
-
     def backward(self) -> Iterator[Kernel]:
         """Yield the kernels of the backward, in inductor's order of lowest peak."""
         if "mlp.input" in self.kept():
@@ -167,6 +162,7 @@ class CompiledMixture(CompiledBlock):
         return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _backward(self, way: str) -> Iterator[Kernel]:
+        """Yield the kernels of the backward. way: its order, "at once", "shared first" or "experts first"."""
         kept, given = set(self.kept()), GRADIENT
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         if way == AT_ONCE:
@@ -279,11 +275,13 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(reads, f"{again}mlp.experts.up.output.gradient")
 
     def _weight_of_down(self, copied: bool = False) -> Kernel:
+        """Return the kernel of the weight gradient of the experts' second product. copied: it reads a copy."""
         copy = ".copy" if copied else ""
         reads = f"mlp.experts.down.output.gradient{copy}, mlp.experts.down.input, mlp.experts.ends"
         return self._operator(reads, "weight gradient of experts' down")
 
     def _weight_of_up(self) -> Kernel:
+        """Return the kernel of the weight gradient of the experts' first product."""
         reads = "mlp.experts.up.output.gradient, mlp.experts.up.input, mlp.experts.ends"
         return self._operator(reads, "weight gradient of experts' up")
 
@@ -307,6 +305,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.shared.up.output.gradient", "mlp.shared.input.gradient")
 
     def _gate_backward(self, given: str) -> Kernel:
+        """Return the kernel of the shared expert's gate's backward. given: gradient of the mixture's output."""
         made = "mlp.shared.gate.gradient, mlp.shared.down.output.gradient"
         return self._kernel(f"{given}, mlp.shared.gate, mlp.shared.down.output", made)
 
@@ -397,6 +396,7 @@ class CompiledMixture(CompiledBlock):
         return self._kernel(f"{reads}, mlp.experts.order{shared}", made, over=over)
 
     def _turned(self, twice: bool = False) -> Kernel:
+        """Return the kernel that rotates queries and keys. twice: also copies for recomputed attention."""
         return super()._turned(twice and self.x < self.wide)
 
     def _core_again(self) -> Iterator[Kernel]:

@@ -167,6 +167,7 @@ def ledger(
 
 @lru_cache(maxsize=16)
 def _table(config: ModelConfig) -> ParameterTable:
+    """Return the parameter table of a model, cached."""
     return parameter_table(config)
 
 
@@ -258,6 +259,7 @@ class _Step:
         return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
 
     def _staying(self) -> Iterator[Item]:
+        """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
         for state in self.states:
             yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.held(self.place["pp"])):
@@ -276,11 +278,8 @@ class _Step:
             size = 8 * whole[0] * whole[1]
             yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
 
-    # --- through the program
-
     def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
-        """The highest moment of every step, and what there is beside it; `alive` says of what (category, name,
-        stage)."""
+        """Yield (peak, other bytes then) of each step; `alive` is kept at those, by (category, name, stage)."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
@@ -336,7 +335,7 @@ class _Step:
     def _highest(
         self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
     ) -> _Highest:
-        """The first of a step's highest moments: they are the same for every micro-batch that finds the same."""
+        """Return a step's first peak. later, over: not the stage's first pass, its last; before: open reductions."""
         key = id(part), kind, later, over, id(before)
         if key not in self._highest_of:
             ways = Ways(later, over, before)
@@ -400,6 +399,7 @@ class _Step:
         return found
 
     def _steps(self) -> list[Row]:
+        """Return this rank's steps of the pipeline program, in order."""
         return list_rank_steps(self.program, self.place["pp"])
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:

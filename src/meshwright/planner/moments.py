@@ -1,8 +1,7 @@
 """The moments of a stage's forward and backward at which memory may be highest: how much there is then beside what
 stays from step to step and what other micro-batches keep. Closed forms, in the order in which autograd frees.
 
-Temporary tensors are those of the engine's operations at full tensor size; what a kernel needs inside is left out, but
-for the tiles of CPU attention.
+Temporaries are the tensors of the engine's operations at full size; inside kernels only CPU attention's tiles count.
 """
 
 from __future__ import annotations
@@ -118,8 +117,6 @@ class StageMoments:
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
 
-    # --- forward
-
     def forward(self) -> Iterator[Moment]:
         """Yield the snapshots of the forward of one micro-batch."""
         before = self.of_unit[-1]
@@ -134,6 +131,7 @@ class StageMoments:
             yield Moment("end of forward", before, out, self, len(self.units))
 
     def _layer_forward(self, place: int) -> Iterator[Extra]:
+        """Yield the tensors in memory while unit `place` computes its forward."""
         unit = self.units[place]
         if not unit.startswith("layers."):
             yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
@@ -148,8 +146,8 @@ class StageMoments:
             yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
-        """The loss while it looks at the last chunk's logits, and while it adds their part to the gradient of the
-        head's weight (`model/loss.py`). again: on the way back, where the forward kept neither gradient."""
+        """Return (snapshot name, tensors) of the loss at its last chunk's logits, and as it adds to the gradient of the
+        head's weight. again: in the backward, as the forward kept neither gradient."""
         config, at = self.at.config, self.at
         states = [Extra("activations", "what the last layer gave", self.stream)] if config.encoder else []
         if config.head not in ("next", "masked"):
@@ -175,8 +173,6 @@ class StageMoments:
             parts = (self.x if several else 0) + (self.x if several and self.x < self.wide else 0)
             found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
         return found
-
-    # --- backward
 
     def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
         """Yield the snapshots of the backward (`split`: of the input-gradient pass)."""
@@ -223,6 +219,7 @@ class StageMoments:
         yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
 
     def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+        """Yield (snapshot name, tensors) of unit `place`'s backward; split: only its input gradients."""
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
@@ -252,8 +249,8 @@ class StageMoments:
             yield "", [*self._table_backward(unit)]
 
     def _beside(self, unit: str) -> int:
-        """What computing again leaves there beside what it makes: a narrow input, of which norms keep a wide copy, and
-        results that nothing reads again."""
+        """Return the bytes that recompute of a layer leaves beside what it makes: a narrow input of norms, and results
+        that nothing reads again. unit: "layers.N"."""
         if self.at.layout.recompute == "none":
             return 0
         names = [f"{unit}.input"] if self.x < self.wide else []
@@ -265,6 +262,7 @@ class StageMoments:
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _loss_backward(self) -> Iterator[Extra]:
+        """Yield the gradients, of the head's input and weight, and their copies that the loss's backward makes."""
         config = self.at.config
         hidden = self.predicted * config.hidden
         both = self.x if self.x == self.wide else self.x + self.wide
@@ -290,6 +288,8 @@ class StageMoments:
         yield Extra("gradients", f"{unit} gradient, wide", rows * config.hidden * self.wide)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+        """Yield (snapshot name, tensors) of an eager layer's backward. unit: "layers.N"; split: only its input
+        gradients."""
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights, number = not (self.fused or split), int(unit.split(".")[1])
@@ -348,8 +348,6 @@ class StageMoments:
             return compiled_split.queued_bytes(self.at, layer, self.x)
         return queued_bytes(self.at, self._of(unit), layer, self.x)
 
-    # --- what ZeRO adds
-
     def _gathered(self, place: int, step: int) -> list[Extra]:
         """Return ZeRO-3's gathered parameters of unit `place` and the next. step: 1 forward, -1 backward."""
         following = place + step
@@ -366,8 +364,8 @@ class StageMoments:
         ]
 
     def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
-        """What reductions under way receive into, and whole gradient buffers that no pool keeps; those of the unit
-        itself, unless they are opened `later`. A first half of a backward, `split`, posts and opens them at its end."""
+        """Return the tensors of reductions in flight, and whole gradient buffers, during unit `place`'s backward.
+        split: of the first half, which posts at its end; later: the unit's own buffers open afterwards."""
         if split:
             return self.under_way(ways.before)
         posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
@@ -411,6 +409,7 @@ class StageMoments:
         return found
 
     def _whole(self, flat: Flat) -> list[Extra]:
+        """Return the whole gradient of a flat buffer under ZeRO-2 and 3, unless a pool keeps it."""
         if flat.zero < 2 or flat.padded in self.pooled:
             return []
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
@@ -422,6 +421,7 @@ class StageMoments:
 
 
 def _of_norm_or_known(saved: Saved) -> bool:
+    """Return True if an activation is saved by the final norm, or is "head.known"."""
     return saved.name.startswith(("final_norm.", "transform")) or saved.name == "head.known"
 
 

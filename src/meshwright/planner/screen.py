@@ -143,8 +143,7 @@ class _Ranks:
 
 
 class _Groups:
-    """Groups of each way's axes and the costs of their collectives, as arrays [ways]. inside: ZeRO
-    shards inside nodes."""
+    """Groups of the axes of each way, and costs of collectives, as arrays [ways]. inside: ZeRO shards inside nodes."""
 
     def __init__(self, here: _Ranks, inside: bool) -> None:
         of = here.of
@@ -382,6 +381,7 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
 
 
 def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> Floats:
+    """Return the seconds of a step: [ways]. at_once: backwards follow at once; inside: ZeRO shards inside nodes."""
     in_time = level_in_time(zero, pipe.ranks, here.of.problem.engine)
     phases, once = stages.of_ranks(pipe, at_once, in_time, inside)
     if pipe.ranks == 1:
@@ -395,5 +395,6 @@ def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int
 
 
 def _bytes(here: _Ranks, stages: _Stages, kept: Floats, zero: int, inside: bool) -> Floats:
+    """Return the peak bytes: [ways]. kept: of saved activations [ways, ranks]; inside: ZeRO shards inside nodes."""
     stay, layer = stages.states(zero, inside)
     return np.asarray((stay + kept).max(axis=1) + stages.memory.passing[here.at] + layer, dtype=np.float64)

@@ -140,6 +140,8 @@ class _Decided:
         return [self.difference[at] for _, at, _ in self.best]
 
     def _decide(self) -> None:
+        """Price candidates exactly, fastest by closed form first, until enough are decided or `MOST_PRICED` are
+        done."""
         every, problem, wanted = self.every, self.problem, self._wanted
         needed, left, told = self._needed, self._left, self.told
         kinds, factors = self.kinds, self.factors

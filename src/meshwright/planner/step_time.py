@@ -239,7 +239,7 @@ class Step:
         """Return the seconds of all micro-batches in the pipeline, and those of them due to messages.
 
         program: to simulate, None for the closed form; times: [phases, parts] of each stage; places: stages of each
-        rank; parts: simulate without messages too, else the second is 0.
+        rank; parts: simulate without messages too; if False, the second of a simulation is 0.
         """
         forward, back, weight = np.array(times).sum(axis=2).T
         transfer = self.transfer()
