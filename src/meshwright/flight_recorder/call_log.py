@@ -40,7 +40,7 @@ class Group:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks briefly: `0-3`, `0-6/2` (every second one), `1,5,6`."""
+    """Return ranks as brief text: `0-3`, `0-6/2` (every second one), `1,5,6`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(b - a == step for a, b in pairwise(ranks)):

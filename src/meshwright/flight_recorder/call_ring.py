@@ -222,7 +222,7 @@ class CallWriter:
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Return the number of the code location, outside comm/, torch and this package, that makes the current
+        """Return the number of the code location, outside comm/, flight_recorder/ and torch, that makes the current
         call."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:

@@ -79,8 +79,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Format the whole report: `first_line` (the conclusion), a paragraph for each rank, the calls on which they
-        differ."""
+        """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, the calls on
+        which they differ."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, what each rank was doing:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)

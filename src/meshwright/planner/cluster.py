@@ -238,7 +238,8 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
 
 
 def _factors(devices: int, size: int) -> str:
-    """The largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is 1."""
+    """Return the largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is
+    1."""
     fits = next(each for each in range(size, 0, -1) if devices % each == 0)
     return f"{devices // fits}x{fits}" if fits > 1 else ""
 

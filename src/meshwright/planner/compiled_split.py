@@ -95,7 +95,7 @@ def _products(block: CompiledBlock) -> int:
 
 
 def split_backward(block: CompiledBlock) -> Iterator[Kernel]:
-    """Yield the kernels of the backward without those of weight gradients."""
+    """Yield the kernels of a compiled block's backward, in order, without those of weight gradients."""
     for kernel in block.backward():
         if not kernel.name.startswith("weight gradient"):
             yield kernel

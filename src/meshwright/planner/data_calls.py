@@ -109,7 +109,7 @@ class DataCalls:
         return True
 
     def on(self, axis: str) -> tuple[int, int]:
-        """Return the number of ranks of an axis, and this rank's index in it."""
+        """Return the number of ranks in this rank's group of an axis such as "data", and this rank's index in it."""
         group = next(group for group in self.layout.groups(axis) if self.rank in group)
         return len(group), group.index(self.rank)
 
@@ -146,7 +146,7 @@ class DataCalls:
 
 
 def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Sum bytes by call site, without sites that send nothing. calls: bytes by (site, axis)."""
+    """Return the bytes sent by call site, without sites that send nothing. calls: bytes by (site, axis)."""
     found = Counter[str]()
     for (site, _), sent in calls.items():
         found[site] += sent
@@ -154,5 +154,5 @@ def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
 
 
 def by_axis(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Sum bytes by mesh axis, without axes that send nothing. calls: bytes by (site, axis)."""
+    """Return the bytes sent by mesh axis, without axes that send nothing. calls: bytes by (site, axis)."""
     return by_site({(axis, site): sent for (site, axis), sent in calls.items()})

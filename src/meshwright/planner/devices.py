@@ -21,8 +21,8 @@ class Links:
     seconds of one message.
 
     Attributes:
-        kind: Key of the scale-up link's latency in devices.toml.
-        name: Of the scale-up link.
+        kind: Of the scale-up link, such as "nvlink" or "pcie".
+        name: Of the scale-up link, such as "NVLink3".
         scaleup: Bandwidth to all devices of the scale-up domain together.
         pair: Bandwidth to one of them alone; less where every pair has wires of its own.
         domain: Devices of a scale-up domain.

@@ -25,7 +25,7 @@ class Passes(NamedTuple):
     wide: float = 0.0
 
     def bytes(self, itemsize: int) -> float:
-        """Return the bytes moved per element. itemsize: bytes of a narrow value."""
+        """Return the bytes moved per element. itemsize: bytes of a value in the model's type."""
         return self.narrow * itemsize + self.wide * WIDE
 
 

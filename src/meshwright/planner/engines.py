@@ -70,7 +70,7 @@ class Engine:
     zero: tuple[int, ...] = (0, 1)
 
     def compiled(self) -> Engine:
-        """Return the engine with compiled blocks (torch.compile)."""
+        """Return this engine with compiled blocks (torch.compile)."""
         holds = min(self.loss_holds, 8.0)
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 

@@ -172,7 +172,7 @@ def _table(config: ModelConfig) -> ParameterTable:
 
 
 def repeating(layout: Layout) -> Layout:
-    """Return the layout with the fewest micro-batches that reach the same memory peak (rounds repeat)."""
+    """Return the layout with the fewest micro-batches whose step has the same memory peak, as schedules repeat."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
@@ -357,7 +357,7 @@ class _Step:
         return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
-        """Return the memory snapshots of a stage. at_once: a forward is directly followed by its backward."""
+        """Return a stage's memory snapshots. index: stage; at_once: backwards follow their forwards directly."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]

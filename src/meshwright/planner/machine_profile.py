@@ -81,7 +81,7 @@ def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, An
 
 @contextmanager
 def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold an exclusive file lock, so that only one process measures this machine at a time.
+    """Hold an exclusive file lock inside the context, so that only one process measures this machine at a time.
 
     log: gets a line while waiting for another process. `UserError` after `seconds` of waiting; `OSError` where the
     directory is not writable.
@@ -168,7 +168,7 @@ def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
 
 
 def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
-    """Write a hardware profile. `OSError` where the directory is not writable."""
+    """Write a hardware profile to the file of its key. `OSError` where the directory is not writable."""
     write_measurement(key.device, asdict(key), asdict(profile))
 
 

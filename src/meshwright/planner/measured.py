@@ -22,7 +22,7 @@ PLACES = ("inside", "across", "world")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured seconds over size (bytes, ascending)."""
+    """Measured seconds as a function of size. sizes: bytes, ascending; seconds: of each size."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -84,9 +84,10 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Measured memory pass, seconds over bytes read and written, on `ranks` concurrent processes of `threads` threads.
+    """Measured memory pass on `ranks` concurrent processes of `threads` threads.
 
-    name: `copy` (into an existing tensor), `add` (sum of two, new), `silu` (elementwise function, new).
+    name: `copy` (into an existing tensor), `add` (sum of two, new), `silu` (elementwise function, new); precision: such
+    as "bf16"; curve: seconds over bytes read and written.
     """
 
     name: str

@@ -162,18 +162,20 @@ def _linear(one: Operation) -> tuple[float, float, float]:
 
 
 class MeasuredCost(NamedTuple):
-    """Seconds of a collective over the bytes of its vector: a measured curve, scaled to the number of ranks."""
+    """Seconds of a collective among a number of ranks: a measured curve, scaled to it. sizes: bytes of the vector;
+    seconds: of each size."""
 
     sizes: Floats
     seconds: Floats
 
     @classmethod
     def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
-        """Build the cost from a curve, with seconds multiplied by `scale`."""
+        """Return the cost that a measured curve gives, its seconds multiplied by `scale`."""
         return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
 
     def at(self, size: Any) -> Any:
-        """Return the seconds of a vector of `size` bytes; beyond the largest size proportional."""
+        """Return the seconds for a vector of `size` bytes (or of each of several), interpolated; beyond the largest
+        proportional."""
         beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
         seconds = np.interp(size, self.sizes, self.seconds) * beyond * (np.asarray(size) > 0)
         return seconds if np.ndim(size) else float(seconds)
@@ -206,7 +208,7 @@ class Chosen:
         self._costs, self._which = costs, which
 
     def at(self, size: Any) -> Any:
-        """Return the seconds of vectors of `size` bytes: [..., candidates]."""
+        """Return the seconds of a collective on `size` bytes for each candidate layout: [..., candidates]."""
         sizes = np.asarray(size, dtype=np.float64)
         sizes = np.broadcast_to(sizes, np.broadcast_shapes(sizes.shape, self._which.shape))
         seconds = np.zeros(sizes.shape)

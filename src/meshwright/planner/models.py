@@ -58,7 +58,7 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
     """Return a note if a Hugging Face configuration names code or an architecture other than the one that is priced,
     else None.
 
-    wanted: an argument that `model_of` has accepted.
+    wanted: preset's name, directory, config.json or its content, checked already.
     """
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
@@ -80,7 +80,7 @@ def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:
-    """Return the layout that a recipe names; None where the planner is to choose."""
+    """Return the layout that a recipe names; None for "auto", where the planner is to choose."""
     return None if recipe.layout == "auto" else recipe.parsed_layout
 
 

@@ -112,7 +112,7 @@ class StageMoments:
         return found
 
     def saved_at(self, place: int, back: bool) -> list[Saved]:
-        """Return the activations saved when the forward (`back`: the backward) reaches unit `place`."""
+        """Return the activations that are saved when the forward (`back`: the backward) reaches unit `place`."""
         return [
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
@@ -175,7 +175,7 @@ class StageMoments:
         return found
 
     def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
-        """Yield the snapshots of the backward (`split`: of the input-gradient pass)."""
+        """Yield the snapshots of a backward that begins in state `ways`. split: only input gradients are computed."""
         left = self.kept
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
@@ -206,7 +206,7 @@ class StageMoments:
             yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
 
     def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
-        """Yield the snapshots of the weight-gradient pass."""
+        """Yield the snapshots of the pass that computes queued weight gradients, begun in state `ways`."""
         widest = max(self._weight_bytes(), default=0)
         extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
         around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
@@ -415,7 +415,7 @@ class StageMoments:
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
-        """Return the reductions a backward posts. weights: True: of its W pass, False: of its B pass, None: both."""
+        """Return the reductions that a backward posts. weights: True: its weight pass, False: input pass."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, ways)
 

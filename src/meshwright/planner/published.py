@@ -44,7 +44,8 @@ class LayerShape:
 
 
 class PublishedEngine(Protocol):
-    """Interface of an engine whose saved activations are published."""
+    """Interface of an engine whose saved activations are published. name: such as "megatron"; source: the
+    publication."""
 
     name: str
     source: str

@@ -135,7 +135,7 @@ def share_of_peak(device: Device, precision: str) -> float:
 
 
 class Group(NamedTuple):
-    """Ranks that communicate: their number, and how many of them share a node."""
+    """Ranks that communicate. ranks: their number; in_node: how many of them share a node."""
 
     ranks: int
     in_node: int
@@ -148,8 +148,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size) (small messages are
-    slower)."""
+    """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
+
+    start: seconds of an empty one; byte: seconds per byte of large ones; root: as small messages are slower.
+    """
 
     start: Floats | float
     byte: Floats | float

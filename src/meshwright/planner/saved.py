@@ -26,7 +26,8 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One saved activation, kept from a forward to its backward: bytes of its whole storage."""
+    """A saved activation, kept from a forward to its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's
+    type name; bytes: of its whole storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +75,8 @@ def saved_activations(
 
 
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
-    """Return the cosine and sine tables of rotary positions, sized to a power of two (`model/rope.py`)."""
+    """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two; none
+    for other positions. parameter_dtype: torch's type name."""
     if config.positions != "rope":
         return []
     types = _types(parameter_dtype)

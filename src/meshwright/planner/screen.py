@@ -48,7 +48,7 @@ class Priced:
 
 
 def screen(problem: Problem) -> Priced:
-    """Price every layout of the search space in closed form."""
+    """Return the closed-form seconds and bytes of every layout of the search space of a problem."""
     work = _Ways(problem)
     blocks: list[tuple[Array, ...]] = []
     every = list(pipes(problem))
@@ -177,7 +177,7 @@ class _Groups:
         return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
-        """Return the number of ranks of an axis: [ways]."""
+        """Return the number of ranks in a group of an axis such as "data": [ways]."""
         return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
@@ -185,7 +185,7 @@ class _Groups:
         return self._cost(operation, axis).at(size)
 
     def sends(self, size: Floats) -> Floats:
-        """Return the seconds of messages of `size` bytes to the next stage: [..., ways]."""
+        """Return the seconds of messages of `size` bytes to the next pipeline stage: [..., ways]."""
         return self._cost("send", "pp").at(size)
 
     def _cost(self, operation: Any, axis: str) -> Cost | Chosen:
@@ -205,7 +205,7 @@ class _Groups:
         return self.ranks("shard"), self.ranks("expert_shard")
 
     def share(self, zero: int) -> Floats:
-        """Return the share of its time that gradient communication takes from overlapped computation: [ways]."""
+        """Return the seconds that overlapped computation loses per second of gradient communication: [ways]."""
         sharded = zero > 0
         if sharded not in self._shares:
             most = np.array([self.collectives.tax(group) for group in self.groups("shard" if sharded else "data")])

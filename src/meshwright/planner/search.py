@@ -84,7 +84,8 @@ class Found:
 
 
 def search(problem: Problem, top: int = 5) -> Found:
-    """Return the `top` fastest layouts that fit and that training accepts; `best` is empty where none fits."""
+    """Return the `top` fastest layouts that fit and that training accepts, and advice; `best` is empty where none
+    fits."""
     begun = time.perf_counter()
     # What no layout mends: more tokens than there are positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
@@ -101,7 +102,7 @@ def search(problem: Problem, top: int = 5) -> Found:
 
 
 def on_device(problem: Problem, peak: Array) -> Array:
-    """Return the device bytes for an allocator peak of `peak` bytes."""
+    """Return the device bytes, CUDA context and slack included, for allocator peaks of `peak` bytes."""
     return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem.cluster)
 
 

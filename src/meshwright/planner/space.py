@@ -136,7 +136,7 @@ def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iter
 
 
 def pipes(problem: Problem) -> Iterator[Pipe]:
-    """Yield every pipeline that the engine and the model's layers admit."""
+    """Yield every (pipeline ranks, schedule, chunks) that the engine and the model's layers admit."""
     config, engine = problem.config, problem.engine
     for ranks in divisors(problem.cluster.devices):
         if ranks == 1:

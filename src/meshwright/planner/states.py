@@ -106,7 +106,8 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: number by size in elements."""
+    """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: their number by size in
+    elements."""
     return kept_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2)

@@ -41,11 +41,14 @@ PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted seconds of a step, with the bounds between which measured runs are expected (`rates.toml`).
+    """Predicted seconds of a training step.
 
-    breakdown: adds up to `seconds`: compute of the busiest rank; exposed communication of tp (tensor), cp (context), ep
-    (expert), data parallelism (data) and stages (pipeline); bubble; optimizer. simulated: by the pipeline simulator,
-    not in closed form.
+    Attributes:
+        seconds: Expected.
+        low, high: Bounds between which measured runs are expected.
+        breakdown: Seconds by part, which add up to `seconds`: compute of the busiest rank; exposed communication of tp
+            (tensor), cp (context), ep (expert), data parallelism (data) and stages (pipeline); bubble; optimizer.
+        simulated: By the pipeline simulator, not in closed form.
     """
 
     seconds: float
@@ -183,8 +186,8 @@ class Step:
         return times
 
     def stage(self, stage: Stage) -> Floats:
-        """Return the seconds of a micro-batch on a stage [phases, parts], exposed ZeRO-2 and 3
-        communication included."""
+        """Return the seconds of a micro-batch in a pipeline stage: [phases (forward, input, weight), parts (compute,
+        tensor, context, expert, data)], exposed ZeRO-2 and 3 communication included."""
         found = self.work.stage(stage, followed_at_once(self.layout))
         if self.zero < 2:
             return found

@@ -22,7 +22,8 @@ ACCELERATOR_TILE = 1024, 1 << 27
 
 
 class Extra(NamedTuple):
-    """A temporary tensor of a memory snapshot; negative bytes where a saved activation is already freed."""
+    """A temporary tensor of a memory snapshot. category: of the memory ledger, such as "workspace"; bytes: negative
+    where a saved activation is already freed."""
 
     category: str
     name: str

@@ -78,7 +78,7 @@ def _best(found: Found, width: int) -> Iterator[str]:
 
 
 def advice_text(found: Found, one: Advice) -> str:
-    """Format a faster layout that does not fit, with the suggested change."""
+    """Format a faster layout that does not fit (`one`), with the change that makes it fit."""
     problem = found.problem
     room = problem.cluster.device.memory_bytes
     wants = (
@@ -142,7 +142,8 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
 
 
 def estimate_text(one: Estimate, width: int = WIDE) -> str:
-    """Format one estimate: time by part, memory by category and by item."""
+    """Format one estimate: time by part, memory by category and by item, lines at most `width` characters long if
+    possible."""
     time, memory, room = one.time, one.memory, one.problem.cluster.device.memory_bytes
     unit = Unit.of(memory.device_bytes)
     parts = ", ".join(
@@ -194,7 +195,8 @@ def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Format every tensor of a rank at its memory peak; equal layers share a line."""
+    """Format every tensor of a rank at its memory peak as a table at most `width` characters wide if possible; equal
+    layers share a line."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "type", unit.name, "stage", "there")
     rows = [
@@ -214,7 +216,7 @@ def there(item: Item) -> str:
 
 
 def shape_text(shape: Sequence[float]) -> str:
-    """Format a shape; "-" for an empty one."""
+    """Format a shape, such as `4,096 x 128`; "-" for an empty one."""
     return " x ".join(f"{size:,.0f}" for size in shape) or "-"
 
 

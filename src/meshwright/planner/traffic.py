@@ -229,7 +229,8 @@ class _Step(DataCalls):
                     self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
-        """Add the all-reduce over tp of partial gradients of this rank's shards, one call for all units."""
+        """Add the all-reduces over tp of partial gradients of this rank's shards, those of all units together. units:
+        to include, as keys."""
         layout, found = self.layout, Counter[int]()
         for row in self.table.rows:
             if row.unit not in units or "tp" not in row.gradient_axes(layout):

@@ -97,7 +97,7 @@ class Recipe(Table):
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
-        """Compare all values; the files that recipes were read from do not matter."""
+        """Return True if all values are equal; the files that recipes were read from do not matter."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @property

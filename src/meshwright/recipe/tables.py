@@ -132,7 +132,8 @@ class ModelRecipe(Table):
 
 
 class TrainRecipe(Table):
-    """[train]: optimization settings."""
+    """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and
+    profiling."""
 
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
