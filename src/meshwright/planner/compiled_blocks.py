@@ -187,7 +187,7 @@ class CompiledBlock:
             yield self._operator("attention.output.product", "attention.output.sum")
 
     def forward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the forward in order."""
+        """Yield the kernels of the block's forward in order."""
         added = "sum" if self.summed else "product"
         yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, attention.output.{added}", "mlp.up.input")
@@ -252,7 +252,7 @@ class CompiledBlock:
         return self.x < self.wide and not self.traded and not self.cuda
 
     def backward(self) -> Iterator[Kernel]:
-        """Yield the kernels of the backward in order."""
+        """Yield the kernels of the block's backward in order, recomputation included."""
         config, kept = self.at.config, set(self.kept())
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         given = GRADIENT

@@ -102,8 +102,8 @@ class Device:
         return None if peak is None else peak * _TERA
 
     def measured_share(self, precision: str) -> float | None:
-        """Return the best measured matrix product as a fraction of the peak. precision: "bf16" or "fp8"; of the other,
-        or of any other name, the one that is known; None if none is."""
+        """Return the best measured matrix product as a fraction of the peak. precision: "bf16" or "fp8"; where that was
+        not measured, the other's is returned; None if neither was."""
         shares = {
             name: best / peak
             for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))

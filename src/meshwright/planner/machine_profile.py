@@ -195,7 +195,7 @@ def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
 
 
 def processor_name() -> str:
-    """Return the processor's name as the kernel reports it."""
+    """Return the processor's name, such as "AMD EPYC 9654", as the kernel reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

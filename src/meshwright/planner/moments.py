@@ -415,7 +415,7 @@ class StageMoments:
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
-        """Return the reductions that a backward posts. weights: True: its weight pass, False: input pass."""
+        """Return the reductions a backward posts. weights: of its weight pass only, or of its input pass; None: all."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, ways)
 
