@@ -9,7 +9,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks whose calls have one order: a process group, or for messages the pair (from, to) of two of its ranks."""
+    """Ranks that make the same calls in the same order: a process group, or two of its ranks that exchange messages.
+
+    ranks: global ranks of the process group; pair: (sender, receiver) of the messages, None for collectives.
+    """
 
     ranks: tuple[int, ...]
     pair: tuple[int, int] | None = None
@@ -20,13 +23,14 @@ class Group:
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
-        """Format the group: `0-3`, `0-6/2`, `1,5,6`, `0-3:2>3`; `from_text` is the inverse."""
+        """Return the group as text, `0-3`, `0-6/2`, `1,5,6` or, for messages from rank 2 to 3, `0-3:2>3`; `from_text`
+        reads it."""
         pair = "" if self.pair is None else f":{self.pair[0]}>{self.pair[1]}"
         return f"{format_ranks(self.ranks)}{pair}"
 
     @classmethod
     def from_text(cls, text: str) -> Group:
-        """Parse the text of `to_text`; a group without ranks for invalid text."""
+        """Parse a group's text such as `0-3` or `0-3:2>3`; a group without ranks for invalid text."""
         ranks, _, pair = text.partition(":")
         try:
             first, _, second = pair.partition(">")
@@ -36,7 +40,7 @@ class Group:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks briefly: `0-3`, `0-6/2` (every second one), `1,5,6`."""
+    """Return ranks as brief text: `0-3`, `0-6/2` (every second one), `1,5,6`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(b - a == step for a, b in pairwise(ranks)):
@@ -45,7 +49,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse `0-3`, `0-6/2` or `1,5,6`."""
+    """Return the ranks of a text such as `0-3`, `0-6/2` (every second one) or `1,5,6`."""
     if "-" not in text:
         return tuple(int(rank) for rank in text.split(","))
     span, _, step = text.partition("/")
@@ -55,12 +59,22 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective call or message. Times are seconds of the machine's monotonic clock, which all its processes
-    share.
+    """One collective call or message of a rank. Times are seconds of the machine's monotonic clock, which all its
+    processes share.
 
-    number: counts all calls of the rank, from 1. index: counts those of the group, from 1. form: dtype and shape.
-        place: file, line and function of the caller. posted: time of the call; waited: start of the wait for it; done:
-        completion.
+    Attributes:
+        number: Counts all calls of the rank, from 1.
+        site: Label of the call, such as "data.gradients".
+        operation: Such as "all_reduce".
+        axis: Mesh axis, such as "data".
+        group: Ranks that make it.
+        index: Counts the calls of the group, from 1.
+        payload_bytes: Of its data on this rank.
+        form: Dtype and shape, such as "float32[128, 64]".
+        place: File, line and function of the caller.
+        posted: Time of the call.
+        waited: Time at which the process began to wait for it; None before.
+        done: Time of completion; None before.
     """
 
     number: int
@@ -94,9 +108,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankCalls:
-    """Latest calls of a rank, oldest first and without gaps.
+    """Latest calls of a rank, as read from its ring.
 
-    counts: number of calls in each group. torn: number of records that were being written. gave_up: the rank timed out.
+    Attributes:
+        rank: Global rank.
+        ranks: Number of all ranks.
+        process: Process id, 0 if none has opened the ring.
+        calls: Oldest first and without gaps.
+        counts: Number of calls made so far in each group.
+        torn: Number of records that were being written.
+        gave_up: The rank timed out.
     """
 
     rank: int

@@ -45,17 +45,19 @@ _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "fl
 
 
 def _compute_records_offset(groups: int) -> int:
-    """Return the offset of the records in the file, in bytes."""
+    """Return the byte offset of the call records in a ring's file. groups: number of groups whose calls are counted
+    before it."""
     return _COUNTS + 8 * groups
 
 
 def compute_file_bytes(capacity: int = CAPACITY) -> int:
-    """Return the size of one rank's file, in bytes."""
+    """Return the size in bytes of the file that holds one rank's ring of `capacity` calls."""
     return _compute_records_offset(GROUPS) + capacity * _RECORD_BYTES + HEAP_BYTES
 
 
 def create_memory_file(rank: int, ranks: int) -> int:
-    """Create a rank's file as anonymous memory, which exists as long as a process holds it; returns its descriptor."""
+    """Create the file for one rank's ring in anonymous memory, which exists as long as a process holds it; return its
+    file descriptor. ranks: number of all ranks."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("meshwright-calls", os.MFD_CLOEXEC)
     else:
@@ -66,8 +68,8 @@ def create_memory_file(rank: int, ranks: int) -> int:
 
 
 def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
-    """Create a rank's file at `path`, replacing an old one; returns its descriptor. Raises OSError if the disk is
-    full."""
+    """Create the file for one rank's ring at `path`, replacing an old one; return its file descriptor. ranks: number of
+    all ranks. Raises OSError if the disk is full."""
     with suppress(FileNotFoundError):
         os.unlink(path)  # not overwritten: another process may still map the old one
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -81,7 +83,7 @@ def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
 
 
 def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
-    """Allocate a rank's file and write its header."""
+    """Allocate the file of one rank's ring and write its header. descriptor: open file; ranks: number of all ranks."""
     size = compute_file_bytes()
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # now: a full disk would kill the writer later, by SIGBUS
@@ -91,7 +93,8 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Writer of the calls of this process. descriptor: of the rank's file; None: private memory.
+    """Recorder of this process's collective calls in a ring. descriptor: open file of the rank's ring; None: private
+    memory.
 
     `post`, `wait` and `done` together take one to three microseconds.
     """
@@ -123,11 +126,12 @@ class CallWriter:
 
     @property
     def number(self) -> int:
-        """Number of calls so far."""
+        """Number of calls recorded so far."""
         return self._number
 
     def name(self, text: str) -> int:
-        """Add a name to the heap and return its number; 0, the empty name's, if the heap is full."""
+        """Add a text (site, group, code location, shape) to the file's heap and return its number; 0, the empty text's,
+        if the heap is full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -142,7 +146,8 @@ class CallWriter:
         return number
 
     def _add_form(self, dtype: Any, shape: Any) -> int:
-        """Add a dtype and shape to the heap and return the number; 0 if its part of the heap is full."""
+        """Add a dtype and shape, such as "float32[128, 64]", to the heap and return its number; 0 if its part of the
+        heap is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
             self._form_bytes = FORM_BYTES  # permanently, else small shapes would be named and large ones not
@@ -152,9 +157,9 @@ class CallWriter:
         return number
 
     def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """Return the number of a group whose calls are counted; all `ranks` make the same calls in the same order.
+        """Return the number, for `post`, of a group of ranks that all make the same calls in the same order.
 
-        pair: global ranks (from, to) within the group, between which messages keep their order.
+        pair: global ranks (from, to) within the group, between which messages keep their order; None for collectives.
         """
         key = (tuple(ranks), pair)
         if key not in self._groups:
@@ -164,13 +169,15 @@ class CallWriter:
         return self._groups[key]
 
     def count(self, group: int) -> int:
-        """Return the number of calls of a group so far."""
+        """Return the number of calls of a group so far. group: its number, as `group` returned it."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Record the start of a call; returns its number, for `wait` and `done`.
+        """Record the start of a call; return its number, for `wait` and `done`.
 
-        Names are written at first use and never freed: a length that differs in every call must be "..." in `shape`.
+        group: its number, as `group` returned it; site: label such as "data.gradients"; operation: such as
+        "all_reduce"; axis: mesh axis. Names are written at first use and never freed: a length that differs in every
+        call must be "..." in `shape`.
         """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
@@ -192,17 +199,17 @@ class CallWriter:
         return number
 
     def wait(self, number: int) -> None:
-        """Record that the process now waits for a call."""
+        """Record that the process now waits for a call. number: as `post` returned it."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = monotonic_ns()
 
     def done(self, number: int) -> None:
-        """Record the completion of a call."""
+        """Record the completion of a call. number: as `post` returned it."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
     def skip_frames_of(self, function: Any) -> None:
-        """Attribute calls made in `function` to its caller."""
+        """Have calls made inside a Python function attributed to the code that calls it."""
         self._seen.append(function.__code__)
         self._skipped.add(id(function.__code__))
 
@@ -211,11 +218,12 @@ class CallWriter:
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
-        """Return the records as another process would read them."""
+        """Return the recorded calls, as another process would read them."""
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Return the number of the code location, outside comm/, that makes the call; cached by location."""
+        """Return the number of the code location, outside comm/, flight_recorder/ and torch, that makes the current
+        call."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
@@ -235,12 +243,14 @@ class CallWriter:
 
 
 def _is_internal_file(file: str) -> bool:
-    """Return True for files between the caller and this module: comm/, torch, compiler-generated code."""
+    """Return True if a source file lies between the caller and the recorder: comm/, flight_recorder/, torch, generated
+    code."""
     return file.startswith((*_INTERNAL, "<")) or "/torch/" in file or "torchinductor" in file
 
 
 def read_calls(descriptor: int) -> RankCalls | None:
-    """Read the calls in a rank's file; None if it is not such a file or no process has opened it."""
+    """Return the calls in the file of a rank's ring; None if it is not such a file or no process has opened it.
+    descriptor: of the open file."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)
@@ -253,10 +263,10 @@ def read_calls(descriptor: int) -> RankCalls | None:
 
 
 def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
-    """Parse the calls in a copy of the file.
+    """Return the calls in `data`, a copy of a ring's file.
 
     again: second copy taken after the first; records replaced between the two are dropped, because their times may be
-        wrong.
+    wrong.
     """
     _, rank, ranks, capacity, groups, process = _HEADER.unpack_from(data)
     records = _compute_records_offset(groups)
@@ -300,7 +310,8 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
 
 
 def _parse_names(data: bytes, start: int) -> list[str]:
-    """Parse the names on the heap, up to the first incomplete one."""
+    """Return the texts on the heap of a ring's file, up to the first incomplete one. data: the file; start: offset of
+    the heap."""
     names = []
     while start + _NAME.size <= len(data):
         length, check = _NAME.unpack_from(data, start)
@@ -318,13 +329,14 @@ _of_process: list[CallWriter] = []  # one at most; forked processes that attach 
 
 
 def get_process_writer() -> CallWriter:
-    """Return the writer of this process: to the file of `attach_process_writer`, else to private memory."""
+    """Return the call recorder of this process: to the file given to `attach_process_writer`, else to private
+    memory."""
     if not _of_process:
         _of_process.append(CallWriter())
     return _of_process[0]
 
 
 def attach_process_writer(descriptor: int) -> CallWriter:
-    """Write the calls of this process to the file behind `descriptor` from now on."""
+    """Record the calls of this process in the open file behind `descriptor` from now on; return the recorder."""
     _of_process[:] = [CallWriter(descriptor)]
     return _of_process[0]

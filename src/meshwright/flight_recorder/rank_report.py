@@ -20,7 +20,8 @@ CALLS_AROUND = 3  # calls printed before and after the one on which ranks differ
 
 
 def read_process_state(process: int) -> str:
-    """Return a process's state letter from /proc ("T": stopped); "X" if it has ended, empty without /proc."""
+    """Return the state letter of the process with this id from /proc ("T": stopped); "X" if it has ended, empty without
+    /proc."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -31,8 +32,11 @@ def read_process_state(process: int) -> str:
 
 @dataclass
 class Snapshot:
-    """State of all ranks at one time: `now` on the monotonic clock, `when` as text. stacks: rank -> lines of its stack
-    dump."""
+    """State of all ranks at one time, and the hang report about it.
+
+    seen: state of each rank; now: seconds of the monotonic clock; when: date and time as text; stacks: rank -> lines of
+    its stack dump.
+    """
 
     seen: list[RankState]
     now: float = field(default_factory=time.monotonic)
@@ -41,7 +45,11 @@ class Snapshot:
 
     @classmethod
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
-        """Read all rings (rank -> descriptor) and the states of their processes. ended: rank -> how it died."""
+        """Return the current state of all ranks and their processes.
+
+        rings: rank -> descriptor of the open file of its ring; ended: rank -> how its process died, such as "was killed
+        by signal 9 (SIGKILL)".
+        """
         seen = []
         for rank, descriptor in sorted(rings.items()):
             calls, how = read_calls(descriptor), (ended or {}).get(rank, "")
@@ -71,8 +79,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Format the whole report: `first_line` (the conclusion), a paragraph for each rank, the calls on which they
-        differ."""
+        """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, the calls on
+        which they differ."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, what each rank was doing:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -86,7 +94,7 @@ class Snapshot:
         return "\n".join(lines) + "\n"
 
     def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
-        """Format the paragraph of one rank; `odd`: it is blamed."""
+        """Return the lines of one rank's paragraph; odd: the rank is blamed."""
         calls = seen.calls
         mark = ">" if odd else " "
         if calls is None:
@@ -114,11 +122,12 @@ class Snapshot:
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
-        """Format the time since a moment in seconds."""
+        """Return the time since a moment as text, such as `12.3 s`. moment: seconds of the monotonic clock."""
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int, shown: set[int]) -> list[str]:
-        """Format the calls of a group around `index`, one line each, with the ranks that made them."""
+        """Return the lines for the calls of a group around the call `index`, one each, with the ranks that made them.
+        shown: ranks that the report prints."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:
@@ -138,18 +147,19 @@ class Snapshot:
 
 
 def _describe_call(call: Call) -> str:
-    """Describe a call with its group, dtype, shape and bytes."""
+    """Return the text `call 57 of ranks 0-3 (...)` with operation, dtype, shape and bytes of a call."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
     return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
-    """Format ranks as "all" or as a list."""
+    """Return "all" if `ranks` are all `members` of a group, else text such as "ranks 0-3"."""
     return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Choose the ranks to print: all, or up to MAX_RANKS, blamed ones and their group first."""
+    """Return the ranks to print: all, or, of more than MAX_RANKS, so many, those that the verdict blames and their
+    group first."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []
@@ -157,7 +167,7 @@ def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
 
 
 def write_hang_report(path: Path, text: str) -> bool:
-    """Write the report atomically; returns False if that fails."""
+    """Write the text of a hang report to `path` atomically; return False if that fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text)

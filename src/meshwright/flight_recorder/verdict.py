@@ -18,8 +18,11 @@ _STATES = {
 class RankState:
     """State of a rank at one time.
 
-    calls: None if its ring cannot be read (on another host, or not started). state: process state letter of /proc,
-        empty without /proc. ended: how its process died, if known: "was killed by signal 9 (SIGKILL)".
+    Attributes:
+        rank: Global rank.
+        calls: Its latest calls; None if its ring cannot be read (on another host, or not started).
+        state: Process state letter of /proc, empty without /proc.
+        ended: How its process died, if known: "was killed by signal 9 (SIGKILL)".
     """
 
     rank: int
@@ -49,16 +52,19 @@ class RankState:
 
     @property
     def state_text(self) -> str:
-        """Describe the process state: `stopped (state T)`, `sleeping`, or how it ended."""
+        """Process state as text: `stopped (state T)`, `sleeping`, or how it ended."""
         return self.ended or ("gave up" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a diagnosis.
+    """Result of a hang's diagnosis.
 
-    line: one sentence. odd: ranks it blames. group, index: the call that shows it. kind: dead, stopped, behind,
-        skipped, extra, other, shape, disagree, circle, late, link.
+    Attributes:
+        line: One sentence.
+        kind: "dead", "stopped", "behind", "skipped", "extra", "other", "shape", "disagree", "circle", "late" or "link".
+        odd: Ranks it blames.
+        group, index: Group and index in it of the call that shows it; None and 0 if there is none.
     """
 
     line: str
@@ -74,7 +80,7 @@ class Verdict:
 
 
 def describe_position(seen: RankState) -> str:
-    """Describe a rank's position, to end a sentence: `in call 57 (...)`, `after call 56 (...)`; empty if unknown."""
+    """Return where a rank is, to end a sentence: `in call 57 (...)`, `after call 56 (...)`; empty if unknown."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
@@ -82,7 +88,7 @@ def describe_position(seen: RankState) -> str:
 
 
 def list_calls(seen: RankState) -> tuple[Call, ...]:
-    """Return the readable calls of a rank."""
+    """Return the latest calls of a rank, oldest first; none if its ring cannot be read."""
     return () if seen.calls is None else seen.calls.calls
 
 
@@ -90,28 +96,30 @@ def list_calls(seen: RankState) -> tuple[Call, ...]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as the subject of a sentence: `rank 2`, `ranks 0-3`."""
+    """Return ranks as the subject of a sentence: `rank 2`, `ranks 0-3`."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks)).replace(',', ', ')}"
 
 
 def choose_has(ranks: Sequence[int]) -> str:
-    """Return "has" or "have", to agree with `name_ranks`."""
+    """Return "has" for one rank, "have" for several."""
     return "have" if len(ranks) > 1 else "has"
 
 
 def choose_is(ranks: Sequence[int]) -> str:
-    """Return "is" or "are", to agree with `name_ranks`."""
+    """Return "is" for one rank, "are" for several."""
     return "are" if len(ranks) > 1 else "is"
 
 
 def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """Format the longest wait of some ranks: `have been waiting for 12.3 s`."""
+    """Return the longest wait of some ranks as text: `have been waiting for 12.3 s`. calls: rank -> the call it waits
+    for; now: seconds of the monotonic clock."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
     return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Describe the call that a rank is in, or its last completed one."""
+    """Return the text on the call that a rank waits in, or on its last completed one. now: seconds of the monotonic
+    clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
@@ -121,5 +129,5 @@ def describe_activity(seen: RankState, now: float) -> str:
 
 
 def describe_process(seen: RankState) -> str:
-    """Describe the state of a rank's process, or how it died."""
+    """Return the text on the state of a rank's process, or on how it died."""
     return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

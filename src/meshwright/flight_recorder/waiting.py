@@ -24,7 +24,8 @@ LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others wa
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Follow the chains of waiting ranks to their ends; None if no rank waits."""
+    """Return the verdict on the ranks that others wait for, at the ends of the chains of waiting ranks; None if no rank
+    waits. now: seconds of the monotonic clock."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -62,7 +63,7 @@ def _is_free(seen: RankState) -> bool:
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """List the ranks that have not entered a call, or, if all readable ones have, those whose ring cannot be read."""
+    """Return the ranks that have not entered a call, or, if all readable ones have, those whose ring cannot be read."""
 
     def entered(rank: int) -> bool:
         calls = ranks[rank].calls if rank in ranks else None
@@ -74,8 +75,8 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
 
 
 def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the ranks that wait for no other, at the ends of all chains from `rank`. blockers: rank -> ranks it waits
-    for."""
+    """Yield the ranks that wait for no other, at the ends of all chains of waiting ranks from `rank`. blockers: rank ->
+    ranks that it waits for."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()
@@ -94,7 +95,11 @@ def _blame_missing(
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Return the verdict on ranks that others wait for and that wait for none. waiting: rank -> its call."""
+    """Return the verdict on ranks that others wait for and that wait for none.
+
+    odd: those ranks; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the
+    monotonic clock.
+    """
     first = ranks[odd[0]]
     kind = "dead" if first.dead else "stopped" if first.stopped else "behind"
     left = [rank for rank in sorted(waiting) if odd[0] in blockers[rank]]
@@ -119,7 +124,10 @@ def _blame_missing(
 def _blame_unreadable(
     absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
-    """Return the verdict on ranks of other hosts, whose calls cannot be read."""
+    """Return the verdict on ranks of other hosts (`absent`), whose calls cannot be read.
+
+    waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
+    """
     left = [rank for rank in sorted(waiting) if set(blockers[rank]) & set(absent)]
     call = waiting[left[0]]
     line = (
@@ -132,7 +140,10 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict if all ranks are in the same call: one came late, or the network carries no data."""
+    """Return the verdict if all ranks are in the same call: one came late, or the network carries no data.
+
+    stuck: ranks that wait; waiting: rank -> call it waits in; now: seconds of the monotonic clock.
+    """
     call = waiting[stuck[0]]
     entered = {
         rank: found
@@ -154,7 +165,10 @@ def _blame_late_or_link(
 def _describe_circle(
     ranks: Mapping[int, RankState], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
-    """Return the verdict on ranks that wait for each other in a cycle."""
+    """Return the verdict on ranks that wait for each other in a cycle.
+
+    waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
+    """
     path = [min(waiting)]
     while blockers[path[-1]][0] not in path:
         path.append(blockers[path[-1]][0])
@@ -172,8 +186,8 @@ def _describe_circle(
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find ranks behind others on CUDA, where hosts queue calls without waiting; None if no process is stopped or
-    ended.
+    """Return the verdict on ranks behind others on CUDA, where hosts queue calls without waiting; None if no process is
+    stopped or ended, or none is behind. now: seconds of the monotonic clock.
 
     The rank with fewer calls of a group than others, that is not itself ahead of another rank, is the cause.
     """
@@ -197,7 +211,7 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _count_calls(seen: RankState, group: Group) -> int:
-    """Return the number of a rank's calls in a group."""
+    """Return the number of calls that a rank has made in a group."""
     return seen.calls.counts.get(group, 0) if seen.calls else 0
 
 
@@ -210,7 +224,8 @@ def _blame_lagging(
 ) -> Verdict:
     """Return the verdict on lagging ranks, with the earliest call that the first of them has not made.
 
-    slower: rank -> ranks behind it -> groups.
+    odd: those ranks; kind: "dead", "stopped" or "behind"; slower: rank -> ranks behind it -> groups in which they are;
+    now: seconds of the monotonic clock.
     """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
@@ -239,7 +254,8 @@ def _blame_lagging(
 
 
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find stopped processes that no rank waits for in a call, such as during a save."""
+    """Return the verdict on stopped processes that no rank waits for in a call, such as during a save; None if none is
+    stopped. now: seconds of the monotonic clock."""
     odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not odd:
         return None

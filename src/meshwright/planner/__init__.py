@@ -11,7 +11,8 @@ __all__ = ["Estimate", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Estimate` or `evaluate` on first use: the command line imports parts of this package without them."""
+    """Return `Estimate` or `evaluate`, importing planner/estimate.py only when first asked for, so that the command
+    line starts fast. name: attribute of this package; AttributeError for any other."""
     if name in ("Estimate", "evaluate"):
         from meshwright.planner import estimate
 

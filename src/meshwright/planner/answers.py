@@ -15,8 +15,11 @@ MOST_TOP = 100
 
 
 def document(problem: Problem, best: Sequence[Estimate], found: Found | None = None) -> dict[str, Any]:
-    """Return the JSON document of a plan, as `plan --json` prints it. best: estimates, fastest first; found: of a
-    search."""
+    """Return the JSON document of a plan, as `meshwright plan --json` prints it.
+
+    best: estimates to list, fastest first; found: result of the search that chose them, None where the layout was
+    given.
+    """
     told: dict[str, Any] = {
         "model": model_document(problem.config),
         "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
@@ -39,10 +42,11 @@ def document(problem: Problem, best: Sequence[Estimate], found: Found | None = N
 
 
 def ledgers(one: Estimate) -> list[dict[str, Any]]:
-    """Return every tensor in memory at the peak, for each pipeline rank that differs from the others.
+    """Return the memory ledger of an estimate: per pipeline rank that differs from the others, every tensor at the
+    peak.
 
-    bytes: of all tensors of the entry together; stage: pipeline stage, null where it belongs to none; first, last:
-    lifetime.
+    Of each item, bytes: of all its equal tensors together; stage: pipeline stage, null where it belongs to none; first,
+    last: events between which it is allocated.
     """
     ranks = (memory_of(one.problem, one.layout, rank) for rank in unlike_ranks(one.problem, one.layout))
     return [
@@ -62,7 +66,8 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
 
 
 def nothing_fits(found: Found) -> str:
-    """Return the error line for a search in which no layout fits."""
+    """Return the error line for a search (`found`) in which no layout fits: devices, GiB of each, and what to
+    change."""
     device, count = found.problem.cluster.device, found.problem.cluster.devices
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (

@@ -100,10 +100,10 @@ class Plan:
         return explain(self.problem, self.best.layout, self.busiest_rank)
 
     def to_json_dict(self, *, ledger: bool = False, operations: bool = False) -> dict[str, Any]:
-        """Return the document of `meshwright plan --json`.
+        """Return the document that `meshwright plan --json` prints.
 
-        ledger: with every tensor of unlike ranks, as `--ledger`; operations: with those of a micro-batch, as
-        `--explain`.
+        ledger: add every tensor at the memory peak of each unlike pipeline rank; operations: add the operations of a
+        micro-batch on the busiest rank, with their time.
         """
         found = document(self.problem, self.estimates, self.search)
         own = self.recipe_estimate
@@ -182,7 +182,8 @@ def plan(
 
 
 def _recipe(model: object) -> Recipe | None:
-    """The recipe that a model argument names or is; None where it is none."""
+    """Return the recipe that `plan`'s argument `model` is or names by path; None for a preset, config.json or
+    configuration. `UserError` for any other type."""
     if is_recipe(model):
         return recipe_of(str(model))
     if isinstance(model, ModelConfig | str | Path | Mapping):

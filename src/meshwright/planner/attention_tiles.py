@@ -21,10 +21,17 @@ LAST_TILES = 4
 
 
 class Heads(NamedTuple):
-    """Sizes of tiled CPU attention.
+    """Sizes of CPU attention that is computed tile by tile.
 
-    rows, kv_heads: of the whole batch; rows_at_once, kv_heads_at_once: processed together; group: query heads of each
-    key-value head; size: of a head; length: tokens of a row; queries: of a tile.
+    Attributes:
+        rows: Sequences of the micro-batch.
+        kv_heads: Key-value heads on this rank.
+        rows_at_once: Sequences processed together.
+        kv_heads_at_once: Key-value heads processed together.
+        group: Query heads of each key-value head.
+        size: Elements of a head.
+        length: Tokens of a sequence.
+        queries: Queries of a tile.
     """
 
     rows: int
@@ -38,15 +45,16 @@ class Heads(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """Memory layout of the inputs. turned: queries and keys are head-major copies; apart: the queries alone are copies
-    whose rows are not contiguous."""
+    """Memory layout of attention's inputs. turned: queries and keys are head-major copies (rotary, norms); apart: only
+    the queries are copies, whose rows are not contiguous."""
 
     turned: bool
     apart: bool = False
 
 
 class Tile(NamedTuple):
-    """One tile: number of queries, number of keys, bytes of its mask for one row."""
+    """One tile of attention. queries, keys: their number; mask: bytes of its mask for one sequence, 0 without a
+    mask."""
 
     queries: int
     keys: int
@@ -54,7 +62,11 @@ class Tile(NamedTuple):
 
 
 class TileBytes(NamedTuple):
-    """Peak bytes of tiled attention's backward: masks, tiles, gradient sums and copies of keys and values."""
+    """Peak bytes of tiled attention's backward, beside its results.
+
+    masks: of all tiles; tiles: scores and other tensors of the tile at work; keys_and_values: gradient sums and copies
+    of keys and values.
+    """
 
     masks: int
     tiles: int
@@ -72,8 +84,9 @@ def backward_bytes(
 ) -> TileBytes:
     """Return the peak bytes of tiled attention's backward beside its results.
 
-    window: tokens that a query sees at most. x, wide: bytes of an element of the inputs, and of the sums. starts: where
-    documents begin in each row; None: each row is one document, or `unknown`: documents begin anywhere.
+    lies: memory layout of the inputs. window: tokens that a query sees at most, None for all. x, wide: bytes of an
+    element of the inputs, and of the sums. starts: token positions at which documents begin, for each row of all
+    micro-batches; None: each row is one document, or, if `unknown`, documents may begin anywhere (worst case).
     """
     micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
     loops = [_Loop(heads, lies, window, x, wide, each, unknown) for each in micro_batches]
@@ -81,9 +94,12 @@ def backward_bytes(
 
 
 def _worst_masks(rows: int, tiles: Sequence[Tile], wide: int) -> int:
-    """Of one row a tile has one where a document begins in it, from where the one before began: together they reach
-    over the row once, and over each tile but one twice. Of several rows each tile may have one over everything, where
-    documents begin earlier in some than in others."""
+    """Return the most bytes that the masks of some rows can take if documents may begin anywhere.
+
+    rows: sequences processed together; tiles: of one row whose tokens are one document; wide: bytes of a mask's
+    element. One row: masks of different tiles overlap by at most a tile, as each ends at the start of a document.
+    Several rows: each tile may have a mask over all its keys.
+    """
     queries, length = tiles[0].queries, sum(tile.queries for tile in tiles)
     if rows == 1:
         return queries * (length + queries * (len(tiles) - 1)) * wide
@@ -91,7 +107,12 @@ def _worst_masks(rows: int, tiles: Sequence[Tile], wide: int) -> int:
 
 
 def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -> list[Tile]:
-    """Of rows that are worked on together (`tiles_of`)."""
+    """Return the tiles of rows that are processed together, in order: queries, keys seen by any of the rows, mask
+    bytes.
+
+    window: tokens that a query sees at most; starts: where documents begin in each of these rows, None for one
+    document; wide: bytes of a mask's element.
+    """
     found = []
     limited = window is not None and window < heads.length
 
@@ -110,7 +131,12 @@ def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -
 
 
 class _Loop:
-    """Replays the allocations of the engine's `_backward` tile by tile, and keeps the peak."""
+    """Replay of the allocations of tiled attention's backward, tile by tile, to find the peak.
+
+    heads: sizes; lies: memory layout of the inputs; window: tokens seen at most; x, wide: bytes of an element of inputs
+    and sums; starts: where documents begin in each row; unknown: they may begin anywhere. Attributes: `names` maps each
+    live variable to bytes, `now` is their sum, `most` the peak, `then` the variables at the peak.
+    """
 
     def __init__(
         self, heads: Heads, lies: Lies, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
@@ -137,7 +163,11 @@ class _Loop:
         return TileBytes(masks, self.most - of_keys - masks, of_keys)
 
     def _row_groups(self) -> Iterator[tuple[int, list[Tile]]]:
-        """Rows that are worked on together. Where all are alike, two groups show what one after the other holds."""
+        """Yield (number of rows, their tiles) for each group of rows processed together.
+
+        Where every row is one document the groups are alike: only the first two are yielded, which show what one holds
+        while the next begins.
+        """
         heads = self.heads
         groups = range(0, heads.rows, heads.rows_at_once)
         for row in groups if self.starts else groups[:2]:
@@ -146,11 +176,15 @@ class _Loop:
             yield rows, _tiles(heads, self.window, starts, self.wide)
 
     def _head_groups(self) -> list[int]:
+        """Return the number of key-value heads in each group processed together; of the first two groups only, as all
+        are alike."""
         heads = self.heads
         groups = range(0, heads.kv_heads, heads.kv_heads_at_once)
         return [min(heads.kv_heads_at_once, heads.kv_heads - head) for head in groups[:2]]
 
     def _group(self, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> None:
+        """Replay the allocations for one group of rows and key-value heads. rows, kv_heads: their number; tiles: of
+        each row."""
         heads, x, wide = self.heads, self.x, self.wide
         together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
         head_after_head = together or (self.lies.turned and kv_heads == heads.kv_heads)
@@ -182,7 +216,8 @@ class _Loop:
             self._passing(each * wide)
 
     def _give(self, **names: int) -> None:
-        """Tensors that are made together and then take the names of earlier ones."""
+        """Allocate all given tensors (variable name -> bytes), then release the earlier tensors that these variables
+        held."""
         for name, size in names.items():
             self.names[f"new {name}"] = size
             self.now += size
@@ -191,10 +226,12 @@ class _Loop:
             self._name(name, self.names.pop(f"new {name}"), made=True)
 
     def _name(self, name: str, size: int, made: bool = False) -> None:
+        """Bind a variable to a new tensor of `size` bytes, which releases its old one. made: the new one is in `now`
+        already."""
         self.now += (0 if made else size) - self.names.get(name, 0)
         self.names[name] = size
 
     def _passing(self, size: int) -> None:
-        """What is there beside the names for a moment."""
+        """Update the peak for a moment at which `size` bytes are allocated beside the live variables."""
         if self.now + size > self.most:
             self.most, self.then = self.now + size, dict(self.names)

@@ -20,7 +20,8 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def places_of(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
-    """Return the stages of each pipeline rank under a schedule; with two replicas, the stages of both."""
+    """Return the stage indices of each pipeline rank under a schedule such as "1f1b"; chunks: stages of a rank.
+    V-shaped schedules give each rank two stages, bidirectional ones a stage of each of the two replicas."""
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     if schedule in BIDIRECTIONAL_SCHEDULES:
@@ -32,16 +33,19 @@ def closed_makespan(
     schedule: str, chunks: int, micro_batches: Floats | int, phases: Floats, counts: Floats, stages: int,
     transfer: Floats | float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Makespan of a schedule, and the part of it that messages are.
+    """Return (seconds of a pipeline schedule, seconds of them that are messages), in closed form and for many layouts
+    at once.
 
-    phases [forward and both gradients, ..., kinds of ranks]: seconds of a rank's stages and a micro-batch; counts
-    [kinds of ranks]: how many ranks there are of each kind; transfer [...]: seconds of a message. With F, B and W those
-    of a rank: 1F1B and GPipe idle for the F + B + W of the other ranks (Narayanan et al. 2021, arXiv:2104.04473,
-    section 2.2), interleaved ones for a chunk of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2 W (Qi et al. 2023,
-    arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. None is faster than one micro-batch
-    goes through all stages and back, and the others through one stage meanwhile: of fewer micro-batches than ranks that
-    is what counts. Under GEMS two are under way, and backwards of all micro-batches follow one another (Li and Hoefler
-    2021, figure 2).
+    schedule: such as "1f1b"; chunks: stages of a rank; micro_batches: of a step. phases [forward, input gradient,
+    weight gradient; ...; kinds of ranks]: seconds of one micro-batch in all stages of a rank; counts [kinds of ranks]:
+    number of ranks of each kind; stages: of the whole pipeline; transfer [...]: seconds of a message between stages.
+
+    With F, B and W the phases of a rank: 1F1B and GPipe idle for the F + B + W of the other ranks (Narayanan et al.
+    2021, arXiv:2104.04473, section 2.2), interleaved ones for a chunk of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2
+    W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. None is faster than
+    one micro-batch goes through all stages and back, and the others through one stage meanwhile: of fewer micro-batches
+    than ranks that is what counts. Under GEMS two are under way, and backwards of all micro-batches follow one another
+    (Li and Hoefler 2021, figure 2).
     """
     whole = phases.sum(axis=0)
     busiest = whole.argmax(axis=-1)[..., None]
@@ -78,17 +82,20 @@ def closed_makespan(
 def in_flight(
     schedule: str, ranks: int, chunks: int, micro_batches: Floats | int, places: Sequence[int] | None = None
 ) -> tuple[Floats, Floats]:
-    """Micro-batches that each rank (or those at `places`) holds when it holds most, in units of its whole share of one
-    (of a schedule of two replicas: of one replica's): those that wait for their backward, and those of which only
-    weight gradients are left, [moments, ranks, *micro_batches]. Which of the moments is the fullest depends on how much
-    each of the two is.
+    """Return (waiting, queued) micro-batches of each rank at the moments when it may hold most: [moments, ranks,
+    *micro_batches].
+
+    waiting: those that wait for their backward; queued: those of which only weight gradients are left; both in units of
+    a rank's whole share of a micro-batch (bidirectional schedules: of one replica's). Several moments, as it depends on
+    the bytes of each kind which is the fullest. ranks: of the pipeline; chunks: stages of a rank; micro_batches: of a
+    step, one number or an array; places: pipeline ranks to return, all unless given.
 
     1F1B: as many as there are stages from here to the end; interleaved: (2 (p - r - 1) + (v - 1) g + 1) / v for groups
-    of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-    ZB-H1 holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a
-    third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the
-    middle (Li and Hoefler 2021, arXiv:2107.06925, table 2). How many of them are through their first half, and what
-    there is of few micro-batches, is fitted to the programs (`schedules/`).
+    of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). ZB-H1
+    holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a third
+    (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the middle (Li and
+    Hoefler 2021, arXiv:2107.06925, table 2). How many of them are through their first half, and what there is of few
+    micro-batches, is fitted to the programs (`schedules/`).
     """
     m = np.asarray(micro_batches, dtype=np.float64)[None]
     rank = np.array(range(ranks) if places is None else places, dtype=np.float64).reshape(-1, *[1] * (m.ndim - 1))

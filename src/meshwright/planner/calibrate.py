@@ -31,8 +31,14 @@ LEAST_PEAK = 2**28
 class RunFigures:
     """Predicted and measured step seconds and peak bytes of one finished run.
 
-    Predictions are those without calibration. unexplained_bytes: measured - predicted peak (CPU: process RSS; CUDA:
-    allocator). Both byte figures are None below `LEAST_PEAK` and where that peak was not predicted.
+    Attributes:
+        run: Its directory.
+        device: Name of the device that the prediction was for.
+        layout: Its layout as text.
+        predicted_seconds: Of a step, without calibration.
+        measured_seconds: Of a step.
+        peak_bytes: Predicted memory peak; None below `LEAST_PEAK` bytes and where it was not predicted.
+        unexplained_bytes: Measured minus predicted peak (CPU: process RSS; CUDA: allocator); None with `peak_bytes`.
     """
 
     run: str
@@ -58,8 +64,8 @@ class RunFigures:
 
 
 def read_run(run: str | Path) -> RunFigures:
-    """Read the predicted and measured figures of the run in a directory. `UserError` with the reason where they are
-    missing."""
+    """Return the predicted and measured figures of a finished run. run: its directory, with result.json and
+    metrics.jsonl. `UserError` with the reason where they are missing."""
     path = Path(run)
     if not path.is_dir():
         raise UserError(f"--calibrate {run}: {'not a directory' if path.exists() else 'there is no such directory'}")
@@ -100,12 +106,16 @@ def read_run(run: str | Path) -> RunFigures:
 
 
 def _positive(value: Any, where: str) -> float:
+    """Return a value read from JSON as float; `UserError` that begins with `where` unless it is a finite number above
+    0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
         raise UserError(f"{where} is damaged: {value!r} is no number above 0")
     return float(value)
 
 
 def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return (predicted peak, measured minus predicted peak) bytes of a run, from the JSON objects of its prediction
+    and its measurement; (None, None) where either is missing, below `LEAST_PEAK`, or of compiled blocks on CUDA."""
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if not isinstance(said, Mapping) or not isinstance(seen, Mapping):
         return None, None
@@ -120,8 +130,8 @@ def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
-    """Compute a calibration from runs: median, minimum and maximum of the time ratios; unexplained over predicted
-    bytes, pooled."""
+    """Return the calibration that finished runs give: median, minimum and maximum of measured over predicted seconds,
+    and unexplained over predicted bytes, pooled over the runs that have both."""
     ratios = [run.ratio for run in runs]
     told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
     share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None
@@ -153,6 +163,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
 
 
 def _machine(path: Path) -> Cluster:
+    """Return the cluster that the cluster file at `path` describes; `UserError` if there is no such file."""
     if not path.exists():
         raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
     return cluster(str(path.absolute()))

@@ -18,9 +18,14 @@ FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "
 class Calibration:
     """Factors by which finished runs on a machine differ from their predictions.
 
-    time_factor: median of measured over predicted step seconds over `runs` runs; time_low, time_high: minimum and
-    maximum. unexplained_share: (measured - predicted) / predicted peak bytes, pooled over `unexplained_runs` runs (CPU:
-    process RSS; CUDA: allocator); None if unknown.
+    Attributes:
+        time_factor: Median of measured over predicted step seconds.
+        time_low: Minimum of that ratio.
+        time_high: Maximum of that ratio.
+        runs: Number of runs compared.
+        unexplained_share: (measured - predicted) / predicted peak bytes, pooled (CPU: process RSS; CUDA: allocator);
+            None if unknown.
+        unexplained_runs: Number of runs in `unexplained_share`.
     """
 
     time_factor: float
@@ -31,7 +36,8 @@ class Calibration:
     unexplained_runs: int = 0
 
     def table(self) -> dict[str, float | int]:
-        """Return the table of the cluster file, which `read` parses."""
+        """Return the fields as a table for a cluster file, which `read` of this module parses; unknown memory is left
+        out."""
         found: dict[str, float | int] = {
             "time_factor": self.time_factor, "time_low": self.time_low, "time_high": self.time_high, "runs": self.runs,
         }  # fmt: skip
@@ -41,15 +47,16 @@ class Calibration:
 
     @property
     def line(self) -> str:
-        """Return one line of text about the calibration."""
+        """Return a line such as `calibrated by 3 runs: times x 1.12 (1.05 to 1.2)`."""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
         spread = f" ({self.time_low:.3g} to {self.time_high:.3g})" if self.runs > 1 else ""
         return f"calibrated by {runs}: times x {self.time_factor:.3g}{spread}"
 
     def bounds(self, seconds: float, low: float, high: float) -> tuple[float, float, float]:
-        """Return (expected, low, high) seconds: the calibrated time, with bounds that include all runs' ratios.
+        """Return calibrated (expected, low, high) seconds, whose bounds include the ratios of all runs.
 
-        seconds, low, high: uncalibrated time and the relative bounds for all machines, which are never narrowed.
+        seconds: predicted without calibration; low, high: factors on it within which predictions for any machine lie,
+        such as 0.8 and 1.3; the bounds are never narrower than these.
         """
         return (
             seconds * self.time_factor,
@@ -59,8 +66,8 @@ class Calibration:
 
 
 def read(table: Any, where: str) -> Calibration:
-    """Parse the table of `Calibration.table`. `UserError` names what is wrong (at `where`), and how to
-    regenerate it."""
+    """Parse the `calibration` table of a cluster file. where: the file, at the beginning of a `UserError`, which says
+    what is wrong and how to write the table anew."""
     where = f"{where}: calibration"
     again = "; take the table out, or have `meshwright plan --calibrate` write it anew"
     if not isinstance(table, Mapping):

@@ -43,7 +43,8 @@ DEVICE_FIELDS = ("like", "name", "memory_bytes", "memory_gb_per_second", "peaks"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Link between devices. ``bandwidth``: bytes per second, one direction, per device; ``latency``: seconds."""
+    """Link between devices. bandwidth: bytes a second, in one direction, per device; latency: seconds of one
+    message."""
 
     bandwidth: float
     latency: float  # seconds of one message
@@ -51,11 +52,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster of ``devices`` of one kind, ``devices_per_node`` in each node.
+    """Devices of one kind in nodes, and the links between them.
 
-    ``inside``: link within a node (a scale-up domain, which may span machines); ``across``: between nodes.
-    ``measured``: speeds by `meshwright probe`, None for a catalogue's; ``calibration``: None where no runs were
-    compared.
+    Attributes:
+        name: Such as "64xh100-sxm".
+        device: Peaks and memory of each device.
+        devices: Their number.
+        devices_per_node: Devices of a node (a scale-up domain, which may span machines).
+        inside: Link within a node.
+        across: Link between nodes.
+        measured: Speeds measured by `meshwright probe`; None where the catalogue's are used.
+        calibration: Factors from finished runs; None where none were compared.
     """
 
     name: str
@@ -68,7 +75,8 @@ class Cluster:
     calibration: Calibration | None = None
 
     def peak(self, precision: str) -> float:
-        """Dense peak of one device, FLOP/s. `UserError` for a precision that it lacks."""
+        """Return the dense peak of one device in FLOP/s. precision: such as "bf16"; `UserError` for one that it
+        lacks."""
         if precision not in PRECISIONS:
             raise UserError(unknown("precision", precision, PRECISIONS))
         peak = self.device.peak(precision)
@@ -85,7 +93,7 @@ class Cluster:
 
     @property
     def time_factor(self) -> float:
-        """Calibration factor on predicted seconds."""
+        """Calibration factor on predicted seconds; 1 without calibration."""
         return 1.0 if self.calibration is None else self.calibration.time_factor
 
     @property
@@ -102,10 +110,11 @@ def this_machine() -> Path:
 
 
 def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """Resolve a cluster: a shorthand such as 64xh100-sxm, a file, "this", or a mapping of `FIELDS`.
+    """Return the cluster that `wanted` describes: text such as 64xh100-sxm, a cluster file's path, "this" (this
+    machine, measured), or a mapping with `FIELDS` as keys.
 
     Bandwidths in a mapping are 10⁹ bytes a second, one direction, per device; missing fields are the device's own.
-    `UserError` begins with `where`, or the file.
+    where: what names the argument at the beginning of a `UserError`; of a file its path does.
     """
     if isinstance(wanted, Mapping):
         return _from_mapping(wanted, where)
@@ -134,7 +143,7 @@ _EXAMPLES = "64xh100-sxm, 2x8xa100-80 (nodes x devices), a cluster file, or this
 
 
 def _is_file(text: str) -> bool:
-    """Whether text names a file; what no file can be called names none."""
+    """Return True if text names an existing file; False also for text that cannot be a path."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):
@@ -142,6 +151,8 @@ def _is_file(text: str) -> bool:
 
 
 def _from_shorthand(text: str, where: str) -> Cluster:
+    """Return the cluster of text such as 64xh100-sxm or 2x8xa100-80 (nodes x devices). where: beginning of a
+    `UserError`."""
     where = f'{where} "{shorten(text)}"'
     match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
     if match is None:
@@ -159,6 +170,8 @@ def _from_shorthand(text: str, where: str) -> Cluster:
 
 
 def _whole(part: str, where: str) -> int:
+    """Return the number of devices that a part of a shorthand says, such as "64"; `UserError` that begins with
+    `where`."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
         right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
         raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
@@ -166,7 +179,8 @@ def _whole(part: str, where: str) -> int:
 
 
 def _catalogued(name: Any, where: str) -> Device:
-    """The device of a catalogue's name, or of a driver's."""
+    """Return the catalogue's device of a name such as h100-sxm, or of a driver's name. where: beginning of a
+    `UserError`."""
     if not isinstance(name, str):
         raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
     if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
@@ -180,7 +194,8 @@ def _catalogued(name: Any, where: str) -> Device:
 
 
 def _unknown_device(name: str) -> str:
-    """What to say of it: where it is the beginning of some devices' names, which these are."""
+    """Return the error text for an unknown device name, with the devices whose names begin with it or that are
+    nearest."""
     known = [device.name for device in DEVICES]
     begun = [each for each in known if each.startswith(f"{name.strip().lower()}-")]
     if begun:
@@ -189,6 +204,7 @@ def _unknown_device(name: str) -> str:
 
 
 def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
+    """Return the cluster that a table with `FIELDS` as keys describes. where: beginning of a `UserError`."""
     for key in table:
         if key not in FIELDS:
             raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
@@ -222,13 +238,15 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
 
 
 def _factors(devices: int, size: int) -> str:
-    """The largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is 1."""
+    """Return the largest node size up to `size` that divides `devices`, as "16x4" (nodes x devices); "" where it is
+    1."""
     fits = next(each for each in range(size, 0, -1) if devices % each == 0)
     return f"{devices // fits}x{fits}" if fits > 1 else ""
 
 
 def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
-    """Devices per node: as said, else what the device comes in: the larger of its node and its scale-up domain."""
+    """Return the devices per node: the table's, else the larger of the device's usual node and its scale-up domain; at
+    most all `devices`. where: beginning of a `UserError`."""
     if "devices_per_node" in table:
         size = _count(table["devices_per_node"], "devices_per_node", where)
     elif device.links is not None:
@@ -239,8 +257,8 @@ def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) ->
 
 
 def _inside(device: Device, size: int) -> tuple[float, float]:
-    """Bandwidth and latency between `size` devices of a node: the scale-up link as far as its domain reaches, else the
-    way past the host. In a full mesh each has as many wires as there are others."""
+    """Return (bytes a second, latency in seconds) between `size` devices of a node: of the scale-up link, or of PCIe
+    where its domain is smaller. In a full mesh a device has a wire to each of the others."""
     links = device.links
     assert links is not None
     if size > links.domain or links.scaleup == 0:
@@ -250,7 +268,11 @@ def _inside(device: Device, size: int) -> tuple[float, float]:
 
 
 def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
-    """The link with what the table says of it. `UserError` where there must be one and nobody knows it."""
+    """Return a link with its bandwidth and latency replaced by a cluster file's; None if unknown and not `needed`.
+
+    link: the catalogue's, if known; which: "inside" or "across", the prefix of its keys; table: the file's; where:
+    beginning of the `UserError` that says what is missing.
+    """
     bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
     if link is None and bandwidth not in table:
         if needed:
@@ -263,7 +285,8 @@ def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, n
 
 
 def _described(table: Mapping[str, Any], where: str) -> Device:
-    """A device that the cluster file describes."""
+    """Return the device that a cluster file's own `device` table describes (keys `DEVICE_FIELDS`). where: beginning of
+    a `UserError`."""
     where = f"{where}: device"
     for key in table:
         if key not in DEVICE_FIELDS:
@@ -296,7 +319,11 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
 
 
 def _in_unit(value: float, key: str, unit: float, where: str) -> float:
-    """The number, unless it is one of operations or bytes where it is counted in 10¹² or 10⁹ of them."""
+    """Return a rate as given; `UserError` where it is so large that it must be in plain operations or bytes a second.
+
+    key: its name in the file; unit: 1e12 (operations) or 1e9 (bytes), in which it should be; where: beginning of the
+    error.
+    """
     if unit > 1 and value >= _FASTEST * 1e12 / unit:
         name = "10^12 operations" if unit == _TERA else "10^9 bytes"
         raise UserError(f"{where}: {key} is in {name} a second; {value:g} is no device's, {value / unit:g} may be")
@@ -304,6 +331,8 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
 
 
 def _count(value: Any, key: str, where: str) -> int:
+    """Return a value as a whole number of devices from 1 on. key: its name in the table; where: beginning of a
+    `UserError`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
     if problem := limit_error("ranks", value, key):
@@ -312,6 +341,7 @@ def _count(value: Any, key: str, where: str) -> int:
 
 
 def _number(value: Any, key: str, where: str) -> float:
+    """Return a value as a finite float above 0. key: its name in the table; where: beginning of a `UserError`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
     return float(value)

@@ -21,10 +21,17 @@ from meshwright.spec.stages import Stage
 
 
 class Call(NamedTuple):
-    """Equal collective calls of one micro-batch. axis: tensor, context or expert; count: number of calls.
+    """Equal collective calls of one micro-batch on one rank.
 
-    size: bytes, as `collective_seconds` takes them. beside: computation that overlaps it: attention of the same layer,
-    weight gradients, or, in pieces, the matrix product that it feeds or follows.
+    Attributes:
+        axis: "tensor", "context" or "expert".
+        phase: Part of the pass to which they belong, such as "forward".
+        operation: Which collective.
+        group: Number of ranks, and how many of them share a node.
+        size: Bytes of one call's full vector, as the cost model takes them.
+        count: Number of calls.
+        beside: Computation that overlaps them: "attention" of the same layer, "weight" gradients, or, in pieces, the
+            matrix "product" that they feed or follow; None if exposed.
     """
 
     axis: str
@@ -36,12 +43,13 @@ class Call(NamedTuple):
     beside: Literal["attention", "weight", "product"] | None = None
 
     def seconds(self, collectives: Collectives) -> float:
-        """Return the seconds of all calls together."""
+        """Return the seconds of all these calls together, by the given cost model of collectives."""
         return self.count * collectives.seconds(self.operation, self.group, self.size)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
-    """Return the size of an axis's group and how many of its ranks share a node. Axes as in `Layout.groups`.
+    """Return the number of ranks in a group of an axis, and how many of them share a node. axis: "tp", "cp", "data",
+    "shard", "replica", "ep", "etp", "expert_data", "expert_shard" or "expert_replica".
 
     Ranks are numbered tp innermost, then cp, dp, pp; within a stage: etp, ep, the rest.
     """
@@ -60,11 +68,13 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
 
 @cache
 def _parts(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
     return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
 def neighbours(layout: Layout, cluster: Cluster) -> Group:
-    """Return the group of two adjacent pipeline ranks with the slowest link."""
+    """Return the group of two adjacent pipeline ranks: on one node if the layout fits into one, else on two (the
+    slowest link)."""
     return Group(2, 2 if layout.world_size <= cluster.devices_per_node else 1)
 
 
@@ -78,14 +88,20 @@ def calls(
     cluster: Cluster,
     itemsize: int = 2,
 ) -> list[Call]:
-    """Return the collective calls of one rank for the forward and backward of a micro-batch of `rows` sequences on a
-    stage."""
+    """Return the collective calls of one rank for a micro-batch's forward and backward on a pipeline stage.
+
+    rows, sequence: sequences of the micro-batch on a data-parallel rank, and tokens of each; itemsize: bytes of an
+    activation's element.
+    """
     work = _Calls(config, layout, rows, sequence, engine, cluster, itemsize)
     return [*work.tensor(stage), *work.context(stage), *work.experts(stage)]
 
 
 class _Calls:
-    """Lists the collective calls of one micro-batch on one rank."""
+    """Collective calls of one micro-batch on one rank, listed by kind of parallelism.
+
+    rows, sequence: sequences of the micro-batch, and tokens of each; itemsize: bytes of an activation's element.
+    """
 
     def __init__(
         self,
@@ -103,8 +119,8 @@ class _Calls:
         self.hidden = self.tokens * config.hidden * itemsize
 
     def tensor(self, stage: Stage) -> Iterator[Call]:
-        """Yield the calls of tensor parallelism around attention and each MLP (Shoeybi et al. 2019, arXiv:1909.08053,
-        section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
+        """Yield the tensor-parallel calls around attention and each MLP of a stage (Shoeybi et al. 2019,
+        arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
         config, layout = self.config, self.layout
         if layout.tp == 1:
             return
@@ -139,8 +155,8 @@ class _Calls:
             yield Call("tensor", "forward", "all-reduce", group, 4 * self.tokens, 3)
 
     def context(self, stage: Stage) -> Iterator[Call]:
-        """Yield the calls of context parallelism: keys and values of ring attention, or the all-to-alls of heads and
-        tokens."""
+        """Yield the context-parallel calls of a stage: keys and values sent round a ring, or all-to-alls of heads and
+        tokens (Ulysses)."""
         config, layout, ranks = self.config, self.layout, self.layout.cp
         if ranks == 1:
             return
@@ -164,11 +180,12 @@ class _Calls:
                 yield Call("context", "again", "all-to-all", group, width * one, layers)
 
     def spread(self, layer: int) -> bool:
-        """Return True if the layer's experts are expert-parallel."""
+        """Return True if the layer (index in the model) has experts and they are expert-parallel."""
         return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage) -> Iterator[Call]:
-        """Yield the dispatch and combine of experts, with equal load on all ranks."""
+        """Yield the all-to-alls that dispatch tokens of a stage to experts and combine them, with equal load on all
+        ranks."""
         config, layout = self.config, self.layout
         mixtures = sum(self.spread(layer) for layer in stage.layers)
         if not mixtures:
@@ -190,10 +207,15 @@ class _Calls:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Number of parameters on a rank, as (dense, expert-parallel) pairs: of a dense layer, a mixture layer, the two
-    ends.
+    """Number of parameters on one rank. In a pair, the first counts dense, the second expert-parallel parameters.
 
     Expert parameters are separate where ep or etp shards them, as their gradients are reduced over other ranks.
+
+    Attributes:
+        layer: Of a dense layer.
+        mixture: Of a mixture-of-experts layer.
+        first: Of the first stage beside its layers: embeddings.
+        last: Of the last stage beside its layers: final norm and head.
     """
 
     layer: tuple[float, float]
@@ -202,7 +224,7 @@ class Held:
     last: float
 
     def of_stage(self, config: ModelConfig, stage: Stage) -> tuple[float, float]:
-        """Return the number of dense and of expert-parallel parameters of a stage."""
+        """Return the number of (dense, expert-parallel) parameters that a rank of this pipeline stage holds."""
         mixtures = sum(config.has_experts(layer) for layer in stage.layers)
         plain = len(stage.layers) - mixtures
         ends = self.first * stage.first + self.last * stage.last
@@ -212,7 +234,8 @@ class Held:
 
 
 def held(config: ModelConfig, layout: Layout) -> Held:
-    """Return the number of parameters on each rank in closed form, by the sizes of spec/parameters.py."""
+    """Return the number of parameters of a layer and of the two ends on each rank, in closed form, without ZeRO's
+    sharding."""
     hidden, tp = config.hidden, layout.tp
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     qkv, query = (heads + 2 * kv_heads) * config.head_dim, heads * config.head_dim
@@ -221,6 +244,7 @@ def held(config: ModelConfig, layout: Layout) -> Held:
     attention += 2 * config.head_dim * config.query_key_norm + norm * (4 if config.post_norms else 2)
 
     def mlp(width: float) -> float:
+        """Return the parameters of an MLP with `width` columns."""
         up = width * (2 if config.gated else 1)
         return up * (hidden + config.mlp_bias) + hidden * (width + config.mlp_bias)
 

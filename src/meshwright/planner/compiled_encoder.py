@@ -21,6 +21,8 @@ class CompiledEncoderBlock(CompiledBlock):
     """Kernels and saved activations of one compiled encoder block (post-norm) on one rank."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+        """Yield (name, (shape, element type)) of each value, with those of norms after sums and of PyTorch's
+        attention."""
         at = self.at
         yield from super()._values()
         for name in ("attention_norm.sums", "mlp_norm.sums"):
@@ -32,7 +34,8 @@ class CompiledEncoderBlock(CompiledBlock):
         yield "attention.random_state", ((RANDOM_STATE,), "index")
 
     def kept(self) -> list[str]:
-        """Return the names of the activations saved by the forward."""
+        """Return the names of the activations that the forward saves for the backward; under full recompute, the
+        repeated one."""
         products = ["attention.output.product", "mlp.up.output", "mlp.down.product"]
         if self.again == "selective":
             state = [] if self.cuda else ["attention.random_state"]
@@ -60,7 +63,7 @@ class CompiledEncoderBlock(CompiledBlock):
         yield self._kernel("mlp.down.product, mlp.up.input", made, over=over)
 
     def _encoded(self) -> Iterator[Kernel]:
-        """Attention between its two products."""
+        """Yield the kernel of PyTorch's attention, between the QKV product and the output product."""
         found = self._operator("attention.qkv.output", "attention.output.input, attention.log_sum")
         if self.again == "selective" and not self.cuda:  # then it gives its place to others
             found = found._replace(makes=tuple(made._replace(operator=False) for made in found.makes))

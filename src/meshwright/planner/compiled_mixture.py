@@ -1,11 +1,7 @@
 """A compiled block whose MLP is a mixture of experts, in one graph: what its forward keeps, and its kernels.
 
-The router's choice, the order of tokens and the way to their experts are small beside what experts make, but most of
-it is computed again in the backward before the first product can be; what is written down here is what
-`compiled_blocks` writes of dense ones, and the attention before it is theirs.
-
-The order of kernels is inductor's, as it came out for every shape that was looked at (torch 2.13): with an expert for
-all tokens that one comes first on the way back, and weight gradients of experts wait for the norm's kernel.
+Most of routing is computed again in the backward. Kernels are in inductor's order (torch 2.13, every shape looked at):
+a shared expert comes first in the backward, and weight gradients of experts wait for the norm's kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ Value = tuple[str, tuple[tuple[int, ...], str]]
 
 
 def _named(before: str, shape: tuple[int, ...], kind: str, *names: str) -> Iterator[Value]:
-    """Values of one shape and kind."""
+    """Return (`before` + name, (`shape`, element type `kind`)) for each name: values of one shape and type."""
     return ((before + name, (shape, kind)) for name in names)
 
 
@@ -33,6 +29,7 @@ class CompiledMixture(CompiledBlock):
     """Kernels and saved activations of a compiled mixture-of-experts block without expert parallelism."""
 
     def _values(self) -> Iterator[Value]:
+        """Yield (name, (shape, element type)) of each value, with those of router, experts and shared expert."""
         yield from super()._values()
         at, config = self.at, self.at.config
         tokens, hidden, width = at.rows * at.tokens, config.hidden, config.expert_intermediate // at.layout.tp
@@ -79,6 +76,7 @@ class CompiledMixture(CompiledBlock):
         return self.at.config.shared_intermediate // self.at.layout.tp
 
     def kept(self) -> list[str]:
+        """Return the names of the activations that the forward saves for the backward, beside the block's input."""
         config = self.at.config
         added = "sum" if self.summed else "product"
         shared = ["mlp.shared.up.output"] if config.shared_intermediate else []
@@ -102,9 +100,8 @@ class CompiledMixture(CompiledBlock):
             shared.append("mlp.shared.down.input")
         return [*dense, *scores, *weights, *loads, *places, *experts, *shared]
 
-    # --- forward
-
     def forward(self) -> Iterator[Kernel]:
+        """Yield the kernels of the forward in order."""
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         yield from self._attention()
         yield from self._normed("mlp", f"{INPUT}, {added}", "mlp.input")
@@ -119,7 +116,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(f"{last}, {INPUT}, {added}", RESULT)
 
     def _mixed(self) -> Iterator[Kernel]:
-        """From the norm's output to what experts make of it."""
+        """Yield the forward's kernels of the mixture, shared expert included, from the norm's output on."""
         config = self.at.config
         yield from self._chosen("mlp.input")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")
@@ -135,7 +132,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel(SHARED[1], "mlp.shared.down.output")
 
     def _chosen(self, given: str) -> Iterator[Kernel]:
-        """The router's scores and choice. given: the norm's output, or the logits where they are kept."""
+        """Yield the kernels of the router's choice. given: "mlp.input" (norm's output), or kept "mlp.router.logits"."""
         softmax = self.at.config.router == "softmax"
         if given == "mlp.input":
             if not softmax and self.x < self.wide:
@@ -148,8 +145,6 @@ class CompiledMixture(CompiledBlock):
         yield self._operator("mlp.router.chosen", "mlp.experts.sorted, mlp.experts.order")
         yield self._operator("mlp.experts.sorted", "mlp.experts.ends")
 
-    # --- backward
-
     def backward(self) -> Iterator[Kernel]:
         """Yield the kernels of the backward, in inductor's order of lowest peak."""
         if "mlp.input" in self.kept():
@@ -161,12 +156,13 @@ class CompiledMixture(CompiledBlock):
         yield from min((list(self._backward(way)) for way in ways), key=self._peak)
 
     def _peak(self, kernels: list[Kernel]) -> int:
-        """Of buffers alone: what is inside of an operator inductor does not know."""
+        """Return the peak bytes of kernels in order, by buffers: inductor does not see memory inside operators."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.kept())}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
         return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _backward(self, way: str) -> Iterator[Kernel]:
+        """Yield the kernels of the backward. way: its order, "at once", "shared first" or "experts first"."""
         kept, given = set(self.kept()), GRADIENT
         added = f"attention.output.{'sum' if self.summed else 'product'}"
         if way == AT_ONCE:
@@ -210,30 +206,30 @@ class CompiledMixture(CompiledBlock):
 
     @property
     def _wide(self) -> bool:
-        """Whether the router multiplies copies in the type of sums."""
+        """True if the router multiplies float32 copies of its input and weight: of sigmoid, below float32."""
         return self.at.config.router == "sigmoid" and self.x < self.wide
 
     def _copied(self, way: str) -> bool:
-        """Whether the gradient of what experts give is made twice, for either of its products."""
+        """Return True if the gradient of the experts' output is made twice, once per product. way: "at once" ..."""
         config = self.at.config
         several = self.again == "none" and config.shared_intermediate > 0 and not config.normalise_choice
         return several and way != EXPERTS_FIRST
 
     def _parts(self) -> list[str]:
-        """What the gradient of the mixture's input is the sum of."""
+        """Return the names of the gradients whose sum is the gradient of the mixture's input."""
         config, found = self.at.config, ["mlp.input.gradient"]
         found += ["mlp.shared.input.gradient"] if config.shared_intermediate else []
         return found + (["mlp.shared.gate.input.gradient"] if config.shared_gate else [])
 
     def _chosen_before(self, kept: set[str]) -> Iterator[Kernel]:
-        """The choice, if it is not there already."""
+        """Yield the kernels that repeat the router's choice from its logits, unless it is in `kept` (saved names)."""
         if "mlp.router.chosen" in kept:
             return
         yield from self._chosen("mlp.router.logits")
         yield self._kernel("mlp.experts.order", "mlp.experts.inverse")
 
     def _shared_first(self, given: str) -> Iterator[Kernel]:
-        """The expert of all tokens, the router's choice, which is made again from its logits, experts."""
+        """Yield a mixture's backward: shared expert, router, experts. given: gradient of the mixture's output."""
         config, made = self.at.config, "mlp.experts.down.output.gradient"
         copied = self._copied(SHARED_FIRST)
         copy = f", {made}.copy" if copied else ""
@@ -264,7 +260,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel("mlp.shared.gate.gradient", "mlp.shared.gate.input.gradient")
 
     def _choice_backward(self, given: str) -> Iterator[Kernel]:
-        """The gradient of the router's logits."""
+        """Yield the kernel of the router logits' gradient. given: gradient of the mixture's output, and more reads."""
         scores = "mlp.router.scores" if self.at.config.router == "softmax" else "mlp.router.logits"
         reads = f"{given}, mlp.experts.down.output, mlp.router.weights, mlp.router.chosen, {scores}"
         made = "mlp.router.weights.gradient, mlp.router.scores.gradient, mlp.router.choice.gradient, "
@@ -272,23 +268,25 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel(reads, f"{inverse}{made}mlp.router.logits.gradient")
 
     def _activation_backward(self, made: str) -> Iterator[Kernel]:
-        """From the gradient of what experts give to that of what their first product gives."""
+        """Yield the kernels from the gradient of the experts' output, `made`, to that of their first product."""
         yield self._operator(f"{made}, mlp.experts.ends", "mlp.experts.down.input.gradient")
         again = "" if self.again == "full" else "mlp.experts.down.input, "
         reads = "mlp.experts.up.output, mlp.experts.down.input.gradient"
         yield self._kernel(reads, f"{again}mlp.experts.up.output.gradient")
 
     def _weight_of_down(self, copied: bool = False) -> Kernel:
+        """Return the kernel of the weight gradient of the experts' second product. copied: it reads a copy."""
         copy = ".copy" if copied else ""
         reads = f"mlp.experts.down.output.gradient{copy}, mlp.experts.down.input, mlp.experts.ends"
         return self._operator(reads, "weight gradient of experts' down")
 
     def _weight_of_up(self) -> Kernel:
+        """Return the kernel of the weight gradient of the experts' first product."""
         reads = "mlp.experts.up.output.gradient, mlp.experts.up.input, mlp.experts.ends"
         return self._operator(reads, "weight gradient of experts' up")
 
     def _shared_backward(self, given: str, at_once: bool) -> Iterator[Kernel]:
-        """at_once: whether its weight gradients are computed as soon as they can be."""
+        """Yield the shared expert's backward. given: gradient of its output; at_once: weight gradients come early."""
         there, weight = SHARED[1] in self.kept(), "weight gradient of shared down"
         if self.at.config.shared_gate:
             made = "mlp.shared.down.output.gradient"
@@ -307,11 +305,12 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.shared.up.output.gradient", "mlp.shared.input.gradient")
 
     def _gate_backward(self, given: str) -> Kernel:
+        """Return the kernel of the shared expert's gate's backward. given: gradient of the mixture's output."""
         made = "mlp.shared.gate.gradient, mlp.shared.down.output.gradient"
         return self._kernel(f"{given}, mlp.shared.gate, mlp.shared.down.output", made)
 
     def _weights_left(self, way: str) -> Iterator[Kernel]:
-        """The weight gradients that wait for the norm's output."""
+        """Yield the kernels of weight gradients that wait for the norm's output. way: such as "experts first"."""
         config = self.at.config
         if way == EXPERTS_FIRST:
             yield self._weight_of_up()
@@ -326,7 +325,7 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.router.logits.gradient, mlp.input", "weight gradient of the router")
 
     def _experts_first(self, given: str) -> Iterator[Kernel]:
-        """Experts, then the router, then the expert of all tokens."""
+        """Yield a mixture's backward: experts, router, shared expert. given: gradient of the mixture's output."""
         config, made = self.at.config, "mlp.experts.down.output.gradient"
         yield from self._chosen("mlp.router.logits")
         yield self._kernel(f"{given}, mlp.experts.order, mlp.router.weights", made)
@@ -347,7 +346,7 @@ class CompiledMixture(CompiledBlock):
             yield self._all_parts("mlp.input.gradient, mlp.experts.up.input")
 
     def _weights_last(self, given: str) -> Iterator[Kernel]:
-        """Those that nothing is gained by computing sooner."""
+        """Yield the weight gradients of router and shared expert. given: gradient of the mixture's output."""
         router = "mlp.input"
         if self._wide:
             yield self._kernel("mlp.input", "mlp.router.input.again")
@@ -359,7 +358,7 @@ class CompiledMixture(CompiledBlock):
             yield self._kernel("mlp.shared.up.output.gradient, mlp.input", "weight gradient of shared up")
 
     def _at_once(self, given: str) -> Iterator[Kernel]:
-        """Where the mixture's input is there: every weight gradient as soon as it can be."""
+        """Yield a mixture's backward, weight gradients early. given: gradient of the mixture's output."""
         config, kept, made = self.at.config, self.kept(), "mlp.experts.down.output.gradient"
         if config.shared_gate and self.again == "full":
             yield self._gate_backward(given)
@@ -390,13 +389,14 @@ class CompiledMixture(CompiledBlock):
         yield self._kernel("mlp.experts.gradient, mlp.router.logits.gradient", "mlp.input.gradient")
 
     def _all_parts(self, made: str) -> Kernel:
-        """In the place of the router's part, which is of the wide type."""
+        """Return the kernel that sums the input's gradients into `made`, over the router's float32 part."""
         shared = ", mlp.shared.input.gradient" if self.at.config.shared_intermediate else ""
         reads = "mlp.router.input.gradient, mlp.experts.inverse, mlp.experts.up.input.gradient"
         over = {"mlp.input.gradient": "mlp.router.input.gradient"}
         return self._kernel(f"{reads}, mlp.experts.order{shared}", made, over=over)
 
     def _turned(self, twice: bool = False) -> Kernel:
+        """Return the kernel that rotates queries and keys. twice: also copies for recomputed attention."""
         return super()._turned(twice and self.x < self.wide)
 
     def _core_again(self) -> Iterator[Kernel]:

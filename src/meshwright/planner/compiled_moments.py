@@ -20,8 +20,10 @@ COLLECTED = ".weight gradients"
 
 
 def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
-    """Yield the tensors in memory at the peak of a compiled layer's forward, those that it saves included. x: bytes of
-    an element."""
+    """Yield the tensors allocated at the peak of a compiled layer's forward, including those that it saves.
+
+    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element.
+    """
     held = forward_held(at, alike(at, layer), x)
     yield from extras_of(held, f"layers.{layer}")
 
@@ -29,9 +31,10 @@ def forward_extras(at: Local, layer: int, x: int) -> Iterator[Extra]:
 def backward_extras(
     at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """Yield (snapshot name, temporary tensors) for a compiled layer's backward, beside its saved activations.
+    """Yield (snapshot name, tensors beside the saved activations) for moments of a compiled layer's backward.
 
-    arrived: input or output gradient that came from another stage, which stays allocated until the backward ends.
+    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element; arrived: names of the
+    input or output gradient that came from another stage, which stays allocated until the backward ends.
     """
     unit = f"layers.{layer}"
     held = _backward(at, alike(at, layer), x, arrived)
@@ -40,8 +43,9 @@ def backward_extras(
 
 
 def passing_bytes(at: Local, layer: int, x: int) -> int:
-    """Return the peak bytes of a compiled layer's temporaries, without weight gradients, which do not grow with the
-    rows."""
+    """Return the peak bytes of a compiled layer's temporaries in forward and backward, weight gradients excepted, as
+    these do not grow with the rows. at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's
+    element."""
     layer, found = alike(at, layer), []
     for held in (forward_held(at, layer, x), *(each for _, each in _backward(at, layer, x))):
         found.append(held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients"))
@@ -56,10 +60,12 @@ def spread_backward(
     stream: int,
     arrived: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, list[Extra]]]:
-    """Yield (snapshot name, temporary tensors) for the backward of a layer with expert-parallel experts; its mixture is
-    eager.
+    """Yield (snapshot name, temporary tensors) for the backward of a layer whose expert-parallel mixture is not
+    compiled.
 
-    kept: saved activations of the stage without recompute, and as recomputed; stream: bytes of the layer's output.
+    at: sizes of a rank's micro-batch; layer: its index; x: bytes of an activation's element; kept: saved activations of
+    the stage (without recompute, with the layout's recompute); stream: bytes of the layer's output; arrived: names of
+    gradients that came from another stage.
     """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in kept)
@@ -78,14 +84,16 @@ def spread_backward(
 
 
 def alike(at: Local, layer: int) -> int:
-    """Return the first layer with the same kernels and sizes as this one."""
+    """Return the index of the first layer with the same kernels and sizes as this one (same window, experts or none),
+    so that equal layers are computed once."""
     config = at.config
     kinds = [(config.layer_window(each), config.has_experts(each)) for each in range(layer + 1)]
     return kinds.index(kinds[-1])
 
 
 def extras_of(held: Held, unit: str) -> Iterator[Extra]:
-    """Yield the tensors in memory during a kernel as ledger entries. unit: parameter unit that names them."""
+    """Yield the tensors allocated during a kernel as ledger entries. held: memory during it; unit: prefix of the
+    entries' names, such as "layers.3"."""
     for name, each in held.buffers.items():
         yield Extra(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
@@ -95,14 +103,16 @@ def extras_of(held: Held, unit: str) -> Iterator[Extra]:
 
 @lru_cache(maxsize=64)
 def forward_held(at: Local, layer: int, x: int) -> Held:
-    """Return the memory at the peak of a compiled layer's forward. layer: one that `alike` returned."""
+    """Return the memory at the peak of a compiled layer's forward. at: sizes of a rank's micro-batch; layer: index, the
+    first of equal ones, as the result is cached; x: bytes of an activation's element."""
     block = block_of(at, layer, x)
     return highest(list(block.forward()), {}, {*block.kept(), *block.results()})
 
 
 @lru_cache(maxsize=64)
 def _backward(at: Local, layer: int, x: int, arrived: frozenset[str] = frozenset()) -> list[tuple[str, Held]]:
-    """The highest moment and the last one; where the forward runs again, its highest too."""
+    """Return (snapshot name, memory) for the peak and the end of a compiled layer's backward, and, under full
+    recompute, for the peak of the repeated forward. arrived: names of gradients that came from another stage."""
     block = block_of(at, layer, x)
     found = []
     kernels = list(block.backward())

@@ -12,9 +12,12 @@ NORMED, NORMED_GRADIENT, BETWEEN = "mlp.input", "gradient of the mixture's input
 
 
 class CompiledFront(CompiledBlock):
-    """The compiled part of a block with expert-parallel experts: norm, attention, second norm; two results."""
+    """Kernels and saved activations of the compiled part of a block whose experts are expert-parallel: norm, attention,
+    second norm. Its forward returns two values: the residual stream and the mixture's input."""
 
     def _values(self) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+        """Yield (name, (shape, element type)) of each value, with the two results and the gradient of the mixture's
+        input."""
         yield from super()._values()
         for name in (NORMED, NORMED_GRADIENT, BETWEEN):
             yield name, ((self.at.rows, self.at.slice, self.at.config.hidden), "x")

@@ -24,11 +24,16 @@ AXES_OF: dict[Part, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Sizes and settings of a training step.
+    """Sizes and settings of a training step, for counting its bytes on the wire.
 
-    batch: sequences over all ranks; sequence: tokens of each. parameter_bytes, master_bytes: of an element of
-    parameters and activations, and of masters and gradients. device: "cpu" or "cuda". collectives: programs in place of
-    the backend's calls (`collectives.named`). pairs: response pairs of a row at most; 0 for next-token training.
+    Attributes:
+        batch: Sequences over all ranks.
+        sequence: Tokens of each.
+        parameter_bytes: Of an element of parameters and activations.
+        master_bytes: Of an element of master weights and gradients.
+        device: "cpu" or "cuda".
+        collectives: Collective programs in place of the backend's calls, by (axis, operation).
+        pairs: Most response pairs in a row; 0 for next-token training.
     """
 
     batch: int
@@ -41,37 +46,48 @@ class Work:
 
 
 class DataCalls:
-    """Adds up the bytes of one rank's collective calls in a step, in `sent` by (call site, axis)."""
+    """Counter of the bytes that one rank sends in a step's data-parallel calls.
+
+    table, partition: parameters, and the units of each pipeline stage; work: sizes of the step; rank: global. Attribute
+    `sent`: bytes by (call site, axis).
+    """
 
     def __init__(self, table: ParameterTable, partition: Partition, layout: Layout, work: Work, rank: int) -> None:
         self.table, self.partition, self.layout, self.work, self.rank = table, partition, layout, work, rank
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def verdict(self, figures: int = 0) -> None:
-        """Add the all-reduce by which ranks agree on a step's outcome. figures: numbers of the loss in it."""
+        """Add the all-reduce by which all ranks agree on a step's outcome. figures: numbers of the loss in it, beside
+        its own."""
         ranks = self.layout.world_size
         self.all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
 
     # --- bytes of an operation
 
     def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Add `times` all-reduces of `size` bytes over the `ranks` ranks of an axis. site: label of the
-        call in traces."""
+        """Add `times` all-reduces of `size` bytes over the `ranks` ranks of an axis. site: label of the call in traces,
+        such as "data.gradients"."""
         self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
 
     def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Add `times` reduce-scatters or all-gathers whose full vector has `size` bytes."""
+        """Add `times` reduce-scatters or all-gathers (half an all-reduce each) over the `ranks` ranks of an axis. site:
+        label of the call; size: bytes of the full vector."""
         self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
 
     def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
-        """Add an all-reduce of gradients on a data-parallel axis, by its collective program if it has one."""
+        """Add an all-reduce of `numel` gradient elements of `itemsize` bytes on a data-parallel axis, by its collective
+        program if it has one. site: label of the call, such as "data.gradients"."""
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
             self.all_reduce(site, axis, ranks, numel * itemsize)
 
     def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
-        """Add `times` reduce-scatters or all-gathers over the ranks that ZeRO shards a part over, by program if there
-        is one."""
+        """Add `times` reduce-scatters or all-gathers over the ranks that ZeRO shards a part over, by collective program
+        if any.
+
+        site: label of the call; operation: "reduce_scatter" or "all_gather"; part: "dense" or "experts"; numel,
+        itemsize: elements of the full vector, bytes of each.
+        """
         axis = AXES_OF[part][1]
         ranks, place = self.on(axis)
         if not self.by_program(site, axis, operation, numel, itemsize, place, times):
@@ -80,7 +96,11 @@ class DataCalls:
     def by_program(
         self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
     ) -> bool:
-        """Add the calls of a collective program; return False if the axis has none. place: this rank in the axis."""
+        """Add `times` calls of the collective program of an axis and operation; return False if there is none.
+
+        site: label of the call; numel, itemsize: elements of the full vector, bytes of each; place: this rank's index
+        in the axis's group.
+        """
         named = self.work.collectives.get((axis, operation))
         if named is None:
             return False
@@ -89,23 +109,26 @@ class DataCalls:
         return True
 
     def on(self, axis: str) -> tuple[int, int]:
-        """Return the number of ranks of an axis, and this rank's index in it."""
+        """Return the number of ranks in this rank's group of an axis such as "data", and this rank's index in it."""
         group = next(group for group in self.layout.groups(axis) if self.rank in group)
         return len(group), group.index(self.rank)
 
     # --- parameters and their gradients
 
     def zero(self, part: Part) -> int:
-        """Return the effective ZeRO level of a part of the parameters (0 on a single rank)."""
+        """Return the effective ZeRO level of a part of the parameters, "dense" or "experts": 0 where it has a single
+        rank."""
         return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
 
     def padded(self, unit: str, part: Part) -> int:
-        """Return the elements of a unit's flat buffer on this rank, padding included."""
+        """Return the elements, padding included, of the flat buffer of a unit such as "layers.3"; part: "dense" or
+        "experts"."""
         shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
     def gradients(self, unit: str, passes: int) -> None:
-        """Add the reductions of a unit's gradient. passes: backward passes that contribute to it."""
+        """Add the gradient reductions of a unit such as "layers.3". passes: backward passes of a step that contribute
+        to it."""
         holders = self.partition.holders(unit)
         for part in self.table.unit_parts(unit, self.layout):
             data, shard, replica = AXES_OF[part]
@@ -123,7 +146,7 @@ class DataCalls:
 
 
 def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Sum bytes by call site, without sites that send nothing. calls: bytes by (site, axis)."""
+    """Return the bytes sent by call site, without sites that send nothing. calls: bytes by (site, axis)."""
     found = Counter[str]()
     for (site, _), sent in calls.items():
         found[site] += sent
@@ -131,5 +154,5 @@ def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
 
 
 def by_axis(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Sum bytes by mesh axis, without axes that send nothing. calls: bytes by (site, axis)."""
+    """Return the bytes sent by mesh axis, without axes that send nothing. calls: bytes by (site, axis)."""
     return by_site({(axis, site): sent for (site, axis), sent in calls.items()})

@@ -29,23 +29,24 @@ holds the same shard."""
 
 
 def level_in_time(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO level whose calls a step makes: 1 where an engine gathers and reduces once a step under a
-    pipeline."""
+    """Return the ZeRO level whose calls a step makes. zero, ranks: the layout's level, and its pipeline ranks; 1
+    instead of 3 where the engine, under a pipeline, gathers and reduces once a step."""
     return 1 if zero == 3 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
 def passes_beside(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
-    """Return the number of micro-batches whose pass overlaps a rank's reductions or gathers: 1, or `ranks` if
-    interleaved."""
+    """Return the number of micro-batches whose pass overlaps a rank's reductions or gathers: 1, or, under
+    "interleaved", as many as pipeline ranks (at most all micro-batches)."""
     return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
 
 
 def zero_calls(
     zero: int, seconds: Seconds, dense: Floats, spread: Floats, itemsize: int, engine_bytes: int
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of the all-gather and the reduce-scatter in every micro-batch under ZeRO-2 and 3.
+    """Return the seconds of (all-gather, reduce-scatter) that ZeRO-2 and 3 add to every micro-batch.
 
-    dense, spread: number of dense and of expert-parallel parameters.
+    zero: level; seconds: cost function of (operation, axis, bytes); dense, spread: number of dense and of
+    expert-parallel parameters; itemsize, engine_bytes: bytes of a parameter and of a gradient.
     """
     gather = scatter = np.zeros(())
     for numel, (_, axis, _) in zip((dense, spread), SHARES, strict=True):
@@ -73,9 +74,18 @@ def gradient_waits(
 ) -> Floats:
     """Return the exposed seconds, once a step, of gradient reductions and of ZeRO's parameter all-gathers.
 
-    Under ZeRO-2 and 3 the reductions are in every micro-batch instead. dense, spread: dense and expert-parallel
-    parameters of a rank; shards, spread_shards: ranks that ZeRO shards them over; first_forward, last_backward:
-    seconds; share: slow-down of overlapped computation (`tax`).
+    Under ZeRO-2 and 3 the reductions are in every micro-batch instead.
+
+    Args:
+        zero: Level.
+        seconds: Cost function of (operation, axis, bytes).
+        dense, spread: Dense and expert-parallel parameters of a rank.
+        shards, spread_shards: Ranks that ZeRO shards them over.
+        layers: Of a rank.
+        first_forward, last_backward: Seconds of the computation that gathers and reductions can overlap.
+        share: Slow-down of overlapped computation, as a share of the communication's seconds.
+        engine: Says what it overlaps.
+        itemsize, gradient_bytes: Bytes of a parameter and of a gradient.
     """
     sums = gathers = np.zeros(())
     for (numel, count), (whole, axis, replicas) in zip(((dense, shards), (spread, spread_shards)), SHARES, strict=True):
@@ -96,20 +106,24 @@ def gradient_waits(
 
 
 def beside(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
-    """Return the exposed seconds of calls that overlap a pass of `work` seconds layer by layer.
+    """Return the exposed seconds of communication that overlaps a pass, layer by layer.
 
-    One layer's call, or the excess over the pass, plus what the calls take from the computation (`share`).
+    calls: seconds of the communication; work: of the pass; layers: in it; share: seconds that each overlapped second of
+    communication takes from the computation. Exposed: one layer's call, or the excess over the pass, and that
+    slow-down.
     """
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
     return waited + share * (calls - np.minimum(calls, waited))
 
 
 def updated(zero: int, dense: Floats, spread: Floats, shards: Floats | int, spread_shards: Floats | int) -> Floats:
-    """Return the number of parameters that a rank's optimizer updates."""
+    """Return the number of parameters that a rank's optimizer updates. dense, spread: dense and expert-parallel ones
+    that it holds; shards, spread_shards: ranks that ZeRO shards them over (not at level 0)."""
     return dense / shards + spread / spread_shards if zero else dense + spread
 
 
 def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
-    """Return the bytes read and written for each updated parameter."""
+    """Return the bytes read and written by the optimizer step for each updated parameter. itemsize: bytes of a
+    parameter."""
     narrow = engine.gradient_bytes == 2 and itemsize == 2
     return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]

@@ -17,11 +17,21 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How devices are connected. Bandwidths: bytes a second, one direction, per device; None: not known.
+    """How devices are connected. Bandwidths: bytes a second, in one direction, per device; None: not known. Latencies:
+    seconds of one message.
 
-    ``domain`` devices form a scale-up domain: there each sends ``scaleup`` to all together, ``pair`` to one alone (less
-    where every pair has wires of its own). ``host`` is PCIe, which also leads to the devices of a node outside the
-    domain; ``across`` leads to other nodes, of which each has ``node`` devices. Latencies: seconds of one message.
+    Attributes:
+        kind: Of the scale-up link, such as "nvlink" or "pcie".
+        name: Of the scale-up link, such as "NVLink3".
+        scaleup: Bandwidth to all devices of the scale-up domain together.
+        pair: Bandwidth to one of them alone; less where every pair has wires of its own.
+        domain: Devices of a scale-up domain.
+        host: Bandwidth of PCIe, which also leads to devices of the node outside the domain.
+        node: Devices of a node.
+        across: Bandwidth to other nodes.
+        latency: Of the scale-up link.
+        host_latency: Of PCIe.
+        across_latency: Between nodes.
     """
 
     kind: str
@@ -79,7 +89,8 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def peak(self, precision: str) -> float | None:
-        """Dense peak in operations a second (fp32, tf32, bf16, fp16, fp8 or fp4); None where the device has none."""
+        """Return the dense peak in operations a second; None where the device has none. precision: "fp32", "tf32",
+        "bf16", "fp16", "fp8" or "fp4"."""
         peak = {
             "fp32": self.fp32,
             "tf32": self.tf32,
@@ -91,8 +102,8 @@ class Device:
         return None if peak is None else peak * _TERA
 
     def measured_share(self, precision: str) -> float | None:
-        """Return the best measured matrix product as a fraction of the peak, in bf16 or fp8 (of the other if only that
-        is known)."""
+        """Return the best measured matrix product as a fraction of the peak. precision: "bf16" or "fp8"; where that was
+        not measured, the other's is returned; None if neither was."""
         shares = {
             name: best / peak
             for name, best, peak in (("bf16", self.measured_bf16, self.bf16), ("fp8", self.measured_fp8, self.fp8))
@@ -101,17 +112,19 @@ class Device:
         return shares.get(precision) or next(iter(shares.values()), None)
 
     def source_of(self, figure: str) -> str:
-        """Return the source of a figure, given by its field name."""
+        """Return the source of a figure, as text. figure: its field name, such as "bf16"."""
         return self.sources.get(figure, self.source)
 
 
 @cache
 def _read() -> dict[str, Any]:
+    """Return the tables of devices.toml."""
     text = resources.files("meshwright.planner").joinpath("devices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
+    """Return the device of an entry of devices.toml. name: its catalogue name, such as "h100-sxm"."""
     catalogue = _read()
     words, latencies = catalogue["sources"], catalogue["latency_seconds"]
     peaks, measured, memory, chip = (entry.get(key, {}) for key in ("peaks", "measured", "memory", "chip"))
@@ -156,6 +169,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
 
 
 def _times(figure: float | None, unit: float) -> float | None:
+    """Return a figure multiplied by its unit, such as 1e9; None for None."""
     return None if figure is None else figure * unit
 
 
@@ -182,7 +196,8 @@ def find_device(name: str) -> Device | None:
 
 @cache
 def architecture_share(architecture: str) -> float | None:
-    """Return the median of `Device.measured_share` in bf16 over the devices of an architecture, None without one."""
+    """Return the median share of their bf16 peak that the devices of an architecture (such as "Hopper") reach in
+    measured matrix products; None if none was measured."""
     shares = [share for each in DEVICES if each.architecture == architecture and (share := each.measured_share("bf16"))]
     return statistics.median(shares) if shares else None
 

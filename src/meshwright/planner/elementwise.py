@@ -15,19 +15,22 @@ WIDE = 4
 
 
 class Passes(NamedTuple):
-    """Number of kernels, and of reads and writes per element in the narrow and in the wide type."""
+    """Memory traffic of elementwise work, per element.
+
+    kernels: number of kernels; narrow: reads and writes of values in the model's type; wide: those in float32.
+    """
 
     kernels: float
     narrow: float
     wide: float = 0.0
 
     def bytes(self, itemsize: int) -> float:
-        """Return the bytes moved per element. itemsize: bytes of a narrow value."""
+        """Return the bytes moved per element. itemsize: bytes of a value in the model's type."""
         return self.narrow * itemsize + self.wide * WIDE
 
 
 class There(NamedTuple):
-    """Elementwise work of an operation in the forward and in the backward."""
+    """Elementwise memory traffic of an operation: of its forward, and of its backward."""
 
     forward: Passes
     backward: Passes
@@ -96,30 +99,34 @@ ROUTED = There(Passes(12, 2, 12), Passes(10, 2, 12))
 
 
 def norm(kind: str, fusion: Fusion) -> There:
-    """Return the work of a norm per input element. kind: layernorm or rmsnorm."""
+    """Return the memory traffic of a norm per input element. kind: "layernorm" or "rmsnorm"; fusion: "eager", "kernels"
+    or "compiled"."""
     return _NORM[kind, fusion]
 
 
 def residual(fusion: Fusion) -> There:
-    """Return the work of a residual addition per element."""
+    """Return the memory traffic of a residual addition per element. fusion: "eager", "kernels" or "compiled"."""
     return _RESIDUAL[fusion]
 
 
 def rotary(fusion: Fusion) -> There:
-    """Return the work of rotary positions per element of queries and keys."""
+    """Return the memory traffic of rotary positions per element of queries and keys. fusion: "eager", "kernels",
+    "compiled"."""
     return _ROTARY[fusion]
 
 
 def activation(gated: bool, fusion: Fusion) -> There:
-    """Return the work of an MLP's activation per element of the second product's input."""
+    """Return the memory traffic of an MLP's activation per element of the second product's input. gated: as SwiGLU;
+    fusion: "eager", "kernels" or "compiled"."""
     return _GATED[fusion] if gated else _ACTIVATION
 
 
 def cast(fusion: Fusion) -> Passes:
-    """Return the work of casting an operand, per element."""
+    """Return the memory traffic of casting a matrix product's operand, per element. fusion: "eager", "kernels",
+    "compiled"."""
     return _CAST[fusion]
 
 
 def softmax(fusion: Fusion) -> There:
-    """Return the work of the softmax per attention score."""
+    """Return the memory traffic of the softmax per attention score. fusion: "eager", "kernels" or "compiled"."""
     return _SOFTMAX[fusion]

@@ -70,7 +70,7 @@ class Engine:
     zero: tuple[int, ...] = (0, 1)
 
     def compiled(self) -> Engine:
-        """Return the engine with compiled blocks (torch.compile)."""
+        """Return this engine with compiled blocks (torch.compile)."""
         holds = min(self.loss_holds, 8.0)
         return replace(self, fusion="compiled", loss_bytes=min(self.loss_bytes, _COMPILED_LOSS), loss_holds=holds)
 
@@ -200,7 +200,8 @@ ENGINES: dict[str, Engine] = {
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
-    """Return the engine of a name, with compiled blocks if `compile`; `UserError` with the nearest name."""
+    """Return the training engine of a name such as "megatron", or the given one; compile: with compiled blocks.
+    `UserError` with the nearest name for an unknown one."""
     if isinstance(name, str):
         if name not in ENGINES:
             raise UserError(unknown("engine", name, ENGINES))

@@ -35,8 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted cost of a layout. `memory`: of the rank with the highest peak. `warnings`: which figures are less
-    certain."""
+    """Predicted cost of a layout.
+
+    Attributes:
+        problem: Model, cluster and batch.
+        layout: With its precision.
+        time: Of a step.
+        memory: Of the pipeline rank with the highest peak.
+        warnings: Lines that say which figures are less certain.
+    """
 
     problem: Problem
     layout: Layout
@@ -89,6 +96,7 @@ class Estimate:
         )
 
     def _calibration(self) -> dict[str, Any]:
+        """Return the JSON entry {"calibration": table} of the cluster's calibration, empty without one."""
         found = self.problem.cluster.calibration
         return {} if found is None else {"calibration": found.table()}
 
@@ -105,8 +113,13 @@ def problem_of(
     precision: str | None = None,
     documents: float = 1.0,
 ) -> Problem:
-    """Resolve the arguments of a plan to a checked `Problem`. `UserError` names what is unknown, with the nearest known
-    name."""
+    """Return the checked planning problem that the arguments of a plan describe.
+
+    model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster, as object, text, file
+    or mapping; sequence: tokens; batch: sequences a step over all ranks; engine: whose kernels are priced; compile:
+    with compiled blocks; precision: such as "bf16", a default for the cluster unless given; documents: in a sequence,
+    on average. `UserError` names what is unknown, with the nearest known name.
+    """
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
@@ -150,10 +163,11 @@ def evaluate(
 ) -> Estimate:
     """Predict time and memory of one layout.
 
-    model: a preset, a Hugging Face directory, a config.json or its content, a recipe; cluster: a shorthand, a file,
-    "this", or a mapping (`planner.cluster`); sequence: tokens; batch: sequences a step over all ranks; engine: whose
-    kernels and buffers are priced (`planner.engines`); documents: in a row, on average. Raises UserError for unknown
-    names, and for an infeasible layout with the reason.
+    model: a preset, a Hugging Face directory, a config.json or its content, or a recipe; cluster: text such as
+    "64xh100-sxm", a file, "this", or a mapping with `device` and `devices`; sequence: tokens; batch: sequences a step
+    over all ranks; engine: whose kernels and buffers are priced, such as "megatron"; compile: with compiled blocks;
+    documents: in a sequence, on average. Raises UserError for unknown names, and for an infeasible layout with the
+    reason.
     """
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     problem = problem_of(
@@ -164,7 +178,8 @@ def evaluate(
 
 
 def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estimate:
-    """Predict time and memory of a layout of a problem. step: an existing `Step` of this layout, to save time."""
+    """Predict time and memory of a layout of a problem. step: an existing `Step` of this layout, whose results are
+    reused. `UserError` with the reason where the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
@@ -189,6 +204,8 @@ def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
 
 
 def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
+    """Return the lines that say which figures of an estimate are less certain: plan-only models, layouts that `train`
+    refuses, axes and schedules that the engine lacks ..."""
     found = []
     config, engine = problem.config, problem.engine
     if config.planning_only:

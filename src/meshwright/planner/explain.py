@@ -19,9 +19,16 @@ _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation in one phase, all of its `count` calls. share: of the total time.
+    """One operation of a micro-batch in one phase.
 
-    bound: "compute", "memory" or "start" (kernel launch), whichever takes longest.
+    Attributes:
+        name: Such as "attention.qkv".
+        phase: "forward", "again" (recomputed), "input" or "weight" (gradients).
+        count: Its calls.
+        shape: M, N, K of a product; empty for elementwise work.
+        flops, bytes, seconds: Of all calls together.
+        share: Of the micro-batch's seconds.
+        bound: "compute", "memory" or "start" (kernel launch), whichever takes longest.
     """
 
     name: str
@@ -70,17 +77,20 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Row]:
 
 
 def busiest(problem: Problem, layout: Layout) -> int:
-    """Return the pipeline rank that computes longest."""
+    """Return the pipeline rank that computes longest for a micro-batch."""
     return max(
         unlike_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )
 
 
 def _longest(row: Row) -> float:
+    """Return the sort key that puts the longest operation first."""
     return -row.seconds
 
 
 def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> Row:
+    """Return the row of an operation in a phase. each: its calls of one size and their seconds; whole: seconds of the
+    micro-batch; rates: the device's speeds, which tell what binds it."""
     count = sum(one.count for one, _ in each)
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
     seconds = sum(took for _, took in each)

@@ -18,10 +18,10 @@ FLOPS_CONVENTION = (
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Floating-point operations of one token's forward pass, by operation and summed over the layers.
+    """Return the floating-point operations of one token's forward pass, by operation and summed over the layers.
 
-    ``sequence``: tokens that attend to each other (documents in a packed row are not told apart). ``causal=False``
-    counts attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311, appendix B).
+    sequence: tokens that attend to each other (documents in a packed row are not told apart). causal=False counts
+    attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311, appendix B).
     """
     total: dict[str, float] = {}
     for layer in range(config.layers):
@@ -31,10 +31,11 @@ def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = T
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:
-    """Floating-point operations that training on one token takes: forward, and twice as many backward.
+    """Return the floating-point operations that training on one token takes: forward, and twice as many backward.
 
-    With ``recompute`` ("selective", "full") the repeated forward operations are added, which gives hardware FLOPs;
-    utilisation by ``FLOPS_CONVENTION`` leaves it at "none".
+    sequence: tokens that attend to each other; causal: each sees only those before it. With recompute ("selective",
+    "full") the repeated forward operations are added, which gives hardware FLOPs; utilisation by `FLOPS_CONVENTION`
+    leaves it at "none".
     """
     forward = forward_flops_per_token(config, sequence, causal)
     return 3 * sum(forward.values()) + sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])

@@ -24,7 +24,8 @@ NEEDED = ("model", "cluster", "sequence", "batch")
 
 
 def answer(line: str) -> dict[str, Any]:
-    """Answer one request (a line of JSON) with the document of `plan --json`, or with {"error": ...}.
+    """Return the answer to one request: the document of `plan --json`, or {"error": text}. line: a JSON object with the
+    arguments of `plan`.
 
     "warnings": texts of the request's `ModelWarning`s, if any.
     """
@@ -44,10 +45,13 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
+    """Return a text on one line, of 1000 characters at most."""
     return " ".join(text.split())[:1000]
 
 
 def _request(line: str) -> Mapping[str, Any]:
+    """Return the checked request of a line of JSON; `UserError` for an unknown or missing field, or one of the wrong
+    type."""
     try:
         found = parse_json(line)
     except ValueError as error:
@@ -68,11 +72,13 @@ def _request(line: str) -> Mapping[str, Any]:
 
 
 def _kind(key: str) -> str:
+    """Return the words for a field's type, such as "text or an object". key: name of a request's field."""
     words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
     return " or ".join(dict.fromkeys(words[each] for each in FIELDS[key]))
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON document of the plan that a request asks for; `UserError` where no layout fits."""
     found = plan(**request)
     if found.search is not None and not found.estimates:
         raise UserError(nothing_fits(found.search))

@@ -15,9 +15,11 @@ from meshwright.planner.temporaries import Extra
 
 
 class Buffer(NamedTuple):
-    """A buffer that a kernel writes. kind: element type, "x" or "wide", as of `Entry`; bytes: of the whole buffer.
+    """A buffer that a kernel writes.
 
-    operator: returned by a custom operator, whose buffers inductor does not reuse.
+    name: of its value; kind: element type, "x" (activations), "wide" (at least float32), "index" or "int32"; bytes: of
+    the whole buffer; category: of the memory ledger; operator: returned by a custom operator, whose buffers inductor
+    does not reuse.
     """
 
     name: str
@@ -28,10 +30,10 @@ class Buffer(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel of a compiled graph. reads, makes: values by name; over: written value -> read value whose buffer it
-    reuses.
+    """A kernel of a compiled graph.
 
-    inside: temporary allocations while it runs.
+    reads: names of the values it reads; makes: buffers that it writes; over: written value -> read value whose buffer
+    it reuses; inside: temporary allocations while it runs.
     """
 
     name: str
@@ -43,8 +45,11 @@ class Kernel(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """Memory while a kernel runs: live buffers by name, bytes of graph inputs freed so far (`gone`), temporaries inside
-    it."""
+    """Memory while a kernel runs.
+
+    name: of the kernel; buffers: live ones, by name; gone: bytes of graph inputs freed so far; inside: temporaries of
+    the kernel.
+    """
 
     name: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
@@ -58,9 +63,10 @@ class Held:
 
 
 def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[Held]:
-    """Simulate the allocations of kernels in order; return the memory during each.
+    """Simulate the allocations of kernels in order, as PyTorch's inductor makes them; return the memory during each.
 
-    given: bytes of the inputs that the graph frees after their last use; stay: values that it returns.
+    given: bytes of the inputs that the graph frees after their last use, by name; stay: names of values that it
+    returns.
     """
     last = _last_uses(kernels)
     reckoned = _reckoned(kernels, given, stay, last)
@@ -108,17 +114,23 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
 
 
 def _alike(one: Buffer, other: Buffer) -> bool:
+    """Return True if inductor may reuse one buffer for the other: same type and size."""
     return (one.kind, one.bytes) == (other.kind, other.bytes)
 
 
 def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """Return, by value name, the index of the last kernel that reads it."""
     return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
 
 
 def _reckoned(
     kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str], last: Mapping[str, int]
 ) -> list[int]:
-    """Bytes during each kernel without reuse, and without what is inside of it."""
+    """Return the bytes during each kernel without reuse of buffers and without temporaries inside kernels.
+
+    given: bytes of the graph's inputs, by name; stay: names of values that it returns; last: index of the last kernel
+    that reads a value.
+    """
     now = sum(given.values())
     sizes = dict(given)
     found = []
@@ -132,5 +144,6 @@ def _reckoned(
 
 
 def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> Held:
-    """Return the memory during the first kernel of the highest peak. Arguments as in `run`."""
+    """Return the memory during the kernel with the highest peak, the first if several. given: bytes of the inputs that
+    the graph frees after their last use, by name; stay: names of values that it returns."""
     return max(run(kernels, given, stay), key=lambda held: held.bytes)

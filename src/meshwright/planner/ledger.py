@@ -167,11 +167,12 @@ def ledger(
 
 @lru_cache(maxsize=16)
 def _table(config: ModelConfig) -> ParameterTable:
+    """Return the parameter table of a model, cached."""
     return parameter_table(config)
 
 
 def repeating(layout: Layout) -> Layout:
-    """Return the layout with the fewest micro-batches that reach the same memory peak (rounds repeat)."""
+    """Return the layout with the fewest micro-batches whose step has the same memory peak, as schedules repeat."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
@@ -180,7 +181,7 @@ def repeating(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=32)
 def _complete(program: PipelineProgram) -> PipelineProgram:
-    """With its messages, once for all ranks."""
+    """Return a pipeline program with its messages added; cached, as all ranks share it."""
     return with_transfers(program)
 
 
@@ -258,6 +259,7 @@ class _Step:
         return Ledger(tuple(items), total, moment_found.name, base, framework, compiled)
 
     def _staying(self) -> Iterator[Item]:
+        """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
         for state in self.states:
             yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.held(self.place["pp"])):
@@ -276,11 +278,8 @@ class _Step:
             size = 8 * whole[0] * whole[1]
             yield Item("workspace", "batch.documents", whole, "int64", size, None, "start of step", "end of step")
 
-    # --- through the program
-
     def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
-        """The highest moment of every step, and what there is beside it; `alive` says of what (category, name,
-        stage)."""
+        """Yield (peak, other bytes then) of each step; `alive` is kept at those, by (category, name, stage)."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
@@ -336,7 +335,7 @@ class _Step:
     def _highest(
         self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
     ) -> _Highest:
-        """The first of a step's highest moments: they are the same for every micro-batch that finds the same."""
+        """Return a step's first peak. later, over: not the stage's first pass, its last; before: open reductions."""
         key = id(part), kind, later, over, id(before)
         if key not in self._highest_of:
             ways = Ways(later, over, before)
@@ -358,7 +357,7 @@ class _Step:
         return self._highest_of[key]
 
     def stage(self, index: int, at_once: bool) -> StageMoments:
-        """Return the memory snapshots of a stage. at_once: a forward is directly followed by its backward."""
+        """Return a stage's memory snapshots. index: stage; at_once: backwards follow their forwards directly."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]
@@ -380,14 +379,14 @@ class _Step:
         )  # fmt: skip
 
     def _stream(self) -> int:
-        """Bytes of what passes between stages."""
+        """Return the bytes of the hidden states that pass from stage to stage."""
         sizes = next(iter(self.stages.values()), None) or self.stage(
             self.partition.held(self.place["pp"])[0].index, False
         )
         return sizes.stream
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
-        """The forwards that are followed at once by their own backward (`parallel/step.py`)."""
+        """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""
         found: set[tuple[int, int, int]] = set()
         before: tuple[int, int, int] | None = None
         for _, kind, *key in self._steps():
@@ -400,10 +399,11 @@ class _Step:
         return found
 
     def _steps(self) -> list[Row]:
+        """Return this rank's steps of the pipeline program, in order."""
         return list_rank_steps(self.program, self.place["pp"])
 
     def _at(self, moment: Moment, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
-        """What there is at a moment beside what stays."""
+        """Yield the tensors at a moment beside persistent ones. others: bytes by (category, name, stage)."""
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)

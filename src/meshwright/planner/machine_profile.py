@@ -35,7 +35,7 @@ PROBE_VARIABLE = "MESHWRIGHT_PROBE"
 
 
 def may_measure(probe: bool = True) -> bool:
-    """Return True if this machine may be measured: `probe` is set and the environment does not forbid it."""
+    """Return True if this machine may be measured: `probe` is True and MESHWRIGHT_PROBE is not "0"."""
     return probe and os.environ.get(PROBE_VARIABLE) != "0"
 
 
@@ -49,20 +49,22 @@ def profile_directory() -> Path:
 
 
 def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
-    """Return the path of a measurement's file, which need not exist. kind: what is measured; key: what
-    it depends on."""
+    """Return the path of a measurement's file, which need not exist. kind: what is measured, such as "cpu"; key: all
+    that it depends on, as a JSON object."""
     text = json.dumps([VERSION, dict(key)], sort_keys=True)
     return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tables of a measurement; None if missing, damaged, or of another version or key."""
+    """Return the tables of a measurement; None if missing, damaged, or of another version or key. kind: what was
+    measured, such as "cpu"; key: all that it depends on."""
     found = _read(measurement_file(kind, key))
     return found[1] if found is not None and found[0] == dict(key) else None
 
 
 def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Write the file of a measurement atomically. `OSError` where the directory is not writable."""
+    """Write the file of a measurement atomically. kind: what was measured, such as "cpu"; key: all that it depends on;
+    tables: the figures. `OSError` where the directory is not writable."""
     path = measurement_file(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "key": dict(key), "tables": dict(tables)}
@@ -79,7 +81,7 @@ def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, An
 
 @contextmanager
 def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold an exclusive file lock, so that only one process measures this machine at a time.
+    """Hold an exclusive file lock inside the context, so that only one process measures this machine at a time.
 
     log: gets a line while waiting for another process. `UserError` after `seconds` of waiting; `OSError` where the
     directory is not writable.
@@ -105,7 +107,7 @@ def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Key and tables of a file; None where it is damaged or of another version."""
+    """Return (key, tables) of a measurement's file; None where it is damaged or of another version."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return (dict(found["key"]), dict(found["tables"])) if found["version"] == VERSION else None
@@ -118,7 +120,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfileKey:
-    """What a hardware profile depends on. `torch`: its version; `threads`: of each rank."""
+    """What a hardware profile depends on.
+
+    processor: its name; cores: available ones; torch: its version; device: "cpu"; ranks: processes that compute
+    together; threads: of each.
+    """
 
     processor: str
     cores: int
@@ -129,7 +135,7 @@ class HardwareProfileKey:
 
     @classmethod
     def here(cls, cores: int, ranks: int, threads: int) -> HardwareProfileKey:
-        """Return the key for this machine's processors."""
+        """Return the key for this machine's processors. cores: available ones; ranks: processes; threads: of each."""
         return cls(processor_name(), cores, torch_version(), "cpu", ranks, threads)
 
     @property
@@ -140,15 +146,15 @@ class HardwareProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """Measured speeds of this machine. precisions, axes (of tp and cp): measured ones; cluster: tables of a cluster
-    file."""
+    """Measured speeds of this machine. precisions: measured ones; axes: those of "tp" and "cp" that were measured;
+    cluster: tables of a cluster file."""
 
     precisions: tuple[str, ...]
     axes: tuple[str, ...]
     cluster: Mapping[str, Any]
 
     def covers(self, precisions: Sequence[str], axes: Sequence[str]) -> bool:
-        """Return True if layouts of these precisions and axes can be priced by it."""
+        """Return True if layouts of these precisions ("bf16") and axes ("tp", "cp") can be priced by the profile."""
         return set(precisions) <= set(self.precisions) and set(axes) <= set(self.axes)
 
 
@@ -162,7 +168,7 @@ def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
 
 
 def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
-    """Write a hardware profile. `OSError` where the directory is not writable."""
+    """Write a hardware profile to the file of its key. `OSError` where the directory is not writable."""
     write_measurement(key.device, asdict(key), asdict(profile))
 
 
@@ -183,12 +189,13 @@ def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
 
 
 def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
+    """Return the hardware profile of a measurement's tables."""
     precisions, axes = (tuple(map(str, tables[name])) for name in ("precisions", "axes"))
     return HardwareProfile(precisions, axes, dict(tables["cluster"]))
 
 
 def processor_name() -> str:
-    """Return the processor's name as the kernel reports it."""
+    """Return the processor's name, such as "AMD EPYC 9654", as the kernel reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -197,7 +204,8 @@ def processor_name() -> str:
 
 
 def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if the kernel lists instructions that multiply bf16; False where there is no such file."""
+    """Return True if the processor multiplies bf16; False if unknown. cpuinfo: the kernel's file that lists its
+    flags."""
     try:
         text = cpuinfo.read_text()
     except OSError:

@@ -22,13 +22,14 @@ PLACES = ("inside", "across", "world")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured seconds over size (bytes, ascending)."""
+    """Measured seconds as a function of size. sizes: bytes, ascending; seconds: of each size."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Return the seconds of a size, interpolated; below the smallest size constant, above the largest proportional.
+        """Return the seconds for `size` bytes, interpolated; below the smallest size constant, above the largest
+        proportional.
 
         A larger size measured faster, by noise, takes as long as the smaller ones.
         """
@@ -44,10 +45,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Measured matrix products of one precision and form (`FORMS`), on `ranks` concurrent processes of `threads`
-    threads.
+    """Measured matrix products of one precision and form.
 
-    A shape is (tokens, out, in) of the linear function; seconds are the median of one product.
+    Attributes:
+        precision: Such as "bf16".
+        form: "forward", "input-gradient" or "weight-gradient".
+        ranks, threads: Concurrent processes, and threads of each.
+        shapes: (tokens, out, in) of the linear function.
+        seconds: Median of one product of each shape.
     """
 
     precision: str
@@ -58,10 +63,11 @@ class Products:
     seconds: tuple[float, ...]
 
     def at(self, tokens: float, out: float, inner: float) -> float:
-        """Return the seconds of a matrix product of this shape.
+        """Return the seconds of a matrix product of a linear function with `tokens` rows, `out` outputs and `inner`
+        inputs.
 
-        A launch plus operations and bytes at constant rates (`_fit`), times the factor by which measured shapes differ
-        from that, weighted by the inverse fourth power of their distance in log sizes. Measured shapes are exact.
+        A launch plus operations and bytes at constant rates, times the factor by which measured shapes differ from
+        that, weighted by the inverse fourth power of their distance in log sizes. Measured shapes are exact.
         """
         costs = _fit(self)
         point = (math.log2(tokens), math.log2(out), math.log2(inner))
@@ -78,9 +84,10 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Measured memory pass, seconds over bytes read and written, on `ranks` concurrent processes of `threads` threads.
+    """Measured memory pass on `ranks` concurrent processes of `threads` threads.
 
-    name: `copy` (into an existing tensor), `add` (sum of two, new), `silu` (elementwise function, new).
+    name: `copy` (into an existing tensor), `add` (sum of two, new), `silu` (elementwise function, new); precision: such
+    as "bf16"; curve: seconds over bytes read and written.
     """
 
     name: str
@@ -92,10 +99,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Measured seconds of a collective over the bytes of its full vector; all groups of `ranks` ranks run at once.
+    """Measured seconds of a collective; all groups of `ranks` ranks run it at once.
 
-    Full vector: all-reduce's vector, all-gather's result, reduce-scatter's input, a rank's input of an all-to-all, the
-    message of a send-receive.
+    operation: such as "all-reduce"; place: "inside" (ranks of a node), "across" (one of each node) or "world" (all);
+    curve: seconds over the bytes of the full vector: all-reduce's vector, all-gather's result, reduce-scatter's input,
+    a rank's input of an all-to-all, the message of a send-receive.
     """
 
     operation: str
@@ -106,8 +114,8 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """Measured seconds of the reference model's step (`reference_step.py`: forward, backward, gradient reductions)
-    under a layout."""
+    """Measured seconds of a training step of the reference model: forward, backward, gradient reductions. layout: as
+    text."""
 
     layout: str
     seconds: float
@@ -115,10 +123,21 @@ class ReferenceStep:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured, on `ranks` processes of `threads` threads each. Bandwidths in bytes a second; `copies`:
-    between host and device ("to-device", "to-host"); `starts`: seconds of "rank" (a process until it has its device),
-    "meeting" (until all ranks have met), "operation" (a tiny operation: what starting one costs), by name.
-    `yardstick`: seconds of the product that says how fast processors were (`probe.points.Yardstick`)."""
+    """Speeds that `meshwright probe` measured on a machine. Bandwidths are in bytes a second.
+
+    Attributes:
+        backend: Of torch.distributed.
+        ranks, threads: Processes, and threads of each.
+        products: Matrix products.
+        passes: Memory passes.
+        collectives: Collectives.
+        copies: Between host and device, by name ("to-device", "to-host").
+        disk_write, disk_read: Bandwidths; None if not measured.
+        starts: Seconds by name: "rank" (a process until it has its device), "meeting" (until all ranks have met),
+            "operation" (a tiny operation: what starting one costs) ...
+        steps: Steps of the reference model.
+        yardstick: Seconds of the product that says how fast processors were at the time.
+    """
 
     backend: str
     ranks: int
@@ -134,24 +153,25 @@ class Measured:
     yardstick: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
-        """Return the measured products of a precision and form while `ranks` ranks compute at once (default: all); None
+        """Return the measured products of a precision and form ("forward", "input-gradient", "weight-gradient"); None
         if none.
 
-        The nearest measured number of ranks above counts, else the largest.
+        ranks: that compute at once, all unless given; the nearest measured number above counts, else the largest.
         """
         found = [each for each in self.products if each.precision == precision and each.form == form]
         chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
         return chosen
 
     def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
-        """Return the curve of a memory pass; ranks as in `product`. None if not measured."""
+        """Return the seconds-over-bytes curve of a memory pass ("copy", "add", "silu"); None if not measured. ranks:
+        that compute at once, all unless given."""
         found = [each for each in self.passes if each.name == name and each.precision == precision]
         chosen = _nearest(found, self.ranks if ranks is None else ranks)
         return None if chosen is None else chosen.curve
 
     def collective(self, operation: str, ranks: int, place: str = "inside") -> Curve | None:
-        """Return the curve of a collective among `ranks` ranks; None if not measured. place: inside a
-        node or across."""
+        """Return the seconds-over-bytes curve of a collective among `ranks` ranks; None if not measured. place:
+        "inside" a node, "across" nodes, or "world"."""
         for each in self.collectives:
             if (each.operation, each.ranks, each.place) == (operation, ranks, place):
                 return each.curve
@@ -181,19 +201,21 @@ _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def _loads(precision: str, tokens: float, out: float, inner: float) -> tuple[float, float, float]:
-    """What a product costs: a start, its operations, the bytes that it reads and writes."""
+    """Return (1, operations, bytes read and written) of a matrix product, to be multiplied by costs of a launch, an
+    operation and a byte. tokens, out, inner: of the linear function."""
     moved = _ITEM_BYTES.get(precision, 4) * (tokens * inner + out * inner + tokens * out)
     return 1.0, 2.0 * tokens * out * inner, moved
 
 
 def _cost(costs: tuple[float, ...], loads: tuple[float, ...]) -> float:
+    """Return the seconds of a product: the sum of cost x load over launch, operations and bytes."""
     return sum(cost * load for cost, load in zip(costs, loads, strict=True))
 
 
 @cache
 def _fit(products: Products) -> tuple[float, ...]:
-    """Seconds of a start, an operation and a byte, none negative, that fit the products with the least squares of
-    relative errors: of all choices of which are zero, the best whose others are not negative."""
+    """Return the seconds of a launch, an operation and a byte that fit measured products with the least squares of
+    relative errors, none negative: of all choices of which are zero, the best whose others are not negative."""
     rows = [
         [load / seconds for load in _loads(products.precision, *shape)]
         for shape, seconds in zip(products.shapes, products.seconds, strict=True)
@@ -215,7 +237,7 @@ def _fit(products: Products) -> tuple[float, ...]:
 
 
 def _least_squares(rows: list[list[float]]) -> list[float] | None:
-    """x with the least squares of rows x - 1: the normal equations, by elimination; None where x is not determined."""
+    """Return x that minimises the squares of rows·x - 1, by the normal equations; None where x is not determined."""
     size = len(rows[0])
     matrix = [
         [sum(row[a] * row[b] for row in rows) for b in range(size)] + [sum(row[a] for row in rows)] for a in range(size)
@@ -233,21 +255,24 @@ def _least_squares(rows: list[list[float]]) -> list[float] | None:
 
 
 def _nearest(found: list[Any], ranks: int) -> Any:
-    """Of measurements under several numbers of ranks that of the nearest number above, else of the largest; among
-    equals that with the most threads."""
+    """Return, of measurements under several numbers of ranks, that of the nearest number from `ranks` on, else of the
+    largest; among equals the one with most threads; None if `found` is empty."""
     order = sorted(found, key=lambda each: (each.ranks, -each.threads))
     return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
 
 
 def _listed(value: Any) -> Any:
+    """Return a value with all tuples as lists, nested ones too."""
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _curve_table(curve: Curve) -> dict[str, Any]:
+    """Return a curve as a table {"bytes": sizes, "seconds": seconds}."""
     return {"bytes": [*curve.sizes], "seconds": [*curve.seconds]}
 
 
 def _with_curve(each: Pass | Collective) -> dict[str, Any]:
+    """Return a measurement's fields as a table, its curve as keys `bytes` and `seconds`."""
     plain = {field.name: getattr(each, field.name) for field in fields(each) if field.name != "curve"}
     return {**plain, **_curve_table(each.curve)}
 
@@ -256,7 +281,8 @@ def _with_curve(each: Pass | Collective) -> dict[str, Any]:
 
 
 def read(table: Any, where: str) -> Measured:
-    """Parse the tables of `Measured.tables`. `UserError` names the first invalid place."""
+    """Parse the tables of a cluster file that hold measured speeds. where: the file, for the `UserError` that names the
+    first invalid place."""
     try:
         if not isinstance(table, Mapping):
             raise TypeError(f"it should be a table, not {table!r}")
@@ -294,6 +320,8 @@ def read(table: Any, where: str) -> Measured:
 
 
 def _products(each: Mapping[str, Any]) -> Products:
+    """Return the measured products of a table; `ValueError` for an unknown form, or shapes and times that do not
+    match."""
     shapes = tuple(tuple(_count(size) for size in shape) for shape in each["shapes"])
     seconds = tuple(_time(value) for value in each["seconds"])
     if len(shapes) != len(seconds) or not shapes:
@@ -314,6 +342,7 @@ def _products(each: Mapping[str, Any]) -> Products:
 
 
 def _step(each: Mapping[str, Any]) -> ReferenceStep:
+    """Return the reference step of a table; `ValueError` for an invalid layout or time."""
     try:
         Layout.parse(_text(each["layout"]))
     except UserError as error:
@@ -322,6 +351,7 @@ def _step(each: Mapping[str, Any]) -> ReferenceStep:
 
 
 def _curve(each: Mapping[str, Any]) -> Curve:
+    """Return the curve of a table's `bytes` and `seconds`; `ValueError` unless sizes rise."""
     sizes, seconds = (tuple(_time(value) for value in each[key]) for key in ("bytes", "seconds"))
     if len(sizes) != len(seconds) or not sizes:
         raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
@@ -331,18 +361,21 @@ def _curve(each: Mapping[str, Any]) -> Curve:
 
 
 def _time(value: Any) -> float:
+    """Return a value as float; `ValueError` unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{value!r} is not a number above 0")
     return float(value)
 
 
 def _count(value: Any) -> int:
+    """Return a value; `ValueError` unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is not a whole number above 0")
     return value
 
 
 def _text(value: Any) -> str:
+    """Return a value; `ValueError` unless it is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value

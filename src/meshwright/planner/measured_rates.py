@@ -38,18 +38,18 @@ _CALLED = {"send": "send-receive"}
 
 
 def attention_scores(queries: float, keys_seen: float, row: float) -> float:
-    """Return the scores that a head computes for `queries` queries that see `keys_seen` of a row's `row` keys on
-    average.
+    """Return the scores that a head of CPU attention computes. queries: their number; keys_seen: keys that each sees on
+    average; row: tokens of the row.
 
-    Half a tile more for each, as all queries of a tile get the keys of its last one.
+    Half a tile more for each query, as all queries of a tile get the keys of its last one.
     """
     return queries * (keys_seen + 0.5 * min(ATTENTION_TILE, row))
 
 
 def attention_name(head_size: int, piece: int | None = None) -> str:
-    """Return the name of the measured curve of attention, over the bytes of its float32 scores.
+    """Return the name of a measured attention curve, such as "attention-64", over the bytes of its float32 scores.
 
-    piece: tokens of a rank in ring attention.
+    head_size: elements of a head; piece: tokens of a rank in ring attention, None without a ring.
     """
     return f"attention-{head_size}" if piece is None else f"ring-{head_size}-{piece}"
 
@@ -58,7 +58,8 @@ class MeasuredRates:
     """Speed of each rank of a probed machine in one precision, while all ranks compute."""
 
     def __init__(self, measured: Measured, precision: str, eager: bool = True) -> None:
-        """eager: elementwise work is done by the kernels that were measured one by one, not by compiled ones."""
+        """Prepare the rates of a precision such as "bf16". eager: elementwise work is done by kernels that were
+        measured one by one, not by compiled ones."""
         self._measured, self._precision, self._eager = measured, precision, eager
         self._passes: dict[str, Curve | None] = {}
         starts = dict(measured.starts)
@@ -69,14 +70,15 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
-        """Return the rates; None where products or passes of the precision were not measured."""
+        """Return the rates of a precision such as "bf16"; None where its products or passes were not measured. eager:
+        elementwise kernels run one by one, not compiled."""
         if measured is None or measured.product(precision) is None:
             return None
         found = cls(measured, precision, eager)
         return found if found.one_pass("add") is not None else None
 
     def seconds(self, one: Operation) -> float | None:
-        """Return the seconds of an operation, all of its count; None for attention that was not measured."""
+        """Return the seconds of all calls of an operation; None where its kind was not measured."""
         if one.kind == "product":
             assert one.shape is not None
             return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
@@ -96,7 +98,8 @@ class MeasuredRates:
         return one.count * (curve.at(one.bytes) + self.start)
 
     def one_pass(self, name: str) -> Curve | None:
-        """Return the curve of a memory pass in the precision, else in float32."""
+        """Return the seconds-over-bytes curve of a memory pass such as "add", in the precision, else in float32; None
+        if neither."""
         if name not in self._passes:
             own = self._measured.one_pass(name, self._precision)
             self._passes[name] = own or self._measured.one_pass(name, "fp32")
@@ -110,11 +113,14 @@ class MeasuredRates:
         return curve.sizes[-1] / curve.at(curve.sizes[-1])
 
     def _products(self, form: str) -> Products:
+        """Return the measured products of a form ("forward", "input-gradient", "weight-gradient"), else those of the
+        forward."""
         found = self._measured.product(self._precision, form) or self._measured.product(self._precision)
         assert found is not None
         return found
 
     def _attention(self, one: Operation) -> float | None:
+        """Return the seconds of all calls of attention, forward or backward; None if not measured."""
         assert one.shape is not None
         way = BACKWARD if one.phase == "input" else ""
         row, keys_seen, size = one.shape
@@ -129,7 +135,11 @@ class MeasuredRates:
         return None if seconds is None else one.count * seconds
 
     def _of_heads(self, scores: float, size: float, way: str, piece: int | None = None) -> float | None:
-        """Seconds of so many bytes of scores of heads of a size."""
+        """Return the seconds of attention, interpolated between the measured head sizes; None if not measured.
+
+        scores: bytes of its scores; size: elements of a head; way: "" forward or "-backward"; piece: tokens of a ring's
+        rank.
+        """
         narrow, wide = (self.one_pass(attention_name(each, piece) + way) for each in HEAD_SIZES)
         if narrow is None or wide is None:
             return None
@@ -139,7 +149,8 @@ class MeasuredRates:
 
 
 def _linear(one: Operation) -> tuple[float, float, float]:
-    """Tokens, outputs and inputs of the linear function of which an operation is a product (`operations.py`)."""
+    """Return (tokens, outputs, inputs) of the linear function of which an operation is the forward or a gradient
+    product."""
     assert one.shape is not None
     rows, columns, inner = (max(1.0, size) for size in one.shape)
     if one.phase == "input":
@@ -151,26 +162,28 @@ def _linear(one: Operation) -> tuple[float, float, float]:
 
 
 class MeasuredCost(NamedTuple):
-    """Seconds of a collective over the bytes of its vector: a measured curve, scaled to the number of ranks."""
+    """Seconds of a collective among a number of ranks: a measured curve, scaled to it. sizes: bytes of the vector;
+    seconds: of each size."""
 
     sizes: Floats
     seconds: Floats
 
     @classmethod
     def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
-        """Build the cost from a curve, with seconds multiplied by `scale`."""
+        """Return the cost that a measured curve gives, its seconds multiplied by `scale`."""
         return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
 
     def at(self, size: Any) -> Any:
-        """Return the seconds of a vector of `size` bytes; beyond the largest size proportional."""
+        """Return the seconds for a vector of `size` bytes (or of each of several), interpolated; beyond the largest
+        proportional."""
         beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
         seconds = np.interp(size, self.sizes, self.seconds) * beyond * (np.asarray(size) > 0)
         return seconds if np.ndim(size) else float(seconds)
 
 
 def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) -> MeasuredCost | None:
-    """Return the cost of a collective among `ranks` ranks on `nodes` nodes, scaled from the nearest measured number;
-    None if unknown."""
+    """Return the cost of a collective among `ranks` ranks on `nodes` nodes, scaled from the nearest measured number of
+    ranks; None if it was not measured. operation: such as "all-reduce"."""
     place = "inside" if nodes == 1 else "across" if ranks == nodes else "world"
     name = _CALLED.get(operation, operation)
     found = [each for each in measured.collectives if (each.operation, each.place) == (name, place)]
@@ -183,18 +196,19 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
 
 
 def _sent(ranks: int) -> float:
-    """The share of a vector that each rank sends, of all but an all-reduce, which sends twice that."""
+    """Return the share of a vector that each of `ranks` ranks sends in a collective; an all-reduce sends twice that."""
     return (ranks - 1) / ranks
 
 
 class Chosen:
-    """Costs of many candidates at once, each with the cost of its group."""
+    """Costs of a collective for many candidate layouts at once. costs: of each distinct group of ranks; which: index
+    into them, by candidate."""
 
     def __init__(self, costs: Sequence[Any], which: Any) -> None:
         self._costs, self._which = costs, which
 
     def at(self, size: Any) -> Any:
-        """Return the seconds of vectors of `size` bytes: [..., candidates]."""
+        """Return the seconds of a collective on `size` bytes for each candidate layout: [..., candidates]."""
         sizes = np.asarray(size, dtype=np.float64)
         sizes = np.broadcast_to(sizes, np.broadcast_shapes(sizes.shape, self._which.shape))
         seconds = np.zeros(sizes.shape)

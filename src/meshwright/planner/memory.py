@@ -37,7 +37,8 @@ SLACK = 0.05
 
 
 def slack(cluster: Cluster) -> float:
-    """Return the unexplained share of the peak that a device holds beyond it, by `SLACK` and by calibration."""
+    """Return the share of the predicted peak that a device of the cluster holds beyond it, unexplained: allocator
+    fragmentation on CUDA, and what finished runs showed."""
     found = cluster.calibration
     shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
@@ -50,10 +51,17 @@ def context_bytes(cluster: Cluster) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one pipeline rank at its peak. peak_bytes: as PyTorch's allocator counts.
+    """Memory of one pipeline rank at its peak.
 
-    framework_bytes, slack_bytes: held beside it, known and unexplained. exact: tensor by tensor, not in closed form;
-    compiled: priced as compiled blocks.
+    Attributes:
+        pp_rank: Pipeline rank.
+        items: Tensors at the peak.
+        peak_bytes: As PyTorch's allocator counts.
+        moment: Name of the snapshot, such as "layers.3.mlp: backward".
+        framework_bytes: Held beside it by the CUDA context.
+        slack_bytes: Held beside it and unexplained.
+        exact: Tensor by tensor, not in closed form.
+        compiled: Priced as compiled blocks.
     """
 
     pp_rank: int
@@ -71,7 +79,8 @@ class RankMemory:
         return self.peak_bytes + self.framework_bytes + self.slack_bytes
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes at the peak by category of the ledger."""
+        """Return the bytes at the peak by category of the ledger, such as "activations"; "framework" and "unexplained"
+        included."""
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
@@ -88,7 +97,8 @@ class RankMemory:
 
 
 def by_layers(items: Iterable[Item]) -> list[Item]:
-    """Merge the items of layers that differ only in the layer's number; returns items, largest first."""
+    """Merge ledger items of layers that differ only in the layer's number, such as `layers.0.mlp.up.input`; return
+    items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
@@ -108,7 +118,7 @@ def by_layers(items: Iterable[Item]) -> list[Item]:
 
 @lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
-    """Return the memory of a pipeline rank. Raises the errors of `ledger`."""
+    """Return the memory of a pipeline rank at its peak. `UserError` for an infeasible layout."""
     context = context_bytes(problem.cluster)
     if problem.engine.name == "meshwright":
         found = ledger(
@@ -131,7 +141,7 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
 
 
 def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Return the pipeline ranks whose memory differs: the first and the last of each set with the same stages.
+    """Return the pipeline ranks whose memory differs: the first and the last of each set with equal stages.
 
     One of the two has most micro-batches in flight; the others are between them.
     """
@@ -143,7 +153,7 @@ def unlike_ranks(problem: Problem, layout: Layout) -> list[int]:
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
-    """Return the stages of each pipeline rank; with two replicas, of both."""
+    """Return the stages of each pipeline rank, a list a rank; with two replicas, those of both."""
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
         places = places_of(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes
@@ -153,7 +163,8 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
 
 
 def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
-    """Another engine's memory, in lines that add up to its peak."""
+    """Yield the memory of a pipeline rank under another engine, by its published closed forms, as items that add up to
+    its peak."""
     config, engine, sequence = problem.config, problem.engine, problem.sequence
     x = ITEMSIZE[problem.precision]
     place = stages_at(problem, layout)[pp_rank]
@@ -199,6 +210,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
 
 
 def _line(category: str, name: str, size: float) -> Item:
+    """Return an item of `size` bytes without shape and stage, allocated for the whole step."""
     return Item(category, name, (), "", round(size), None, "start", "end")
 
 
@@ -209,4 +221,5 @@ def fullest(problem: Problem, layout: Layout) -> RankMemory:
 
 
 def _size(rank: RankMemory) -> int:
+    """Return a rank's total bytes on the device, for sorting."""
     return rank.device_bytes

@@ -35,19 +35,22 @@ _PHASE = {"forward": 0, "again": 1, "input": 1, "weight": 2}
 
 
 def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
-    """Count the layers of each kind in a stage."""
+    """Return the number of layers of each kind, (attention window, has experts), in a stage."""
     return Counter((config.layer_window(layer), config.has_experts(layer)) for layer in stage.layers)
 
 
 @lru_cache(maxsize=64)
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return the index of the first layer of each kind."""
+    """Return the index of the first layer of each kind, (attention window, has experts)."""
     return {(config.layer_window(at), config.has_experts(at)): at for at in reversed(range(config.layers))}
 
 
 class MicroBatch:
-    """Predicted seconds of a micro-batch of `rows` sequences under a layout, as arrays [`PHASES`,
-    `MICRO_BATCH_PARTS`]."""
+    """Predicted seconds of one micro-batch of `rows` sequences on a rank, in pieces that add up to any stage.
+
+    Results are arrays [phases, parts]: forward, input gradients (with recompute), weight gradients; compute, tensor,
+    context, expert, data.
+    """
 
     def __init__(
         self,
@@ -63,8 +66,12 @@ class MicroBatch:
         in_place: Floats = AS_ADDED,
         pairs: bool = False,
     ) -> None:
-        """in_place: how much longer each part takes than its pieces (`reference_step.in_place`). pairs: whether what is
-        learnt from is pairs of responses."""
+        """Prepare the prices of a layout's micro-batch.
+
+        rows, sequence: sequences of the micro-batch, tokens of each; itemsize: bytes of an activation; documents: in a
+        sequence, on average; in_place [parts]: how much longer each part takes than its pieces timed alone; pairs:
+        training on response pairs.
+        """
         self.in_place, self.pairs = in_place, pairs
         self.config, self.layout, self.collectives, self.rates = config, layout, collectives, rates
         self.rows, self.sequence, self.engine = rows, sequence, engine
@@ -73,7 +80,7 @@ class MicroBatch:
         self._pieces: dict[tuple[LayerKind | str, bool], Floats] = {}
 
     def layer(self, kind: LayerKind) -> Floats:
-        """Return the seconds of one layer of a kind: [phases, parts]."""
+        """Return the seconds of one layer of a kind, (attention window, has experts): [phases, parts]."""
         at = layer_examples(self.config)[kind]
         return self._piece(kind, Stage(0, range(at, at + 1), first=False, last=False))
 
@@ -82,20 +89,21 @@ class MicroBatch:
         return self._piece("first", Stage(0, range(0), first=True, last=False))
 
     def last(self, kept: bool) -> Floats:
-        """Return the seconds of final norm, head and loss: [phases, parts]. kept: gradients are formed
-        in the forward."""
+        """Return the seconds of final norm, head and loss: [phases, parts]. kept: gradients are formed in the forward,
+        so logits are not computed again."""
         return self._piece("last", Stage(0, range(0), first=False, last=True), kept)
 
     def keeps(self, stage: Stage, at_once: bool) -> bool:
-        """Return True if the last stage saves its head's gradient. at_once: its backward directly
-        follows the forward."""
+        """Return True if the last stage forms its head's gradients in the forward and saves them. at_once: the stage's
+        backward directly follows its forward."""
         config, layout = self.config, self.layout
         widest = min(-(-config.vocabulary // layout.tp), config.vocabulary)
         tokens = self.rows * self.sequence // layout.cp
         return not self.pairs and keeps_head_gradient(tokens, widest, len(stage.layers), layout.recompute, at_once)
 
     def stage(self, stage: Stage, at_once: bool) -> Floats:
-        """Return the seconds of a whole stage: [phases, parts]."""
+        """Return the seconds of a micro-batch in a whole stage: [phases, parts]. at_once: its backward directly follows
+        its forward."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
         for kind, count in layer_kinds(self.config, stage).items():
             found += count * self.layer(kind)
@@ -106,12 +114,16 @@ class MicroBatch:
         return found
 
     def _piece(self, name: LayerKind | str, stage: Stage, at_once: bool = True) -> Floats:
+        """Return the seconds of a piece, cached: [phases, parts]. name: layer kind, "first" or "last"; stage: one with
+        only that piece; at_once: of the last piece, gradients are formed in the forward."""
         key = name, at_once
         if key not in self._pieces:
             self._pieces[key] = self._priced(stage, at_once)
         return self._pieces[key]
 
     def _priced(self, stage: Stage, at_once: bool) -> Floats:
+        """Return the seconds of a micro-batch in a stage, exposed communication included: [phases, parts]. at_once: its
+        backward directly follows its forward."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS)))
         arguments = self.config, self.layout, self.rows, self.sequence, stage, self.engine
         # Seconds of attention in each phase, of weight gradients, and of products.
@@ -160,11 +172,12 @@ def zero_waits(
     back: Floats,
     share: Floats | float,
 ) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of a stage's forward and of its backward under ZeRO-2 and 3, with prefetch of one
+    """Return the exposed seconds of (a stage's forward, its backward) that ZeRO-2 and 3 add, with prefetch of one
     layer.
 
-    The first all-gather, and of the others what exceeds a layer's computation. gather, scatter: seconds of a layer;
-    forward, back: of a stage's computation; share: slow-down of overlapped computation (`Collectives.tax`).
+    The first all-gather, and of the others what exceeds a layer's computation. gather, scatter: seconds of a layer's
+    all-gather and reduce-scatter; layers: of the stage; forward, back: seconds of the stage's computation; share:
+    slow-down of overlapped computation, as a share of the communication's seconds.
     """
     waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
     both = gather + scatter

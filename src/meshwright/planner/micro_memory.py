@@ -29,11 +29,15 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Saved-activation bytes of one micro-batch: by kind of layer, and of the first and the last stage beside their
-    layers.
+    """Saved-activation bytes of one micro-batch on a rank.
 
-    split: of a layer with only weight gradients left; head: gradient of the head's weight, saved for each micro-batch
-    unless backwards follow at once; passing: temporaries while a layer or the loss is computed.
+    Attributes:
+        layers: Of a layer, by kind (attention window, has experts).
+        split: Of a layer of which only weight gradients are left, by kind.
+        first: Of the first stage beside its layers.
+        last: Of the last stage beside its layers.
+        head: Gradient of the head's weight, saved for each micro-batch unless backwards follow at once.
+        passing: Temporaries while a layer or the loss is computed.
     """
 
     layers: dict[LayerKind, float]
@@ -45,7 +49,7 @@ class Kept:
 
 
 class KeptBytes:
-    """Computes the saved-activation bytes of candidate ways under an engine, from those of one row."""
+    """Saved-activation bytes of candidate stage layouts under an engine, scaled from those of one sequence."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -57,7 +61,8 @@ class KeptBytes:
         self._rows: dict[Layout, Kept] = {}
 
     def of(self, way: Way) -> Kept:
-        """Return the saved-activation bytes of a micro-batch under `way`."""
+        """Return the saved-activation bytes of a micro-batch. way: layout of a stage, and sequences of the
+        micro-batch."""
         if way.layout not in self._rows:
             self._rows[way.layout] = self._row(way.layout)
         row, rows = self._rows[way.layout], way.rows
@@ -69,6 +74,7 @@ class KeptBytes:
         return Kept(layers, split, rows * row.first, rows * row.last, head, passing)
 
     def _row(self, layout: Layout) -> Kept:
+        """Return the saved-activation bytes of a micro-batch of one sequence under a stage's layout."""
         sequence, config = self.problem.sequence, self.problem.config
         stream = float(sequence // layout.cp * config.hidden * self.x)
         stream /= layout.tp if layout.tensor_sequence_parallel else 1
@@ -121,7 +127,8 @@ class KeptBytes:
         return Kept(layers, split, first, last, 0.0, most + 4 * stream)
 
     def head(self, layout: Layout, rows: int = 1) -> float:
-        """Return the bytes of the gradient of the head's weight, allocated once for all rows."""
+        """Return the bytes of the gradient of the head's weight. layout: of a stage; rows: sequences of the
+        micro-batch, which decide whether it is summed in float32."""
         config = self.problem.config
         if config.head not in ("next", "masked"):
             return 0.0
@@ -131,7 +138,8 @@ class KeptBytes:
         return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
 
     def logits(self, way: Way) -> float:
-        """Return the peak bytes of logits, and of the head's gradient."""
+        """Return the peak bytes of logits and of the head's gradient. way: layout of a stage, and sequences of a
+        micro-batch."""
         config, layout = self.problem.config, way.layout
         tokens = predictions(config, way.rows, self.problem.sequence) // layout.cp
         if config.head not in ("next", "masked"):
@@ -145,8 +153,8 @@ class KeptBytes:
 
 
 class KeptOfWays:
-    """The bytes of `Kept` for many candidate ways, as arrays [ways, kinds of layers] (`layer`, `queued_layer`) or
-    [ways]."""
+    """Saved-activation bytes of many candidates, (stage layout, sequences of a micro-batch), as arrays: `layer` and
+    `queued_layer` [ways, kinds of layers]; `first`, `last`, `head` and `passing` [ways]."""
 
     def __init__(self, problem: Problem, ways: Sequence[Way], kinds: Sequence[LayerKind]) -> None:
         of = KeptBytes(problem)
@@ -159,7 +167,7 @@ class KeptOfWays:
 
 
 def bytes_each(problem: Problem) -> StateBytes:
-    """Return the bytes of a parameter and its model states, unsharded."""
+    """Return the bytes of weight, gradient and optimizer state of a parameter, unsharded."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
     masters = 4.0 if narrow else 0.0
@@ -169,8 +177,8 @@ def bytes_each(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Return the bytes of parameters, gradients and optimizer state of `numel` parameters, sharded by ZeRO over
-    `shards` ranks."""
+    """Return the bytes of parameters, gradients and optimizer state of `numel` parameters on a rank. zero: level;
+    shards: ranks that ZeRO shards them over."""
     each = bytes_each(problem)
     return (
         numel * each.weights / (shards if zero == 3 else 1)

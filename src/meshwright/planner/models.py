@@ -28,7 +28,8 @@ OF_BYTES = 257
 
 
 def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
-    """Resolve a preset, a Hugging Face directory, a config.json or its content to a model config.
+    """Return the model config that `wanted` describes: a preset's name, a Hugging Face directory, a config.json or its
+    content, or a recipe's path.
 
     `UserError` with the nearest name if unknown, or with what cannot be priced.
     """
@@ -57,7 +58,7 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
     """Return a note if a Hugging Face configuration names code or an architecture other than the one that is priced,
     else None.
 
-    wanted: an argument that `model_of` has accepted.
+    wanted: preset's name, directory, config.json or its content, checked already.
     """
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
@@ -79,12 +80,13 @@ def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:
-    """Return the layout that a recipe names; None where the planner is to choose."""
+    """Return the layout that a recipe names; None for "auto", where the planner is to choose."""
     return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
 def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a request, with None replaced by the recipe's values."""
+    """Return the options of a request with None replaced by the recipe's values. given: by the names "sequence",
+    "batch", "optimizer" and "compile"."""
     own = {
         "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
         "compile": recipe.train.compile,
@@ -93,7 +95,7 @@ def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, An
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
-    """Return the model config of a recipe, and the assumption about its vocabulary, if any.
+    """Return the model config of a recipe, and a line on what was assumed about its vocabulary, None if nothing.
 
     A tokenizer still to be trained counts with its maximum vocabulary. `UserError` if the size is unknown.
     """
@@ -115,7 +117,8 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
 
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
-    """How many tokens the tokenizer has that lies at a path, or has the preset where that cannot be read here."""
+    """Return (vocabulary size, assumption or None) of a tokenizer's path; of the preset where the path cannot be read.
+    `UserError` where there is no preset either."""
     try:
         return tokens_of(tokenizer), None
     except UserError as error:
@@ -126,7 +129,8 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
 
 
 def tokens_of(tokenizer: str) -> int:
-    """Return the vocabulary size of a tokenizer.json (or a directory's): highest id + 1. `UserError` if unreadable."""
+    """Return the vocabulary size (highest id + 1) of a tokenizer. tokenizer: path of a tokenizer.json or its directory.
+    `UserError` if unreadable."""
     path = Path(tokenizer).expanduser()
     try:
         file = path / "tokenizer.json" if path.is_dir() else path

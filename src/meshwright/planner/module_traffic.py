@@ -25,19 +25,23 @@ def module_calls(
 ) -> Counter[tuple[str, str]]:
     """Return the bytes that `rank` sends in one step of a user's own module, by (call site, axis).
 
-    held: units beside `REST` that stay gathered for a whole micro-batch, as they are used outside their modules.
-    averaged, copied: elements of float and of integer buffers that change in a step; looked_at: buffers whose change
-    ranks report.
+    table: its parameters; work: sizes of the step; held: units, beside the rest of the module, that stay gathered for a
+    whole micro-batch, as they are used outside their modules; averaged, copied: elements of float and of integer
+    buffers that change in a step; looked_at: buffers whose change ranks report.
     """
     step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
     return step.step({REST, *held}, averaged, copied, looked_at)
 
 
 class _ModuleStep(DataCalls):
-    """Adds up the collective calls of one rank in a step of a user's own module."""
+    """Counter of the bytes that one rank sends in a training step of a user's own module."""
 
     def step(self, held: Collection[str], averaged: int, copied: int, looked_at: int) -> Counter[tuple[str, str]]:
-        """Add all calls of the step; return bytes by (call site, axis). Arguments as in `module_calls`."""
+        """Add all calls of the step; return bytes by (call site, axis).
+
+        held: units that stay gathered for a whole micro-batch; averaged, copied: elements of float and of integer
+        buffers that change in a step; looked_at: buffers whose change ranks report.
+        """
         passes = self.layout.micro_batches
         self.reduce("data.targets", "data", 1, 8)
         for unit in self.table.units:
@@ -51,7 +55,7 @@ class _ModuleStep(DataCalls):
 
     def gathers(self, held: Collection[str], passes: int) -> None:
         """Add ZeRO-3's all-gathers: `held` units once a micro-batch, others in forward and backward (the last only
-        once)."""
+        once). passes: micro-batches of the step."""
         if self.zero("dense") < 3:
             return
         others = [unit for unit in self.table.units if unit not in held]

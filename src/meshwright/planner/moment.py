@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Reduction(NamedTuple):
-    """A posted gradient reduction of a flat buffer. later: of a micro-batch after the first, so its result is
-    accumulated."""
+    """A posted gradient reduction. flat: flat buffer whose gradient it sums; later: of a micro-batch after the first,
+    so its result is accumulated."""
 
     flat: Flat
     later: bool
@@ -24,8 +24,10 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """State in which a backward begins: not the first of the step (`later`), the last through its stage, reductions in
-    flight."""
+    """State of a stage when a backward begins.
+
+    later: it is not the first of the step; last: it is the last through this stage; before: reductions in flight.
+    """
 
     later: bool
     last: bool
@@ -37,9 +39,15 @@ FIRST_AND_LAST = Ways(later=False, last=True)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A memory snapshot of a stage. kept: bytes of its own saved activations; extras: other tensors.
+    """A memory snapshot of a stage.
 
-    place: index of the unit being computed; back: in the backward.
+    Attributes:
+        name: Such as "layers.3: forward".
+        kept: Bytes of the stage's own saved activations of this micro-batch.
+        extras: Other tensors.
+        part: The stage; None where it has none.
+        place: Index of the unit (layer, embedding, head) being computed.
+        back: It is in the backward.
     """
 
     name: str
@@ -55,7 +63,7 @@ class Moment:
         return self.kept + sum(extra.bytes for extra in self.extras)
 
     def beside(self, more: Sequence[Extra]) -> Moment:
-        """Return the snapshot with more tensors."""
+        """Return the snapshot with further tensors, `more`, in memory."""
         return replace(self, extras=(*self.extras, *more)) if more else self
 
     def saved(self) -> list[Saved]:

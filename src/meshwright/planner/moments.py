@@ -1,8 +1,7 @@
 """The moments of a stage's forward and backward at which memory may be highest: how much there is then beside what
 stays from step to step and what other micro-batches keep. Closed forms, in the order in which autograd frees.
 
-Temporary tensors are those of the engine's operations at full tensor size; what a kernel needs inside is left out, but
-for the tiles of CPU attention.
+Temporaries are the tensors of the engine's operations at full size; inside kernels only CPU attention's tiles count.
 """
 
 from __future__ import annotations
@@ -100,25 +99,23 @@ class StageMoments:
         self.queue = sum(map(self._queue_of, layers))
 
     def _place(self, saved: Saved) -> int:
-        """The number of its unit; -1 for what comes before them and is there until the end."""
+        """Return the index of the unit that saved an activation; -1 if none did, and it stays until the end."""
         if saved.name.startswith(OF_HEAD):
             return self._unit["head"]
         return self._unit.get(".".join(saved.name.split(".")[:2]), -1)
 
     def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
-        """Bytes by number of the unit; the last: of none."""
+        """Return the saved bytes by index of the unit; the last entry: of no unit."""
         found = [0] * (len(self.units) + 1)
         for each in saved:
             found[self._place(each)] += each.bytes
         return found
 
     def saved_at(self, place: int, back: bool) -> list[Saved]:
-        """Return the activations saved when the forward (`back`: the backward) reaches unit `place`."""
+        """Return the activations that are saved when the forward (`back`: the backward) reaches unit `place`."""
         return [
             each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
-
-    # --- forward
 
     def forward(self) -> Iterator[Moment]:
         """Yield the snapshots of the forward of one micro-batch."""
@@ -134,6 +131,7 @@ class StageMoments:
             yield Moment("end of forward", before, out, self, len(self.units))
 
     def _layer_forward(self, place: int) -> Iterator[Extra]:
+        """Yield the tensors in memory while unit `place` computes its forward."""
         unit = self.units[place]
         if not unit.startswith("layers."):
             yield Extra("workspace", f"{unit} rows", self.tokens * self.at.config.hidden * self.x)
@@ -148,8 +146,8 @@ class StageMoments:
             yield Extra("activations", f"{unit} copies of tokens", (2 + self.at.spread) * copies)
 
     def _losses(self, again: bool = False) -> list[tuple[str, list[Extra]]]:
-        """The loss while it looks at the last chunk's logits, and while it adds their part to the gradient of the
-        head's weight (`model/loss.py`). again: on the way back, where the forward kept neither gradient."""
+        """Return (snapshot name, tensors) of the loss at its last chunk's logits, and as it adds to the gradient of the
+        head's weight. again: in the backward, as the forward kept neither gradient."""
         config, at = self.at.config, self.at
         states = [Extra("activations", "what the last layer gave", self.stream)] if config.encoder else []
         if config.head not in ("next", "masked"):
@@ -176,10 +174,8 @@ class StageMoments:
             found.append((".gradient", [*both, summed, Extra("workspace", "gradient of a chunk", weight * parts)]))
         return found
 
-    # --- backward
-
     def backward(self, split: bool = False, ways: Ways = FIRST_AND_LAST) -> Iterator[Moment]:
-        """Yield the snapshots of the backward (`split`: of the input-gradient pass)."""
+        """Yield the snapshots of a backward that begins in state `ways`. split: only input gradients are computed."""
         left = self.kept
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
@@ -210,19 +206,20 @@ class StageMoments:
             yield Moment("input gradients", left, (waiting, *ends, *self.under_way(ways.before)), self, 0, True)
 
     def weight_gradients(self, ways: Ways) -> Iterator[Moment]:
-        """Yield the snapshots of the weight-gradient pass."""
+        """Yield the snapshots of the pass that computes queued weight gradients, begun in state `ways`."""
         widest = max(self._weight_bytes(), default=0)
         extras = () if self.fused else (Extra("workspace", "weight gradient", widest),)
         around = [*self.under_way([*ways.before, *self.reduced(ways, True)]), *self._opened(0)]
         yield Moment("weight gradients", 0, (*extras, *around))
 
     def _weight_bytes(self) -> Iterator[int]:
-        """Of each product's weight on this rank."""
+        """Yield the bytes of the QKV product's and the first MLP product's weight on this rank."""
         config, tp = self.at.config, self.at.layout.tp
         yield (self.at.heads + 2 * self.at.kv_heads) * config.head_dim * config.hidden * self.x
         yield config.intermediate // tp * (2 if config.gated else 1) * config.hidden * self.x
 
     def _unit_backward(self, place: int, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+        """Yield (snapshot name, tensors) of unit `place`'s backward; split: only its input gradients."""
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
@@ -252,8 +249,8 @@ class StageMoments:
             yield "", [*self._table_backward(unit)]
 
     def _beside(self, unit: str) -> int:
-        """What computing again leaves there beside what it makes: a narrow input, of which norms keep a wide copy, and
-        results that nothing reads again."""
+        """Return the bytes that recompute of a layer leaves beside what it makes: a narrow input of norms, and results
+        that nothing reads again. unit: "layers.N"."""
         if self.at.layout.recompute == "none":
             return 0
         names = [f"{unit}.input"] if self.x < self.wide else []
@@ -265,6 +262,7 @@ class StageMoments:
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _loss_backward(self) -> Iterator[Extra]:
+        """Yield the gradients, of the head's input and weight, and their copies that the loss's backward makes."""
         config = self.at.config
         hidden = self.predicted * config.hidden
         both = self.x if self.x == self.wide else self.x + self.wide
@@ -279,7 +277,7 @@ class StageMoments:
             yield Extra("activations", "gradient of the head's input, unscaled", hidden * self.x)
 
     def _table_backward(self, unit: str) -> Iterator[Extra]:
-        """Rows are added up in the type of sums (`model/layers.py`)."""
+        """Yield the temporaries of the backward of a lookup table, such as "embedding", which sums in float32."""
         config = self.at.config
         tables = {"positions": config.max_positions, "token_types": config.token_types}
         rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
@@ -290,6 +288,8 @@ class StageMoments:
         yield Extra("gradients", f"{unit} gradient, wide", rows * config.hidden * self.wide)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
+        """Yield (snapshot name, tensors) of an eager layer's backward. unit: "layers.N"; split: only its input
+        gradients."""
         at, config, layout, x = self.at, self.at.config, self.at.layout, self.x
         gradient = Extra("activations", "gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         weights, number = not (self.fused or split), int(unit.split(".")[1])
@@ -327,14 +327,14 @@ class StageMoments:
             yield f".attention{name}", [*around, *extras]
 
     def _of(self, unit: str) -> list[Saved]:
-        """What a unit keeps where nothing is computed again: of hundreds of tensors a dozen, asked for many times."""
+        """Return what a unit such as "layers.3" saves without recompute; indexed once, as it is asked for often."""
         if not self._by_units:
             for each in self.whole:
                 self._by_units.setdefault(".".join(each.name.split(".")[:2]), []).append(each)
         return self._by_units.get(unit, [])
 
     def _used(self, names: Sequence[str]) -> Iterator[Extra]:
-        """What is listed as kept and is gone by now, of tensors whose names begin so."""
+        """Yield a tensor of negative bytes: saved activations freed by now, whose names begin with one of `names`."""
         begin = tuple(names)
         units = {".".join(name.split(".")[:2]) for name in begin}
         freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
@@ -342,16 +342,14 @@ class StageMoments:
             yield Extra("activations", "used already", -freed)
 
     def _queue_of(self, unit: str) -> int:
-        """What the weight gradients of a layer need."""
+        """Return the bytes that the queued weight gradients of a layer keep. unit: such as "layers.3"."""
         layer = int(unit.split(".")[1])
         if self._known(unit):
             return compiled_split.queued_bytes(self.at, layer, self.x)
         return queued_bytes(self.at, self._of(unit), layer, self.x)
 
-    # --- what ZeRO adds
-
     def _gathered(self, place: int, step: int) -> list[Extra]:
-        """Under ZeRO-3: the parameters of the unit, and those of the next one on the way (backward: the one before)."""
+        """Return ZeRO-3's gathered parameters of unit `place` and the next. step: 1 forward, -1 backward."""
         following = place + step
         names = {self.units[place], *((self.units[following],) if 0 <= following < len(self.units) else ())}
         if step < 0:
@@ -366,15 +364,15 @@ class StageMoments:
         ]
 
     def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
-        """What reductions under way receive into, and whole gradient buffers that no pool keeps; those of the unit
-        itself, unless they are opened `later`. A first half of a backward, `split`, posts and opens them at its end."""
+        """Return the tensors of reductions in flight, and whole gradient buffers, during unit `place`'s backward.
+        split: of the first half, which posts at its end; later: the unit's own buffers open afterwards."""
         if split:
             return self.under_way(ways.before)
         posted = [*ways.before, *self._reduced(range(place + 1, len(self.units)), ways)]
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Extra]:
-        """Whole gradient buffers of the unit."""
+        """Return the whole gradient buffers of the unit with index `place` (and of a tied embedding)."""
         now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
@@ -382,24 +380,24 @@ class StageMoments:
         return [each for flat in opened for each in self._whole(flat)]
 
     def _known(self, unit: str) -> bool:
-        """Whether it is a layer whose kernels are known."""
+        """Return True if a unit such as "layers.3" is a compiled layer whose kernels are modelled."""
         return self.compiled and unit.startswith("layers.") and known(self.at, int(unit.split(".")[1]))
 
     def _spread(self, unit: str) -> bool:
-        """Whether it is a layer whose experts have ranks of their own."""
+        """Return True if a unit such as "layers.3" is a layer with expert-parallel experts."""
         return self.at.spread and unit.startswith("layers.") and self.at.config.has_experts(int(unit.split(".")[1]))
 
     def _waits(self, place: int) -> bool:
-        """Whether a unit is complete only when weight gradients are."""
+        """Return True if the gradients of unit `place` are complete only with the weight-gradient pass: a layer's."""
         return self.units[place].startswith("layers.")
 
     def _reduced(self, places: Iterable[int], ways: Ways) -> list[Reduction]:
-        """The reductions that are posted of units, in their order."""
+        """Return the reductions that a backward in state `ways` posts for the units `places` (indices), in order."""
         flats = [flat for place in sorted(places, reverse=True) for flat in self.flats.get(self.units[place], ())]
         return [Reduction(flat, ways.later) for flat in flats if flat.zero >= 2 or ways.last]
 
     def under_way(self, posted: Sequence[Reduction]) -> list[Extra]:
-        """Return the tensors that the last posted reductions hold until they are waited for."""
+        """Return the tensors that reductions in flight hold: of `posted`, the last ones, not waited for yet."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.master
@@ -411,20 +409,22 @@ class StageMoments:
         return found
 
     def _whole(self, flat: Flat) -> list[Extra]:
+        """Return the whole gradient of a flat buffer under ZeRO-2 and 3, unless a pool keeps it."""
         if flat.zero < 2 or flat.padded in self.pooled:
             return []
         return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
-        """Return the reductions a backward posts. weights: True: of its W pass, False: of its B pass, None: both."""
+        """Return the reductions a backward posts. weights: of its weight pass only, or of its input pass; None: all."""
         places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
         return self._reduced(places, ways)
 
 
 def _of_norm_or_known(saved: Saved) -> bool:
+    """Return True if an activation is saved by the final norm, or is "head.known"."""
     return saved.name.startswith(("final_norm.", "transform")) or saved.name == "head.known"
 
 
 def _of_loss(saved: Saved) -> bool:
-    """What the loss keeps to itself: it goes when the whole backward is over, and not with autograd's tensors."""
+    """Return True if the loss keeps a saved activation itself: freed only when the whole backward is over."""
     return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

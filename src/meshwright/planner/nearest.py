@@ -28,10 +28,10 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Closest layouts where none fits. least: the one with the lowest peak; enough: one that fits on 2, 4, ... times
-    the devices.
+    """Closest layouts where none fits.
 
-    enough is None where the links of more devices are unknown, or many more do not suffice.
+    least: the one with the lowest peak on the given devices; enough: one that fits on 2, 4, ... times the devices, None
+    where the links of more devices are unknown, or many more do not suffice.
     """
 
     least: Estimate
@@ -43,7 +43,8 @@ class Nearest:
         return None if self.enough is None else self.enough.problem.cluster.devices
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON entry."""
+        """Return the JSON entry "nearest" of `plan --json`: both layouts, and the number of devices that would be
+        enough."""
         return {
             "least": self.least.document(),
             "enough": None if self.enough is None else {"devices": self.devices} | self.enough.document(),
@@ -51,14 +52,16 @@ class Nearest:
 
 
 def nearest(found: Found) -> Nearest | None:
-    """Return the closest layouts for a search in which none fits; None where training refuses the smallest one too."""
+    """Return the closest layouts for a search (`found`) in which none fits; None where training refuses the smallest
+    one too."""
     assert found.priced is not None and not found.best
     least = _least(found.problem, found.priced)
     return None if least is None else Nearest(least, _enough(least))
 
 
 def _least(problem: Problem, every: Priced) -> Estimate | None:
-    """By the ledger: what needs the least memory; of all those that fit the fastest, by its closed form."""
+    """Return the estimate of the layout with the lowest peak by the ledger; of several that fit, the fastest; None if
+    training refuses all. every: closed-form prices of the search space."""
     room = problem.cluster.device.memory_bytes
     best: tuple[float, float, Layout] | None = None
     asked = 0
@@ -81,6 +84,8 @@ def _least(problem: Problem, every: Priced) -> Estimate | None:
 
 
 def _enough(least: Estimate) -> Estimate | None:
+    """Return a layout that fits on 2, 4, ... times the devices of `least`, the layout that needs the least memory; None
+    if none does or links are unknown."""
     problem, room = least.problem, least.problem.cluster.device.memory_bytes
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
@@ -99,8 +104,8 @@ def _enough(least: Estimate) -> Estimate | None:
 
 
 def of_devices(here: Cluster, devices: int) -> Cluster | None:
-    """Return a cluster like this one with `devices` devices: more nodes, or a catalogue's; None where its links are
-    unknown."""
+    """Return a cluster like `here` with `devices` devices: more nodes, or, of one node, a catalogue's; None where its
+    links are unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)

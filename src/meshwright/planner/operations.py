@@ -30,7 +30,8 @@ et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
 def in_eight_bits(name: str) -> bool:
-    """Return True if fp8 training computes an operation in 8 bits: the linear layers of blocks.
+    """Return True if fp8 training computes an operation, such as "attention.qkv", in 8 bits: the linear layers of
+    blocks.
 
     Attention's products, routers and the head stay in 16 (Transformer Engine's modules; torchao's, as torchtitan
     converts them).
@@ -94,18 +95,24 @@ def operations(
 
 
 def total_flops(found: list[Operation], *phases: Phase) -> float:
-    """Return the FLOPs of all operations, or of some phases."""
+    """Return the FLOPs of operations; phases: only of these ("forward", "again", "input", "weight"), all unless
+    given."""
     return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
 
 
 def _times(one: Operation, count: float) -> Operation:
+    """Return an operation with its call count multiplied by `count`."""
     if count == 1:
         return one
     return Operation(one.name, one.kind, one.phase, one.flops, one.bytes, one.shape, one.count * count)
 
 
 class _Work:
-    """Lists the operations of one rank on one micro-batch."""
+    """Operations of one rank on one micro-batch, listed by part of the model.
+
+    rows, sequence: sequences, and tokens of each; itemsize: bytes of an activation or weight; attention: kernel;
+    documents: in a sequence, on average; eight_bit: linear layers of blocks compute in fp8.
+    """
 
     def __init__(
         self,
@@ -133,8 +140,11 @@ class _Work:
     def product(
         self, name: str, rows: float, out: int, inner: int, count: float = 1.0, bias: bool = False
     ) -> Iterator[Operation]:
-        """Yield a linear layer's products y = x Wᵀ, dx = dy W and dW = dyᵀ x; with a bias, its gradient reads dy once
-        more."""
+        """Yield a linear layer's products y = x Wᵀ, dx = dy W and dW = dyᵀ x.
+
+        name: such as "mlp.up"; rows, out, inner: tokens, outputs and inputs; count: equal products; bias: its gradient
+        reads dy once more.
+        """
         flops = 2.0 * rows * out * inner
         moved = self.itemsize * (rows * out + rows * inner + out * inner)
         yield Operation(name, "product", "forward", flops, moved, (rows, out, inner), count)
@@ -157,7 +167,8 @@ class _Work:
                 yield Operation(f"{name}.cast", "elementwise", phase, 0.0, moved, None, count * cast.kernels)  # type: ignore[arg-type]
 
     def passes(self, name: str, elements: float, of: There) -> Iterator[Operation]:
-        """Yield the kernels of elementwise work on `elements` elements."""
+        """Yield the kernels of elementwise work on `elements` elements, forward and backward. name: such as "norm"; of:
+        memory traffic per element."""
         phases: tuple[Phase, Phase] = ("forward", "input")
         for phase, each in zip(phases, of, strict=True):
             moved = each.bytes(self.itemsize) * elements
@@ -168,7 +179,8 @@ class _Work:
     # --- a layer
 
     def layer(self, window: int | None, mixture: bool) -> Iterator[Operation]:
-        """Yield the operations of one layer, without recomputation."""
+        """Yield the operations of one layer, without recomputation. window: tokens that a query sees at most, None for
+        all; mixture: its MLP is a mixture of experts."""
         config, fusion = self.config, self.engine.fusion
         inside = self.own_tokens * config.hidden
         norms = self.passes("norm", inside, elementwise.norm(config.norm, fusion))
@@ -180,7 +192,8 @@ class _Work:
         yield from self.mixture() if mixture else self.feed_forward("mlp", config.intermediate)
 
     def attention(self, window: int | None) -> Iterator[Operation]:
-        """Yield the operations of attention: projections, positions and core."""
+        """Yield the operations of attention: projections, positions and core. window: tokens that a query sees at
+        most."""
         config, tokens, fusion = self.config, self.tokens, self.engine.fusion
         query = self.heads * config.head_dim
         yield from self.product("attention.qkv", tokens, self.qkv_width, config.hidden, bias=config.qkv_bias)
@@ -194,7 +207,8 @@ class _Work:
         yield from self.product("attention.output", tokens, config.hidden, query, bias=config.output_bias)
 
     def core(self, window: int | None) -> Iterator[Operation]:
-        """Yield softmax(q kᵀ) v for this rank's tokens and heads (cp: its share; ring attention balances it)."""
+        """Yield softmax(q kᵀ) v for this rank's tokens and heads (cp: its share; ring attention balances it). window:
+        tokens that a query sees at most, None for all."""
         size = self.config.head_dim
         if self.kernel == "scores":
             heads, queries, keys = self.rows * self.heads, self.sequence // self.layout.cp, self.sequence
@@ -221,7 +235,7 @@ class _Work:
         yield Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape)
 
     def feed_forward(self, name: str, width: int) -> Iterator[Operation]:
-        """Yield the operations of a dense MLP of `width` columns."""
+        """Yield the operations of a dense MLP. name: prefix such as "mlp"; width: columns over all ranks of tp."""
         config, tokens = self.config, self.tokens
         width //= self.layout.tp
         up = width * (2 if config.gated else 1)
@@ -255,7 +269,8 @@ class _Work:
                 yield from self.product("mlp.shared.gate", self.tokens, 1, config.hidden)
 
     def repeated(self, forward: list[Operation], mixture: bool) -> Iterator[Operation]:
-        """Yield the operations of a layer's forward that activation checkpointing recomputes."""
+        """Yield the operations of a layer's forward that activation checkpointing recomputes. forward: all of the
+        layer; mixture: its MLP is a mixture of experts."""
         kind = self.layout.recompute
         for one in forward:
             if one.phase != "forward" or kind == "none":
@@ -281,14 +296,14 @@ class _Work:
                 yield Operation(one.name, one.kind, "again", one.flops, one.bytes, one.shape, one.count)
 
     def every_second(self, name: str) -> float:
-        """Return the recomputed share of a product where every second product of a block is saved
+        """Return the recomputed share of a product such as "mlp.up" where every second product of a block is saved
         (torchtitan's "op")."""
         keys, gates = self.kv_heads / (self.heads + 2 * self.kv_heads), 0.5 if self.config.gated else 0.0
         return {"attention.qkv": keys, "attention.output": 1.0, "mlp.up": gates}.get(name, 0.0)
 
     def last_product(self, mixture: bool) -> str | None:
-        """Return the product whose result the backward does not need, as it is only added to the residual; None if
-        none."""
+        """Return the name of the product whose result the backward does not need, as it is only added to the residual
+        stream; None if there is none. mixture: the layer has experts."""
         if self.config.encoder:  # what it is added to is normed
             return None
         if not mixture:
@@ -317,7 +332,8 @@ class _Work:
         return found
 
     def head(self, kept: bool) -> list[Operation]:
-        """Return final norm, vocabulary product and loss; logits not `kept` until the backward are recomputed."""
+        """Return the operations of final norm, vocabulary product and loss. kept: False if the logits are recomputed in
+        the backward."""
         if self.config.encoder:
             return list(self.encoder_head())
         config, tokens = self.config, self.tokens
@@ -354,4 +370,5 @@ class _Work:
 
 
 def _sizes(one: Operation) -> tuple[float, float, tuple[float, float, float] | None, float]:
+    """Return (flops, bytes, shape, count) of an operation."""
     return one.flops, one.bytes, one.shape, one.count

@@ -42,8 +42,11 @@ MOST_DRAWN = 60_000
 def page(
     problem: Problem, model: str, best: Sequence[Estimate], found: Found | None = None, least: Nearest | None = None
 ) -> str:
-    """Return the HTML page of a plan. best: estimates, fastest first; found: of a search; least: where
-    no layout fits."""
+    """Return the HTML page of a plan.
+
+    model: its name for the title; best: estimates, fastest first; found: result of the search, None where the layout
+    was given; least: closest layouts, where none fits.
+    """
     name, _, rest = headline(problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
     if found is not None:
@@ -54,6 +57,8 @@ def page(
 
 
 def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
+    """Yield the page's sections on a search: best layouts, faster ones that do not fit, memory against time. least:
+    closest layouts, where none fits."""
     if found.best:
         yield element("h2", f"The best of {found.searched:,} layouts")
         yield _best(found)
@@ -79,6 +84,7 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
 
 
 def _best(found: Found) -> Markup:
+    """Return the table of the best layouts of a search."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
     rows = [
@@ -92,6 +98,7 @@ def _best(found: Found) -> Markup:
 
 
 def _layout(one: Estimate) -> Iterator[Markup]:
+    """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
     time, problem, room = one.time, one.problem, one.problem.cluster.device.memory_bytes
     yield element("h2", str(one.layout))
     yield paragraph(
@@ -121,7 +128,8 @@ def _layout(one: Estimate) -> Iterator[Markup]:
 
 
 def _categories(ranks: Sequence[RankMemory]) -> Markup:
-    """The figures of the bars; of many ranks those of the fullest and the emptiest."""
+    """Return the table of bytes by category, a row for each pipeline rank; of more than eight, only the first, the
+    last, the fullest and the emptiest."""
     shown = list(ranks)
     if len(shown) > 8:
         shown = sorted({id(rank): rank for rank in (ranks[0], min(ranks, key=_device), max(ranks, key=_device),
@@ -139,10 +147,12 @@ def _categories(ranks: Sequence[RankMemory]) -> Markup:
 
 
 def _device(rank: RankMemory) -> int:
+    """Return a rank's total bytes on the device, for sorting."""
     return rank.device_bytes
 
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
+    """Yield the section with the table of a rank's tensors at its memory peak."""
     yield element("h2", f"What fills rank {memory.pp_rank} of pp at {memory.moment}")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = by_layers(memory.items)
@@ -160,6 +170,7 @@ def _bill(memory: RankMemory) -> Iterator[Markup]:
 
 
 def _pipeline(one: Estimate) -> Iterator[Markup]:
+    """Yield the drawing of an estimate's simulated pipeline schedule."""
     problem, layout = one.problem, one.layout
     short = _shortened(one)
     program, durations = durations_of(
@@ -183,7 +194,7 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
 
 
 def _shortened(one: Estimate) -> Layout:
-    """The layout with as few micro-batches as a picture can show, where it has more."""
+    """Return the estimate's layout with at most as many micro-batches as a picture can show."""
     layout, problem = one.layout, one.problem
     each = 3 * layout.pp * layout.chunks
     for rounds in (8, 4, 2, 1):

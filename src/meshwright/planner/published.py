@@ -18,9 +18,10 @@ from meshwright.spec.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer and a micro-batch for closed forms. flash: scores are never written to memory.
+    """Sizes of a layer and a micro-batch for closed forms.
 
-    dropout: dropout masks are saved, a byte an element; mixture: the layer has experts.
+    rows, sequence: sequences, and tokens of each; flash: scores are never written to memory; dropout: dropout masks are
+    saved, a byte an element; mixture: the layer has experts.
     """
 
     rows: int
@@ -33,8 +34,7 @@ class LayerShape:
 
     @property
     def mlp(self) -> tuple[float, float]:
-        """Return, per token, the number of MLP inputs (one for each chosen expert) and their hidden
-        columns on a rank."""
+        """Number of MLP inputs of a token (one for each chosen expert), and their hidden columns on a rank."""
         config, layout = self.config, self.layout
         if not self.mixture:
             return 1.0, config.intermediate / layout.tp
@@ -44,13 +44,14 @@ class LayerShape:
 
 
 class PublishedEngine(Protocol):
-    """Interface of an engine whose saved activations are published."""
+    """Interface of an engine whose saved activations are published. name: such as "megatron"; source: the
+    publication."""
 
     name: str
     source: str
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) saved by one layer on one rank."""
+        """Yield (operation, bytes) for what one layer saves on one rank. shape: sizes of layer and micro-batch."""
 
 
 class Megatron:
@@ -65,7 +66,8 @@ class Megatron:
     source = "Korthikanti et al. 2022, arXiv:2205.05198, section 4, equations 1 to 6"
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) saved by one layer on one rank."""
+        """Yield (operation, bytes) for what one Megatron-LM layer saves on one rank. shape: sizes of layer and
+        micro-batch."""
         config, layout = shape.config, shape.layout
         t = layout.tp
         whole = t if t > 1 and layout.tensor_sequence_parallel else 1  # what only sequence parallelism cuts
@@ -107,7 +109,8 @@ class TorchEager:
     every_second = True
 
     def kept(self, shape: LayerShape) -> Iterator[tuple[str, float]]:
-        """Yield (operation, bytes) saved by one layer on one rank."""
+        """Yield (operation, bytes) for what one eager PyTorch layer saves on one rank. shape: sizes of layer and
+        micro-batch."""
         config, layout = shape.config, shape.layout
         t = layout.tp
         whole = t if t > 1 and layout.tensor_sequence_parallel else 1
@@ -152,7 +155,8 @@ PUBLISHED: dict[str, PublishedEngine] = {engine.name: engine for engine in (Mega
 
 
 def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
-    """Return the bytes that an engine saves of one layer, by operation. `UserError` for an unpublished engine."""
+    """Return the bytes that one layer saves, by operation. engine: such as "megatron"; `UserError` for an unpublished
+    one."""
     if engine not in PUBLISHED:
         raise UserError(unknown("engine", engine, PUBLISHED))
     return dict(PUBLISHED[engine].kept(shape))
@@ -160,7 +164,7 @@ def published_layer(engine: str, shape: LayerShape) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of model states per parameter on each rank; `optimizer` includes its fp32 master weights."""
+    """Bytes per parameter of weights, gradients and optimizer state (float32 master weights included) on each rank."""
 
     weights: float
     gradients: float
@@ -186,5 +190,6 @@ def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool
 
 
 def devices_for_weights(parameters: int, bytes_each: int, device_bytes: int) -> int:
-    """Return the number of devices that the weights alone need. bytes_each: of a parameter."""
+    """Return the number of devices that the weights alone need. parameters: their number; bytes_each: of a parameter;
+    device_bytes: memory of a device."""
     return -(-parameters * bytes_each // device_bytes)

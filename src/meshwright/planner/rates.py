@@ -37,7 +37,7 @@ def constants() -> Mapping[str, Any]:
 
 
 def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
-    """Return the attention kernel that an engine uses on these devices."""
+    """Return the attention kernel that an engine uses on a cluster's devices, such as "flash-2"."""
     if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
         return engine.attention
     return engine.hopper_attention
@@ -45,9 +45,16 @@ def attention_kernel(engine: Engine, cluster: Cluster) -> AttentionKernel:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A device's speeds in one precision: FLOP/s of matrix products, bytes/s of memory, seconds of a kernel launch.
+    """Speeds of a device in one precision.
 
-    measured: rates by `probe`, which then decide. wide_peak, wide_product: of the 16-bit operations of fp8 training.
+    Attributes:
+        peak: FLOP/s at which attention's share is taken.
+        product: FLOP/s that large matrix products reach.
+        wide_peak, wide_product: The same of the 16-bit operations of fp8 training; else equal to those.
+        memory: Bytes a second.
+        product_launch, memory_launch: Seconds to launch a matrix product and an elementwise kernel.
+        architecture: Such as "Hopper".
+        measured: Rates by `meshwright probe`, which then decide; None without.
     """
 
     peak: float
@@ -67,7 +74,8 @@ class Rates:
 
     @classmethod
     def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
-        """Build the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: the engine's.
+        """Return the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: the engine's,
+        "eager", "kernels" or "compiled".
 
         `UserError` where the device lacks the precision, or its memory bandwidth is unknown.
         """
@@ -91,7 +99,7 @@ class Rates:
         )
 
     def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> float:
-        """Return the seconds of an operation, all of its count. kernel: of attention."""
+        """Return the seconds of all calls of an operation. kernel: of attention, such as "flash-2"."""
         known = None if self.measured is None else self.measured.seconds(one)
         if known is not None:
             return known
@@ -107,7 +115,8 @@ class Rates:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Return the fractions of the peak that a flash kernel reaches on an architecture: forward, backward."""
+    """Return the fractions of the peak that a flash kernel reaches in (forward, backward). architecture: such as
+    "Hopper"."""
     found = constants()["attention"]
     family = architecture.replace("+", " ").split(" ")[0]
     since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
@@ -116,7 +125,7 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 
 
 def share_of_peak(device: Device, precision: str) -> float:
-    """Return the fraction of a device's peak that large matrix products reach in a precision.
+    """Return the fraction of a device's peak that large matrix products reach. precision: such as "bf16".
 
     By the best measured product of the device, else of its architecture, else a constant.
     """
@@ -126,7 +135,7 @@ def share_of_peak(device: Device, precision: str) -> float:
 
 
 class Group(NamedTuple):
-    """Ranks that communicate: their number, and how many of them share a node."""
+    """Ranks that communicate. ranks: their number; in_node: how many of them share a node."""
 
     ranks: int
     in_node: int
@@ -139,8 +148,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size) (small messages are
-    slower)."""
+    """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
+
+    start: seconds of an empty one; byte: seconds per byte of large ones; root: as small messages are slower.
+    """
 
     start: Floats | float
     byte: Floats | float
@@ -174,7 +185,7 @@ class Collectives:
         return seconds
 
     def costs(self, operation: Collective, group: Group) -> tuple[Cost | MeasuredCost, ...]:
-        """Return the cost functions of a collective in a group; the slowest applies."""
+        """Return the costs of a collective in a group, as functions of bytes; the slowest applies to each size."""
         if (operation, group) not in self._costs:
             measured, found = self.cluster.measured, None
             if measured is not None and group.ranks > 1:
@@ -183,8 +194,8 @@ class Collectives:
         return self._costs[operation, group]
 
     def tax(self, group: Group) -> float:
-        """Return the share of a communication's time that overlapped computation loses; 1 on processors, whose cores do
-        both."""
+        """Return the seconds that overlapped computation loses for each second of communication in a group: 0 for one
+        rank, 1 on processors, whose cores do both."""
         if group.ranks == 1:
             return 0.0
         if self.cluster.kind == "cpu":
@@ -193,9 +204,11 @@ class Collectives:
 
 
 def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost, ...]:
-    """wire bytes: all-reduce 2 s (n - 1) / n, the others s (n - 1) / n, which are the least that a rank can send.
-    Across nodes the ranks of a node share the wire and send over all their links at once; rings cross each node's
-    border once.
+    """Return the costs of a collective in a group from published figures; the slowest of them applies.
+
+    A rank sends 2 s (n - 1) / n bytes of an all-reduce of s bytes over n ranks, and s (n - 1) / n of the others: the
+    least possible. Across nodes the ranks of a node share the wire and send over all their links at once; rings cross
+    each node's border once.
     """
     ranks = group.ranks
     if ranks <= 1:
@@ -228,13 +241,15 @@ def _costs(cluster: Cluster, operation: Collective, group: Group) -> tuple[Cost,
 
 
 def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
-    """Of a vector of which a rank sends a `share`: wire / bandwidth + sqrt(wire ramp / bandwidth)."""
+    """Return the cost of a collective in which a rank sends a `share` of the vector: start + wire / bandwidth +
+    sqrt(wire ramp / bandwidth). start: seconds; bandwidth: bytes a second; where: "inside" or "across", which has
+    the ramp."""
     ramp = constants()["collectives"]["ramp_seconds"][where]
     return Cost(start, share / bandwidth, math.sqrt(share * ramp / bandwidth))
 
 
 def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
-    """Bytes a second of large messages inside a node."""
+    """Return the bytes a second of a collective's large messages among `ranks` ranks inside a node."""
     found, device = constants()["collectives"], cluster.device
     known = _measured_share(cluster)
     if operation == "all-reduce" and device.all_reduce_switch and ranks >= found["switch_ranks"]:
@@ -245,12 +260,14 @@ def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
 
 
 def _measured_share(cluster: Cluster) -> float:
-    """What the devices were measured with is the catalogue's link: another one is as much slower or faster."""
+    """Return the cluster's bandwidth inside a node over the catalogue's, by which measured figures are scaled; 0 if
+    unknown."""
     links = cluster.device.links
     return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
 
 
 def _across(link: Link, in_node: int) -> float:
+    """Return the bytes a second between nodes of `in_node` ranks that send over all their links at once."""
     return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
 
 

@@ -29,7 +29,8 @@ LEAST, MOST = 0.5, 20.0
 
 
 class ReferenceModel(NamedTuple):
-    """The model whose step `probe` measures. rows: sequences of a rank on its own; sequence: tokens."""
+    """The model whose step `meshwright probe` measures. rows: sequences of a rank on its own; sequence: tokens of
+    each."""
 
     config: ModelConfig
     rows: int
@@ -37,13 +38,14 @@ class ReferenceModel(NamedTuple):
 
 
 def reference_model(kind: str) -> ReferenceModel:
-    """Return the reference model for "cpu" or "cuda", of a size typical for it."""
+    """Return the model whose step is measured, of a size typical for its devices. kind: "cpu" or "cuda"."""
     if kind == "cpu":
         return ReferenceModel(_llama(hidden=256, layers=4, heads=8, intermediate=704, vocabulary=4096), 4, 256)
     return ReferenceModel(_llama(hidden=1024, layers=4, heads=16, intermediate=2816, vocabulary=16384), 4, 2048)
 
 
 def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: int) -> ModelConfig:
+    """Return a Llama config of these sizes, with half as many key-value as query heads."""
     return ModelConfig(
         family="llama", vocabulary=vocabulary, hidden=hidden, layers=layers, heads=heads, kv_heads=heads // 2,
         head_dim=hidden // heads, intermediate=intermediate, max_positions=4096, norm="rmsnorm", norm_epsilon=1e-5,
@@ -55,7 +57,11 @@ def reference_layouts(
     kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
 ) -> list[Layout]:
     """Return the layouts whose step is measured: data parallel in every precision, and each of `axes` over a host's
-    ranks."""
+    ranks.
+
+    kind: "cpu" or "cuda"; host_ranks: ranks of each of `hosts` hosts; precisions: such as "bf16"; axes: of "tp" and
+    "cp".
+    """
     ranks, model = host_ranks * hosts, reference_model(kind)
     # Processors wait alike in every type; GPUs are so much faster in narrow ones that only there waits can be seen.
     waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
@@ -71,13 +77,14 @@ def reference_layouts(
 
 
 def batch_of(layout: Layout, model: ReferenceModel) -> int:
-    """Return the sequences of a step: each rank has equal work under every layout."""
+    """Return the sequences of a reference model's step over all ranks; each rank has equal work under every layout."""
     return model.rows * layout.world_size
 
 
 @lru_cache(maxsize=32)
 def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
-    """Return the ratio of a measured step to the sum of its pieces, for each of `MICRO_BATCH_PARTS`; 1 if not measured.
+    """Return the ratio of a measured step to the sum of its pieces timed alone, for each part of a micro-batch
+    (compute, tensor, context, expert, data); 1 if not measured. precision: such as "bf16".
 
     Also 1 for other engines; compiled blocks use the ratios of eager ones.
     """
@@ -106,16 +113,18 @@ def in_place(cluster: Cluster, precision: str, engine: Engine) -> Floats:
 
 
 def _axis(layout: Layout) -> str:
+    """Return the part whose communication a measured layout shows: "tensor" (tp), "context" (cp) or "data"."""
     return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
 
 
 def _known(factor: float) -> float:
-    """The factor, or 1 where noise was larger than what was to be told."""
+    """Return a measured factor, or 1 where it is so far from 1 that noise was larger than what it tells."""
     return factor if LEAST <= factor <= MOST else 1.0
 
 
 def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
-    """Seconds of the parts of a measured step if they took what its pieces do, and of its sums of gradients."""
+    """Return the predicted seconds by part of a measured step, if its parts took what their pieces do, and those of its
+    gradient reductions."""
     assert cluster.measured is not None
     model = reference_model(cluster.kind)
     # As it was measured: by all ranks of its hosts, and before any run said by how much plans are wrong.

@@ -26,7 +26,8 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One saved activation, kept from a forward to its backward: bytes of its whole storage."""
+    """A saved activation, kept from a forward to its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's
+    type name; bytes: of its whole storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,8 +37,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Token copies in one mixture. arrived: received by this rank over ep; computed: of its experts, shared by etp
-    ranks."""
+    """Token copies in one mixture of experts. arrived: received by this rank over ep; computed: by its experts, shared
+    by etp ranks."""
 
     arrived: int
     computed: int
@@ -61,9 +62,10 @@ def saved_activations(
 ) -> list[Saved]:
     """Return the activations that one rank saves of a micro-batch of `rows` rows of `sequence` tokens.
 
-    stage: None for the whole model. at_once: its backward directly follows its forward. documents: rows pack several.
-    device: "cpu" or "cuda", whose attention differs. routed: expert load by layer, equal unless given. pairs: training
-    on response pairs. compiled: blocks and final norm are compiled, where `compiled_blocks.known`.
+    stage: pipeline stage, None for the whole model; at_once: its backward directly follows its forward; documents: rows
+    pack several; device: "cpu" or "cuda", whose attention differs; tp_rank: rank along tp; routed: expert load by
+    layer, equal unless given; pairs: training on response pairs; compiled: blocks and final norm are compiled, where
+    modelled.
     """
     stage = whole_model(config) if stage is None else stage
     types = _types(parameter_dtype)
@@ -73,7 +75,8 @@ def saved_activations(
 
 
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
-    """Return the cosine and sine tables of rotary positions, sized to a power of two (`model/rope.py`)."""
+    """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two; none
+    for other positions. parameter_dtype: torch's type name."""
     if config.positions != "rope":
         return []
     types = _types(parameter_dtype)
@@ -82,11 +85,14 @@ def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "
 
 
 def _types(parameter_dtype: str) -> dict[str, str]:
+    """Return torch's type name of each element type: "x" (the model's), "wide" (at least float32), "index", "int32",
+    "bool"."""
     wide = parameter_dtype if parameter_dtype == "float64" else "float32"
     return {"x": parameter_dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
 
 
 def _saved(entry: Entry, types: Mapping[str, str]) -> Saved:
+    """Return an entry as a saved activation, its element type resolved to torch's type name and bytes."""
     dtype = types[entry.kind]
     return Saved(entry.name, entry.shape, dtype, math.prod(entry.shape) * ITEM_BYTES[dtype])
 
@@ -95,8 +101,11 @@ def local_sizes(
     config: ModelConfig, layout: Layout, rows: int, sequence: int, documents: bool | Starts, parameter_dtype: str,
     device: str,
 ) -> Local:  # fmt: skip
-    """Return the sizes on one rank for the closed forms. documents: rows pack several, or where in each
-    row they begin."""
+    """Return the sizes of a micro-batch on one rank, from which closed forms compute.
+
+    rows, sequence: sequences, and tokens of each; documents: whether rows pack several, or where in each row they
+    begin; device: "cpu" or "cuda".
+    """
     tokens = sequence // layout.cp
     sliced = layout.tp if layout.tp > 1 and layout.tensor_sequence_parallel else 1
     narrow = parameter_dtype in ("bfloat16", "float16")
@@ -110,6 +119,11 @@ def local_sizes(
 def _entries(
     at: Local, stage: Stage, at_once: bool, tp_rank: int, routed: Mapping[int, Routed], compiled: bool
 ) -> Iterator[Entry]:
+    """Yield the activations that one rank saves of a micro-batch in a stage.
+
+    at: sizes; at_once: the stage's backward directly follows its forward; tp_rank: rank along tp; routed: expert load
+    by layer; compiled: blocks are compiled.
+    """
     config, again = at.config, at.layout.recompute
     stream = at.rows, at.slice, config.hidden
     mixtures = any(config.has_experts(layer) for layer in stage.layers)
@@ -153,12 +167,13 @@ def _entries(
 
 
 def _balanced(at: Local) -> Routed:
+    """Return the token copies of a mixture on a rank if every expert gets equally many."""
     copies = at.routed * at.config.experts_per_token
     return Routed(copies, copies * (at.layout.etp if at.spread else 1))
 
 
 def _looked_up(at: Local) -> Iterator[Entry]:
-    """Where rows of tables are added up on the way back."""
+    """Yield what the lookup of embeddings saves: indices, of tokens, positions and types, and the norm after it."""
     if at.layout.tp > 1:
         yield Entry("embedding.places", (at.rows, at.tokens), "index")
         yield Entry("embedding.elsewhere", (at.rows, at.tokens), "bool")
@@ -173,7 +188,8 @@ def _looked_up(at: Local) -> Iterator[Entry]:
 
 
 def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry]:
-    """What is made once a micro-batch: rotations of positions, what each token may see, targets of each row."""
+    """Yield what is saved once a micro-batch for all layers: rotations of positions, masks, targets. mixtures: the
+    stage has mixtures of experts."""
     config, layout = at.config, at.layout
     rows = at.rows if at.masked else 1
     if config.positions == "rope" and (at.masked or layout.cp > 1):
@@ -196,7 +212,8 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
 
 
 def _encoder_head(at: Local) -> Iterator[Entry]:
-    """What follows the last layer of an encoder (`model/encoder.py`)."""
+    """Yield what an encoder saves after its last layer: transform, norm and loss of masked tokens, or pooler and
+    classifier."""
     config = at.config
     places = predictions(config, at.rows, at.tokens)
     inside = places, config.hidden
@@ -222,7 +239,10 @@ def _encoder_head(at: Local) -> Iterator[Entry]:
 
 
 def _loss(at: Local, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[Entry]:
-    """The gradients of the summed loss, or what they are made of later (`model/loss.py`)."""
+    """Yield what the loss saves: its gradients, if the forward forms them, else what they are made of later.
+
+    at: sizes; at_once: the stage's backward directly follows its forward; tp_rank: rank along tp.
+    """
     config, layout = at.config, at.layout
     tokens, width = at.rows * at.tokens, -(-config.vocabulary // layout.tp)
     widest = min(width, config.vocabulary)

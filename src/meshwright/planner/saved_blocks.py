@@ -18,7 +18,8 @@ INDEX = 8
 
 
 class Entry(NamedTuple):
-    """A saved tensor. kind: element type, "x" (the model's), "wide" (of sums), "index", "int32" or "bool"."""
+    """A saved tensor. kind: element type, "x" (the model's), "wide" (at least float32), "index" (int64), "int32" or
+    "bool"."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,10 +28,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Sizes on one rank. whole: tokens of a row; tokens: of a row on this cp rank; slice: tokens / tp with sequence
-    parallelism.
+    """Sizes and settings of a micro-batch on one rank.
 
-    narrow: the model's type is narrower than that of sums. device: "cpu" or "cuda".
+    Attributes:
+        rows: Sequences.
+        whole: Tokens of a sequence.
+        tokens: Those on this cp rank.
+        slice: `tokens` / tp with sequence parallelism, else `tokens`.
+        narrow: The model's type is narrower than that of sums.
+        device: "cpu" or "cuda".
     """
 
     config: ModelConfig
@@ -74,7 +80,8 @@ class Local:
 def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) -> Iterator[Entry]:
     """Yield the saved tensors of a layer without recompute.
 
-    computed: token copies of this rank's experts in a mixture; input_kept: the layer's input is already listed.
+    at: sizes; name: prefix, "layers.N"; number: index of the layer; computed: token copies of this rank's experts in a
+    mixture; input_kept: the layer's input is already listed.
     """
     config = at.config
     if config.encoder:
@@ -94,7 +101,7 @@ def layer(at: Local, name: str, number: int, computed: int, input_kept: bool) ->
 
 
 def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the saved tensors of an encoder layer (post-norm)."""
+    """Yield the saved tensors of an encoder layer (post-norm). name: prefix, "layers.N"."""
     yield from attention(at, f"{name}.attention", None)
     yield from norm(at, f"{name}.attention_norm")
     yield from feed_forward(at, f"{name}.mlp", at.config.intermediate, at.config.gated)
@@ -102,7 +109,8 @@ def encoder_layer(at: Local, name: str) -> Iterator[Entry]:
 
 
 def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
-    """Yield the saved tensors of a norm over the hidden dimension. input_kept: its input is already listed."""
+    """Yield the saved tensors of a norm over the hidden dimension. name: prefix, such as "layers.3.mlp_norm";
+    input_kept: its input is already listed."""
     shape = at.rows, at.slice, at.config.hidden
     if at.config.norm == "layernorm":
         if not input_kept:
@@ -114,7 +122,10 @@ def norm(at: Local, name: str, input_kept: bool = False) -> Iterator[Entry]:
 
 
 def _rms(at: Local, name: str, shape: tuple[int, ...], input_kept: bool) -> Iterator[Entry]:
-    """Root mean square: the input in the type of sums (a copy of a narrower one), a number a row, and their product."""
+    """Yield the saved tensors of an RMS norm: its input in the type of sums, a scale for each token, their product.
+
+    name: prefix; shape: of the input; input_kept: a wide input is already listed.
+    """
     if at.narrow or not input_kept:
         yield Entry(f"{name}.input", shape, "wide")
     yield Entry(f"{name}.scale", (*shape[:-1], 1), "wide")
@@ -122,8 +133,8 @@ def _rms(at: Local, name: str, shape: tuple[int, ...], input_kept: bool) -> Iter
 
 
 def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
-    """Yield the saved tensors from the norm's output to the residual addition. window: tokens that a query sees at
-    most."""
+    """Yield the saved tensors from the norm's output to the residual addition. name: prefix, "layers.N.attention";
+    window: tokens that a query sees at most, None for all."""
     config, layout = at.config, at.layout
     size, heads, kv_heads = config.head_dim, at.heads, at.kv_heads
     tokens = at.rows, at.tokens
@@ -157,10 +168,14 @@ def attention(at: Local, name: str, window: int | None) -> Iterator[Entry]:
 
 
 def _fused(at: Local, name: str, heads: int, length: int, window: int | None) -> Iterator[Entry]:
-    """What PyTorch's CUDA kernels keep beside queries, keys, values and their result, by their sources
-    (aten/src/ATen/native/transformers/cuda). Flash attention keeps the logarithms of its sums and the state of its
-    random numbers. The memory-efficient kernel, for masks and wide types, has a copy of keys and values for every query
-    head, its mask as numbers to be added, and logarithms for a multiple of 32 queries."""
+    """Yield what PyTorch's CUDA attention kernels save beside queries, keys, values and result, by their sources
+    (aten/src/ATen/native/transformers/cuda).
+
+    heads, length: query heads and tokens that it attends over; window: tokens that a query sees at most. Flash
+    attention keeps the logarithms of its sums and the state of its random numbers. The memory-efficient kernel, for
+    masks and wide types, has a copy of keys and values for every query head, its mask as numbers to be added, and
+    logarithms for a multiple of 32 queries.
+    """
     limited = masked(at, window)
     if repeats(at, window):
         for what in ("keys", "values"):
@@ -176,8 +191,8 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
 
 
 def repeats(at: Local, window: int | None) -> bool:
-    """Return True if keys and values are repeated for every query head
-    (`model.scaled_dot_product.supports_grouped_query`)."""
+    """Return True if keys and values are repeated for every query head, as the CUDA kernel takes no grouped queries.
+    window: tokens that a query sees at most."""
     if at.device != "cuda" or at.ring or at.config.encoder:
         return False
     copies = max(1, at.layout.cp // at.kv_heads)
@@ -185,12 +200,14 @@ def repeats(at: Local, window: int | None) -> bool:
 
 
 def masked(at: Local, window: int | None) -> bool:
-    """Return True if some token does not see all tokens before it."""
+    """Return True if some token does not see all tokens before it. window: tokens that a query sees at most, None for
+    all."""
     return at.masked or (window is not None and window < at.whole)
 
 
 def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bool = True) -> Iterator[Entry]:
-    """Yield the saved tensors of an MLP of `width` columns on this rank. input_tokens: its input is not listed yet."""
+    """Yield the saved tensors of an MLP. name: prefix, such as "layers.3.mlp"; width: columns on this rank; gated: as
+    SwiGLU; input_tokens: its input is not listed yet."""
     tokens = at.rows, at.tokens
     if input_tokens:
         yield Entry(f"{name}.up.input", (*tokens, at.config.hidden), "x")
@@ -202,7 +219,8 @@ def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bo
 
 
 def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
-    """Yield the saved tensors of a mixture of experts. received: token copies of this rank's experts."""
+    """Yield the saved tensors of a mixture of experts. name: prefix, "layers.N.mlp"; received: token copies that this
+    rank's experts compute."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     chosen, experts = config.experts_per_token, config.experts
     routed, copies = at.routed, at.routed * config.experts_per_token
@@ -236,7 +254,7 @@ def mixture(at: Local, name: str, received: int) -> Iterator[Entry]:
 
 
 def balance(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the saved tensors of the load-balancing loss."""
+    """Yield the saved tensors of the load-balancing loss and biases. name: prefix, "layers.N.mlp"."""
     if at.config.router_loss:
         yield Entry(f"{name}.router.load", (at.rows, at.config.experts), "wide")
     if at.config.router_bias:
@@ -244,8 +262,8 @@ def balance(at: Local, name: str) -> Iterator[Entry]:
 
 
 def shared(at: Local, name: str) -> Iterator[Entry]:
-    """Yield the saved tensors of the shared expert, whose input is the mixture's unless that is a slice
-    of the tokens."""
+    """Yield the saved tensors of the shared expert, whose input is the mixture's unless that is a slice of the tokens.
+    name: prefix, "layers.N.mlp.shared"."""
     config = at.config
     yield from feed_forward(at, name, config.shared_intermediate // at.layout.tp, True, _apart(at))
     if config.shared_gate:
@@ -254,13 +272,16 @@ def shared(at: Local, name: str) -> Iterator[Entry]:
 
 
 def _apart(at: Local) -> bool:
-    """Whether the shared expert reads all tokens where the router reads this rank's slice of them."""
+    """Return True if the shared expert reads all tokens where the router reads this rank's slice of them."""
     return at.spread and at.layout.tp > 1
 
 
 def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> Iterator[Entry]:
-    """Yield what selective recomputation saves: results of matrix products and of reductions
-    (`parallel/recompute.py`)."""
+    """Yield what selective recomputation saves of a layer: results of matrix products and of reductions.
+
+    name: prefix, "layers.N"; mixed: the layer has experts; arrived, computed: token copies that this rank receives over
+    ep, and that its experts compute.
+    """
     config, layout = at.config, at.layout
     tokens = at.rows, at.tokens
     yield Entry(f"{name}.attention.qkv.output", (*tokens, (at.heads + 2 * at.kv_heads) * config.head_dim), "x")
@@ -277,7 +298,8 @@ def products(at: Local, name: str, mixed: bool, arrived: int, computed: int) -> 
 
 
 def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
-    """A product, and where ranks of tp have parts of it their sum."""
+    """Yield the result of a row-parallel product and, under tp, its sum. name: prefix, such as
+    "layers.3.attention.output"."""
     hidden = at.config.hidden
     yield Entry(f"{name}.product", (at.rows, at.tokens, hidden), "x")
     if at.layout.tp > 1:
@@ -285,7 +307,8 @@ def _row_parallel(at: Local, name: str) -> Iterator[Entry]:
 
 
 def mixture_products(at: Local, name: str, arrived: int, computed: int) -> Iterator[Entry]:
-    """Yield what selective recomputation saves of a mixture."""
+    """Yield what selective recomputation saves of a mixture. name: prefix, "layers.N.mlp"; arrived, computed: token
+    copies that this rank receives over ep, and that its experts compute."""
     config, layout, hidden = at.config, at.layout, at.config.hidden
     copies = at.routed * config.experts_per_token
     width = config.expert_intermediate // (layout.etp if at.spread else layout.tp)

@@ -48,7 +48,7 @@ class Priced:
 
 
 def screen(problem: Problem) -> Priced:
-    """Price every layout of the search space in closed form."""
+    """Return the closed-form seconds and bytes of every layout of the search space of a problem."""
     work = _Ways(problem)
     blocks: list[tuple[Array, ...]] = []
     every = list(pipes(problem))
@@ -113,7 +113,7 @@ class _Ways:
 
 
 def _ends(way: Way) -> tuple[Any, ...]:
-    """What the times of the embedding and the head depend on."""
+    """Return what the times of embedding and head depend on: tp, sequence parallelism, cp and rows."""
     return way.layout.tp, way.layout.tensor_sequence_parallel, way.layout.cp, way.rows
 
 
@@ -143,8 +143,7 @@ class _Ranks:
 
 
 class _Groups:
-    """Groups of each way's axes and the costs of their collectives, as arrays [ways]. inside: ZeRO
-    shards inside nodes."""
+    """Groups of the axes of each way, and costs of collectives, as arrays [ways]. inside: ZeRO shards inside nodes."""
 
     def __init__(self, here: _Ranks, inside: bool) -> None:
         of = here.of
@@ -172,21 +171,21 @@ class _Groups:
         self._shares: dict[bool, Floats] = {}
 
     def groups(self, axis: str) -> list[Group]:
-        """Return the distinct groups of an axis."""
+        """Return the distinct groups of an axis such as "data"."""
         if axis not in self._groups:
             self._groups[axis] = [group_of(layout, axis, self.cluster) for layout in self.layouts]
         return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
-        """Return the number of ranks of an axis: [ways]."""
+        """Return the number of ranks in a group of an axis such as "data": [ways]."""
         return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
-        """Return the seconds of a collective on vectors of `size` bytes: [..., ways]."""
+        """Return the seconds of a collective over an axis such as "data", for `size` bytes: [..., ways]."""
         return self._cost(operation, axis).at(size)
 
     def sends(self, size: Floats) -> Floats:
-        """Return the seconds of messages of `size` bytes to the next stage: [..., ways]."""
+        """Return the seconds of messages of `size` bytes to the next pipeline stage: [..., ways]."""
         return self._cost("send", "pp").at(size)
 
     def _cost(self, operation: Any, axis: str) -> Cost | Chosen:
@@ -206,7 +205,7 @@ class _Groups:
         return self.ranks("shard"), self.ranks("expert_shard")
 
     def share(self, zero: int) -> Floats:
-        """Return the share of its time that gradient communication takes from overlapped computation: [ways]."""
+        """Return the seconds that overlapped computation loses per second of gradient communication: [ways]."""
         sharded = zero > 0
         if sharded not in self._shares:
             most = np.array([self.collectives.tax(group) for group in self.groups("shard" if sharded else "data")])
@@ -326,7 +325,7 @@ class _Stages:
         return np.where(self._keeps(at_once), self.memory.head[self.here.at], 0.0)
 
     def _keeps(self, at_once: bool) -> Array:
-        """Whether the head's gradient is formed in the forward, [ways]."""
+        """Return whether the head's gradient is formed in the forward: [ways]. at_once: backwards follow at once."""
         last = next(stage for stage in self.examples if stage.last)
         return np.array([self.here.of.work[way].keeps(last, at_once) for way in self.here.at])
 
@@ -354,7 +353,7 @@ class _Stages:
 
 
 def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, ...]]:
-    """For each level of ZeRO: ways, levels, sharding groups, seconds, bytes."""
+    """Yield, for each level of ZeRO, columns: ways, levels, ranks of sharding groups, seconds, bytes."""
     fits = here.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks
     if pipe.schedule in BIDIRECTIONAL_SCHEDULES:
         fits = fits & (here.micro % 2 == 0)
@@ -382,6 +381,7 @@ def _priced(here: _Ranks, stages: _Stages, pipe: Pipe) -> Iterator[tuple[Array, 
 
 
 def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int, inside: bool) -> Floats:
+    """Return the seconds of a step: [ways]. at_once: backwards follow at once; inside: ZeRO shards inside nodes."""
     in_time = level_in_time(zero, pipe.ranks, here.of.problem.engine)
     phases, once = stages.of_ranks(pipe, at_once, in_time, inside)
     if pipe.ranks == 1:
@@ -395,5 +395,6 @@ def _seconds(here: _Ranks, stages: _Stages, pipe: Pipe, at_once: bool, zero: int
 
 
 def _bytes(here: _Ranks, stages: _Stages, kept: Floats, zero: int, inside: bool) -> Floats:
+    """Return the peak bytes: [ways]. kept: of saved activations [ways, ranks]; inside: ZeRO shards inside nodes."""
     stay, layer = stages.states(zero, inside)
     return np.asarray((stay + kept).max(axis=1) + stages.memory.passing[here.at] + layer, dtype=np.float64)

@@ -49,8 +49,11 @@ been asked of a layout like it (tests/planner/test_search.py)."""
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A fast layout that does not fit, and a suggested change: the fastest fitting layout with the fewest differences,
-    if any."""
+    """A fast layout that does not fit into device memory, and a change that makes it fit.
+
+    layout, seconds, bytes: the layout, its step, its device memory; change: such as "ac:full", None if none is known;
+    instead, instead_seconds: the fastest fitting layout with the fewest differences, and its step.
+    """
 
     layout: Layout
     seconds: float
@@ -81,7 +84,8 @@ class Found:
 
 
 def search(problem: Problem, top: int = 5) -> Found:
-    """Return the `top` fastest layouts that fit and that training accepts; `best` is empty where none fits."""
+    """Return the `top` fastest layouts that fit and that training accepts, and advice; `best` is empty where none
+    fits."""
     begun = time.perf_counter()
     # What no layout mends: more tokens than there are positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
@@ -98,11 +102,12 @@ def search(problem: Problem, top: int = 5) -> Found:
 
 
 def on_device(problem: Problem, peak: Array) -> Array:
-    """Return the device bytes for an allocator peak of `peak` bytes."""
+    """Return the device bytes, CUDA context and slack included, for allocator peaks of `peak` bytes."""
     return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem.cluster)
 
 
 def _nothing(problem: Problem) -> str:
+    """Return the error line for a problem that no layout can divide."""
     devices = problem.cluster.devices
     return (
         f"no layout of {devices} devices can share batch {problem.batch} of sequence {problem.sequence}: each of dp "
@@ -111,8 +116,8 @@ def _nothing(problem: Problem) -> str:
 
 
 class _Decided:
-    """Exact prices of the best candidates: seconds by the simulator, and memory by the ledger where the closed form is
-    close."""
+    """Exact prices of a search's best candidates: seconds by the simulator, memory by the ledger where the closed form
+    is close. every: closed-form prices of all; wanted: number of layouts to decide."""
 
     def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
         self.problem, self.every = problem, every
@@ -136,6 +141,8 @@ class _Decided:
         return [self.difference[at] for _, at, _ in self.best]
 
     def _decide(self) -> None:
+        """Price candidates exactly, fastest by closed form first, until enough are decided or `MOST_PRICED` are
+        done."""
         every, problem, wanted = self.every, self.problem, self._wanted
         needed, left, told = self._needed, self._left, self.told
         kinds, factors = self.kinds, self.factors
@@ -169,14 +176,15 @@ class _Decided:
             self.stopped = True
 
     def _learn(self, at: int, exact: float) -> None:
-        """What closed forms of memory say of its kind, corrected by the ledger's bytes of one."""
+        """Correct the closed-form memory of all candidates like the one with index `at` by its `exact` bytes."""
         alike = self._memory == self._memory[at]
         self._needed[alike] *= exact / self._needed[at]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
         self.told[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
-        """A number for each pipeline and about how many micro-batches it has a rank."""
+        """Return a number for each candidate, equal where pipeline and rounds of micro-batches (in powers of two)
+        are."""
         every = self.every
         inner = np.array([way.layout.tp * way.layout.cp * 1.0 / way.rows for way in every.ways])[every.way]
         ranks = np.array([pipe.ranks for pipe in every.pipes])[every.pipe]
@@ -185,7 +193,8 @@ class _Decided:
         return np.asarray(every.pipe * 64 + rounds)
 
     def _memory_kinds(self) -> Array:
-        """A number for each schedule and way to recompute: closed forms of others err alike."""
+        """Return a number for each candidate, equal where schedule and recompute are, whose memory's closed forms err
+        alike."""
         schedules = list(dict.fromkeys(pipe.schedule for pipe in self.every.pipes))
         of_pipe = np.array([schedules.index(pipe.schedule) for pipe in self.every.pipes])[self.every.pipe]
         of_way = np.array([RECOMPUTE.index(way.layout.recompute) for way in self.every.ways])[self.every.way]
@@ -205,7 +214,7 @@ class _Decided:
         return self.takes(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
     def seconds(self, at: int, layout: Layout) -> float:
-        """Return the simulated seconds of a step. at: index of the candidate."""
+        """Return the simulated seconds of a step. at, layout: index of the candidate, and its layout."""
         return self._step(at, layout).priced(self.problem.optimizer, parts=False).seconds
 
     def expected(self) -> Array:
@@ -215,7 +224,7 @@ class _Decided:
         return np.asarray(self.every.seconds * factor[self.kinds])
 
     def _step(self, at: int, layout: Layout) -> Step:
-        """Of what the screen and the simulator have said already."""
+        """Return the `Step` of a candidate that reuses prices known already. at, layout: its index, and its layout."""
         problem, work = self.problem, self.every.work[self.every.way[at]]
         return Step(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
@@ -231,13 +240,14 @@ class _Decided:
         )  # fmt: skip
 
     def undecided(self, best: list[Estimate], top: int) -> int:
-        """Return the number of layouts that may beat the last of `best`, left when the search stopped."""
+        """Return the number of layouts that may beat the last of `best` but were left when the search stopped. top:
+        wanted ones."""
         if not self.stopped:
             return 0
         return int((self.told < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """Return the full estimates of the best layouts; replaces those that do not fit after all."""
+        """Return the full estimates of the `top` best layouts; replaces those that do not fit after all."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -259,7 +269,7 @@ class _Decided:
             self._decide()
 
     def _too_large(self, layout: Layout) -> float | None:
-        """Bytes of the first rank that needs more than there is, None if none does."""
+        """Return the bytes of the first rank that needs more than a device has, None if none does."""
         layout = layout.with_(precision=self.problem.precision)
         sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in unlike_ranks(self.problem, layout))
         return next((size for size in sizes if size > self.room), None)
@@ -268,7 +278,7 @@ class _Decided:
 def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
     """Return the device bytes of a layout by the ledger: of the first and the last rank, whichever needs more.
 
-    Of the first one above `room`, if any.
+    room: bytes at which to stop; the first rank above it decides.
     """
     most = 0
     for rank in sorted({0, layout.pp - 1}):
@@ -279,7 +289,8 @@ def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> in
 
 
 def _reasons(best: list[Estimate]) -> Iterator[str]:
-    """Why each loses to the first: the parts that take longer, of the first one's step."""
+    """Yield, for each of the best estimates, why it loses to the first: parts that take longer, in shares of the
+    first's step."""
     for number, one in enumerate(best):
         if number == 0:
             yield "the fastest"
@@ -297,8 +308,8 @@ def _reasons(best: list[Estimate]) -> Iterator[str]:
 
 
 def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
-    """Of the layouts that are faster than the first and do not fit, the fastest, each of another number of ranks on
-    some axis or with another way to recompute."""
+    """Yield advice on the fastest layouts that do not fit, faster than `first` seconds, each of another number of ranks
+    on some axis or with another recompute."""
     problem, every, room = decided.problem, decided.every, decided.room
     fit = on_device(problem, every.bytes) <= room
     expected = decided.expected()
@@ -333,7 +344,11 @@ def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
 
 
 def _mended(decided: _Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
-    """The fastest layout that fits and differs from the one at `at` in as few things as can be."""
+    """Return the index of the fastest fitting layout with the fewest differences from candidate `at`; None if none is
+    near.
+
+    columns: properties of all candidates; fit: whether each may fit; expected: seconds of each.
+    """
     unlike = np.asarray(sum((column != column[at]).astype(np.int8) for column in columns.values()))
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
@@ -344,7 +359,7 @@ def _mended(decided: _Decided, columns: Mapping[str, Array], at: int, fit: Array
 
 
 def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
-    """Which layouts are as the one at `at` in these columns."""
+    """Return which candidates equal candidate `at` in the columns with these names, such as "tp"."""
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
 
 
@@ -362,7 +377,7 @@ _CHANGES: dict[str, Callable[[Layout], str]] = {
 
 
 def _columns(problem: Problem, every: Priced) -> dict[str, Array]:
-    """What a layout is made of, a column each. A change of ranks on one axis changes dp with it."""
+    """Return the properties of all candidates as arrays by name ("tp", "zero" ...), in which two layouts may differ."""
 
     def of_way(get: Any) -> Array:
         return np.array([get(way) for way in every.ways])[every.way]

@@ -30,10 +30,18 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A planning problem: a model's training step of `batch` sequences of `sequence` tokens on a cluster.
+    """A planning problem: a training step of a model on a cluster.
 
-    optimizer: as in `states.STATE_KINDS`; precision: of the layout's names; documents: in a row, on average; pairs:
-    training on response pairs, not next tokens; assumed: assumption about the model, if any.
+    Attributes:
+        sequence: Tokens of a sequence.
+        batch: Sequences over all ranks.
+        engine: Whose kernels are priced.
+        compile: With compiled blocks.
+        optimizer: Such as "adamw".
+        precision: Such as "bf16".
+        documents: In a sequence, on average.
+        pairs: Training on response pairs, not next tokens.
+        assumed: What was assumed about the model, if anything.
     """
 
     config: ModelConfig
@@ -57,14 +65,14 @@ class Problem:
 
 
 class Way(NamedTuple):
-    """Layout of one pipeline stage, and the sequences of a micro-batch."""
+    """Layout of one pipeline stage (its dp only as large as its experts need), and the sequences of a micro-batch."""
 
     layout: Layout
     rows: int
 
 
 class Pipe(NamedTuple):
-    """Ranks, schedule and chunks of a pipeline, without its micro-batches."""
+    """A pipeline without its micro-batches. ranks: its ranks; schedule: such as "1f1b"; chunks: stages of a rank."""
 
     ranks: int
     schedule: str
@@ -78,7 +86,7 @@ def divisors(number: int) -> list[int]:
 
 
 def ways(problem: Problem) -> list[Way]:
-    """Return every way that the model admits, on any number of stages."""
+    """Return every (layout of a stage, sequences of a micro-batch) that the model admits, on any number of stages."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
@@ -88,10 +96,12 @@ def ways(problem: Problem) -> list[Way]:
 
 
 def _rows(problem: Problem) -> list[int]:
+    """Return the numbers of sequences that a micro-batch may have."""
     return [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
 
 
 def _stages(problem: Problem) -> Iterator[Layout]:
+    """Yield every layout of one pipeline stage that model and engine admit, without recompute."""
     config, engine = problem.config, problem.engine
     devices = problem.cluster.devices
     for tp in divisors(devices):
@@ -116,6 +126,7 @@ def _stages(problem: Problem) -> Iterator[Layout]:
 
 
 def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield the (ep, etp) sizes to consider with `tp` ranks of tensor parallelism, (1, 1) first."""
     yield 1, 1
     if config.experts and "ep" in engine.axes:
         for ep in divisors(config.experts):
@@ -125,7 +136,7 @@ def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iter
 
 
 def pipes(problem: Problem) -> Iterator[Pipe]:
-    """Yield every pipeline that the engine and the model's layers admit."""
+    """Yield every (pipeline ranks, schedule, chunks) that the engine and the model's layers admit."""
     config, engine = problem.config, problem.engine
     for ranks in divisors(problem.cluster.devices):
         if ranks == 1:
@@ -141,7 +152,8 @@ def pipes(problem: Problem) -> Iterator[Pipe]:
 
 
 def layout_of(problem: Problem, way: Way, pipe: Pipe, zero: int, hybrid: int) -> Layout:
-    """Return the whole layout. hybrid: ranks of a sharding group, 0 for all."""
+    """Return the whole layout of a stage's layout and a pipeline. zero: level; hybrid: ranks of a sharding group, 0 for
+    all."""
     one = way.layout
     dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
     return one.with_(

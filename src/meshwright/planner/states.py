@@ -23,8 +23,11 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Flat(NamedTuple):
-    """A flat buffer on a rank: unit and part, elements before and after padding, number of shards between steps, ZeRO
-    level."""
+    """A flat parameter buffer on a rank.
+
+    unit: such as "layers.3"; part: "dense" or "experts"; numel, padded: elements before and after padding; shards:
+    ranks that ZeRO shards it over; zero: level, 0 on a single rank.
+    """
 
     unit: str
     part: Part
@@ -46,7 +49,7 @@ class Flat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A persistent tensor. kind: "parameters", "masters", "gradients", "gradient_buffers" or "optimizer"."""
+    """A persistent tensor of a rank. kind: "parameters", "masters", "gradients", "gradient_buffers" or "optimizer"."""
 
     kind: str
     name: str
@@ -56,14 +59,15 @@ class State:
 
 
 def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
-    """Return the names of an optimizer's state tensors. `UserError` for an unknown optimizer."""
+    """Return the names of an optimizer's state tensors, such as "exp_avg". optimizer: such as "adamw"; `UserError` if
+    unknown."""
     if optimizer not in STATE_KINDS:
         raise UserError(unknown("optimizer", optimizer, dict.fromkeys((*OPTIMIZERS, *STATE_KINDS))))
     return STATE_KINDS[optimizer]
 
 
 def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> list[Flat]:
-    """Return the flat buffers of some units, on any rank that holds them."""
+    """Return the flat buffers of units such as "layers.3", on any rank that holds them."""
     found = []
     for unit in units:
         for part in table.unit_parts(unit, layout):
@@ -77,12 +81,13 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
 
 
 def shard_count(layout: Layout, part: Part) -> int:
-    """Return the number of ranks that ZeRO shards a part over."""
+    """Return the number of ranks that ZeRO shards a part of the parameters over. part: "dense" or "experts"."""
     return layout.group_size(AXES_OF[part][1])
 
 
 def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
-    """Yield all persistent tensors, as they are after the first step."""
+    """Yield the persistent tensors of a rank's flat buffers, as they are after the first step. parameter_dtype,
+    master_dtype: torch's type names; optimizer: such as "adamw"."""
     from meshwright.planner.saved import ITEM_BYTES
 
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
@@ -101,7 +106,8 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: number by size in elements."""
+    """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: their number by size in
+    elements."""
     return kept_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2)

@@ -41,11 +41,14 @@ PARTS = (*MICRO_BATCH_PARTS, "pipeline", "bubble", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted seconds of a step, with the bounds between which measured runs are expected (`rates.toml`).
+    """Predicted seconds of a training step.
 
-    breakdown: adds up to `seconds`: compute of the busiest rank; exposed communication of tp (tensor), cp (context), ep
-    (expert), data parallelism (data) and stages (pipeline); bubble; optimizer. simulated: by the pipeline simulator,
-    not in closed form.
+    Attributes:
+        seconds: Expected.
+        low, high: Bounds between which measured runs are expected.
+        breakdown: Seconds by part, which add up to `seconds`: compute of the busiest rank; exposed communication of tp
+            (tensor), cp (context), ep (expert), data parallelism (data) and stages (pipeline); bubble; optimizer.
+        simulated: By the pipeline simulator, not in closed form.
     """
 
     seconds: float
@@ -56,7 +59,7 @@ class StepTime:
 
 
 def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
-    """Return (expected, low, high) seconds for an uncalibrated prediction on a cluster."""
+    """Return (expected, low, high) seconds on a cluster, calibrated. seconds: predicted without calibration."""
     band, found = constants()["band"], cluster.calibration
     if found is None:
         return seconds, seconds * band["low"], seconds * band["high"]
@@ -79,13 +82,14 @@ def step_time(
     in_place: Floats = AS_ADDED,
     pairs: bool = False,
 ) -> StepTime:
-    """Predict the time of one step of `batch` sequences of `sequence` tokens.
+    """Predict the time of one training step of `batch` sequences of `sequence` tokens.
 
-    simulate: run the pipeline simulator; else the closed form, where there is one. documents: in a row, on average.
-    parts: simulate without messages too, to separate their share. in_place: ratios of a measured machine
-    (`reference_step.in_place`). pairs: training on response pairs, whose loss computes the logits twice. Raises
-    UserError for what the device lacks and for a batch that the layout cannot divide; `spec.refuse` checks whether the
-    model fits the layout.
+    engine: whose kernels are priced; compile: with compiled blocks; optimizer: such as "adamw"; simulate: run the
+    pipeline simulator; else the closed form, where there is one; documents: in a sequence, on average; parts: simulate
+    without messages too, to separate their share; in_place: by part of a micro-batch, how much longer it takes than its
+    pieces timed alone; pairs: training on response pairs, whose loss computes the logits twice. Raises UserError for
+    what the device lacks and for a batch that the layout cannot divide; `refuse` checks whether the model fits the
+    layout.
     """
     whose = engines.engine(engine, compile=compile)
     if batch % (layout.dp * layout.micro_batches):
@@ -101,7 +105,11 @@ def durations_of(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, engine: str | Engine,
     documents: float = 1.0, in_place: Floats = AS_ADDED, pairs: bool = False,
 ) -> tuple[PipelineProgram, Durations]:  # fmt: skip
-    """Return the pipeline program and the seconds of its steps, for pictures."""
+    """Return the pipeline program of a layout and the predicted seconds of its steps, for pictures.
+
+    batch: sequences over all ranks; documents: in a sequence, on average; in_place: by part of a micro-batch, how much
+    longer it takes than its pieces timed alone; pairs: training on response pairs.
+    """
     step = Step(
         config, layout, cluster, sequence, batch, engines.engine(engine), documents, in_place, pairs=pairs
     )  # fmt: skip
@@ -112,7 +120,12 @@ def durations_of(
 
 
 class Step:
-    """Price of one step under a layout. work: priced micro-batch to reuse; makespans: cache of simulated makespans."""
+    """Prices of one training step under a layout.
+
+    documents: in a sequence, on average; in_place: by part of a micro-batch, how much longer it takes than its pieces
+    timed alone; work: priced micro-batch to reuse; makespans: cache of simulated makespans; pairs: training on response
+    pairs.
+    """
 
     def __init__(
         self,
@@ -154,15 +167,15 @@ class Step:
         self.gradient_bytes = engine.gradient_bytes if self.itemsize == 2 else 4
 
     def group(self, axis: str) -> Group:
-        """Return the group of an axis."""
+        """Return the group of an axis such as "data": its ranks, and how many share a node."""
         return group_of(self.layout, axis, self.collectives.cluster)
 
     def seconds(self, operation: Any, axis: str, size: Floats) -> Floats:
-        """Return the seconds of a collective of `size` bytes on an axis."""
+        """Return the seconds of a collective of `size` bytes. operation: such as "all-reduce"; axis: such as "data"."""
         return self.collectives.seconds(operation, self.group(axis), size)
 
     def stages(self, count: int) -> list[Floats]:
-        """Return the times of each of `count` stages, as `stage`."""
+        """Return the seconds of a micro-batch in each of `count` stages: arrays [phases, parts]."""
         kinds: dict[tuple[object, ...], Floats] = {}
         times = []
         for stage in stages_of(self.config, count, self.sequence):
@@ -173,8 +186,8 @@ class Step:
         return times
 
     def stage(self, stage: Stage) -> Floats:
-        """Return the seconds of a micro-batch on a stage [phases, parts], exposed ZeRO-2 and 3
-        communication included."""
+        """Return the seconds of a micro-batch in a pipeline stage: [phases (forward, input, weight), parts (compute,
+        tensor, context, expert, data)], exposed ZeRO-2 and 3 communication included."""
         found = self.work.stage(stage, followed_at_once(self.layout))
         if self.zero < 2:
             return found
@@ -187,12 +200,14 @@ class Step:
         return found
 
     def share(self) -> float:
-        """Share of its time that gradient communication takes from overlapped computation."""
+        """Return the slow-down of computation that overlaps gradient communication, as a share of the communication's
+        seconds."""
         axes = ("data", "expert_data") if self.layout.zero == 0 else ("shard", "expert_shard")
         return max(self.collectives.tax(self.group(axis)) for axis in axes[: 1 + self.layout.expert_parallel])
 
     def priced(self, optimizer: str, simulate: bool = True, parts: bool = True) -> StepTime:
-        """Return the step time; arguments as in `step_time`."""
+        """Return the predicted time of the step. optimizer: such as "adamw"; simulate: run the pipeline simulator, not
+        a closed form; parts: simulate without messages too, to separate their share."""
         layout, config = self.layout, self.config
         program = program_for(layout, config, self.sequence) if simulate and layout.pp > 1 else None
         count = layout.pp * layout.chunks if program is None else program.stages
@@ -215,7 +230,7 @@ class Step:
         return StepTime(*with_bounds(cluster, seconds), breakdown, simulate)
 
     def transfer(self) -> float:
-        """Seconds of a message from stage to stage."""
+        """Return the seconds of a message from stage to stage."""
         size = self.work.rows * self.sequence / self.layout.cp * self.config.hidden * self.itemsize
         if self.layout.tensor_sequence_parallel or (self.engine.scatters and self.layout.tp > 1):
             size /= self.layout.tp
@@ -224,8 +239,11 @@ class Step:
     def pipeline(
         self, program: PipelineProgram | None, times: list[Floats], places: list[list[int]], parts: bool
     ) -> tuple[float, float]:
-        """Return the makespan, and the seconds of it due to messages. times: [stages] of [phases, parts]; places:
-        stages by rank."""
+        """Return the seconds of all micro-batches in the pipeline, and those of them due to messages.
+
+        program: to simulate, None for the closed form; times: [phases, parts] of each stage; places: stages of each
+        rank; parts: simulate without messages too; if False, the second of a simulation is 0.
+        """
         forward, back, weight = np.array(times).sum(axis=2).T
         transfer = self.transfer()
         if program is None:
@@ -244,13 +262,15 @@ class Step:
     # --- once a step
 
     def of_ranks(self, stages: tuple[Stage, ...], places: list[list[int]]) -> list[tuple[float, float, int]]:
-        """Return (dense parameters, expert-parallel parameters, layers) of each distinct pipeline rank."""
+        """Return (dense parameters, expert-parallel parameters, layers) of each distinct pipeline rank. places: stages
+        by rank."""
         sizes = [(*self.held.of_stage(self.config, stage), len(stage.layers)) for stage in stages]
         alike = dict.fromkeys(tuple(sizes[at] for at in place) for place in places)
         return [(sum(each[0] for each in of), sum(each[1] for each in of), sum(each[2] for each in of)) for of in alike]
 
     def gradients(self, stages: tuple[Stage, ...], places: list[list[int]], times: list[Floats]) -> float:
-        """Return the exposed seconds of gradient reductions and parameter all-gathers, once a step."""
+        """Return the exposed seconds of gradient reductions and parameter all-gathers, once a step. places: stages by
+        rank; times: [phases, parts] of each stage."""
         phases = [[sum(float(times[at][part].sum()) for at in place) for place in places] for part in _BOTH]
         passes = passes_beside(self.layout.schedule, self.layout.pp, self.layout.micro_batches)
         first_forward, last_backward = (passes * max(each) for each in phases)
@@ -265,11 +285,12 @@ class Step:
         )  # fmt: skip
 
     def shards(self) -> tuple[int, int]:
-        """Number of ranks that ZeRO shards dense parameters and experts over."""
+        """Return the number of ranks that ZeRO shards (dense parameters, experts) over."""
         return self.layout.group_size("shard"), self.layout.group_size("expert_shard")
 
     def update(self, stages: tuple[Stage, ...], places: list[list[int]], optimizer: str) -> float:
-        """Return the seconds of the optimizer step."""
+        """Return the seconds of the optimizer step on the rank that updates most. places: stages by rank; optimizer:
+        "adamw" ..."""
         most = max(
             float(updated(self.layout.zero, np.array(dense), np.array(spread), *self.shards()))
             for dense, spread, _ in self.of_ranks(stages, places)
@@ -278,18 +299,19 @@ class Step:
 
 
 def followed_at_once(layout: Layout) -> bool:
-    """Return True if the last stage's backward directly follows its forward; not where all forwards come first."""
+    """Return True if, under a layout's schedule, the last stage's backward directly follows its forward; False where
+    all forwards come first."""
     return layout.schedule not in ("gpipe", "looped-bfs") or layout.pp == 1
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Return the precision where the layout names none; on processors bf16 if at least 1.2 times as fast, as in the
-    trainer."""
+    """Return the precision for a cluster where the layout names none, such as "bf16"; on processors bf16 if at least
+    1.2 times as fast as fp32."""
     if cluster.kind == "cpu":
         return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
     return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"
 
 
 def _replicas(places: list[list[int]], stages: int) -> int:
-    """How often the ranks hold the model."""
+    """Return how often the ranks together hold the model. places: stages by rank; stages: their number."""
     return sum(map(len, places)) // stages

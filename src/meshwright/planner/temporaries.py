@@ -22,7 +22,8 @@ ACCELERATOR_TILE = 1024, 1 << 27
 
 
 class Extra(NamedTuple):
-    """A temporary tensor of a memory snapshot; negative bytes where a saved activation is already freed."""
+    """A temporary tensor of a memory snapshot. category: of the memory ledger, such as "workspace"; bytes: negative
+    where a saved activation is already freed."""
 
     category: str
     name: str
@@ -30,9 +31,10 @@ class Extra(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """How attention over `length` queries and keys is tiled: rows and key-value heads together, queries of a tile.
+    """How attention over `length` queries and keys is tiled.
 
-    several_groups: tiles of several such groups follow one another.
+    rows, kv_heads: sequences and key-value heads processed together; group: query heads of a key-value head; queries:
+    of a tile; several_groups: not all rows and heads are processed together.
     """
 
     rows: int
@@ -56,6 +58,7 @@ class _Tiles(NamedTuple):
 
 
 def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
+    """Return the tiling of attention with `heads` query and `kv_heads` key-value heads over `length` tokens."""
     most_queries, most = (TILE_QUERIES, TILE_SCORES) if at.device == "cpu" else ACCELERATOR_TILE
     group, queries = max(1, heads // kv_heads), min(most_queries, length)
     per_head = group * queries * length
@@ -65,8 +68,8 @@ def _cut(at: Local, heads: int, kv_heads: int, length: int) -> _Tiles:
 
 
 def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[str, list[Extra]]]:
-    """Yield (snapshot name, temporaries) of attention's backward. window: tokens seen at most; x: bytes
-    of an element."""
+    """Yield (snapshot name, temporary tensors) of attention's backward. window: tokens that a query sees at most, None
+    for all; x: bytes of an activation's element."""
     wide, size = max(4, x), at.config.head_dim
     of_head = at.rows * at.tokens * size
     result = Extra("activations", "gradient of attention's result", at.heads * of_head * x)
@@ -96,8 +99,9 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
 def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
     """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
 
-    Flash attention (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head;
-    memory-efficient: attention_backward.cu.
+    heads, kv_heads: on this rank; window: tokens that a query sees at most; x: bytes of an element. Flash attention
+    (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head; memory-efficient:
+    attention_backward.cu.
     """
     size, length = at.config.head_dim, at.whole
     narrow = x < 4
@@ -115,7 +119,11 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 
 
 def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int, wide: int) -> Iterator[Extra]:
-    """Yield the temporaries of `tiled_attention`: masks, tiles, gradient sums of keys and values."""
+    """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values.
+
+    heads, kv_heads: on this rank; window: tokens that a query sees at most; x, wide: bytes of an element of inputs and
+    sums.
+    """
     cut = _cut(at, heads, kv_heads, at.whole)
     whole = Heads(
         at.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, at.config.head_dim, cut.length, cut.queries
@@ -130,8 +138,10 @@ def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
 
 
 def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
-    """Yield the temporaries of `ring_attention`: gradient sums in the wide type, KV blocks in flight, a tile or kernel
-    results."""
+    """Yield the temporaries of ring attention's backward: gradient sums, KV blocks in flight, a tile or kernel results.
+
+    window: tokens that a query sees at most; x, wide: bytes of an element of inputs and sums.
+    """
     heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
     of_head = at.rows * at.tokens * size
     yield Extra("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
@@ -163,7 +173,8 @@ def mixture_backward(
     """Yield (snapshot name, temporaries) of a mixture's backward: shared expert, then weights, products and dispatch of
     experts.
 
-    name: of the mixture; whole: saved activations without recompute; split: weight gradients come later.
+    name: of the mixture, "layers.N.mlp"; whole: saved activations without recompute; x: bytes of an element; split:
+    weight gradients come later.
     """
     config, layout = at.config, at.layout
     sizes = {each.name.removeprefix(f"{name}."): each for each in whole if each.name.startswith(f"{name}.")}

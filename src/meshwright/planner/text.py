@@ -28,7 +28,7 @@ LEAST_PART = 1e-6
 
 
 def headline(problem: Problem, model: str) -> str:
-    """Return one line that names model, cluster, sequence and batch."""
+    """Return one line that names model, cluster, sequence and batch. model: name to print."""
     sizes = model_document(problem.config)
     active = (
         "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
@@ -45,7 +45,7 @@ def headline(problem: Problem, model: str) -> str:
 
 
 def found_text(found: Found, width: int = WIDE) -> str:
-    """Format the table of a search, at most `width` columns wide where possible."""
+    """Format the result of a search as text, lines at most `width` characters long where possible."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
         lines.append("none of them fits")
@@ -60,6 +60,7 @@ def found_text(found: Found, width: int = WIDE) -> str:
 
 
 def _best(found: Found, width: int) -> Iterator[str]:
+    """Yield the lines of the table of a search's best layouts, at most `width` characters long where possible."""
     unit = Unit.of(max(one.memory.device_bytes for one in found.best))
     rows = [_row(one, unit) for one in found.best]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
@@ -77,7 +78,7 @@ def _best(found: Found, width: int) -> Iterator[str]:
 
 
 def advice_text(found: Found, one: Advice) -> str:
-    """Format a faster layout that does not fit, with the suggested change."""
+    """Format a faster layout that does not fit (`one`), with the change that makes it fit."""
     problem = found.problem
     room = problem.cluster.device.memory_bytes
     wants = (
@@ -89,19 +90,19 @@ def advice_text(found: Found, one: Advice) -> str:
 
 
 def around(problem: Problem, seconds: float) -> str:
-    """Format an expected time with its bounds."""
+    """Format an expected time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: calibrated."""
     _, low, high = with_bounds(problem.cluster, seconds / problem.cluster.time_factor)
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
 def nearest_text(found: Nearest, width: int = WIDE) -> str:
-    """Format the closest layouts where none fits."""
+    """Format the closest layouts where none fits, lines at most `width` characters long where possible."""
     lines = ["what needs the least memory, which is still too much:", estimate_text(found.least, width)]
     return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
 
 
 def nearest_line(found: Nearest) -> str:
-    """Format the number of devices that would suffice."""
+    """Format the sentence on how many devices would be enough."""
     enough = found.enough
     if enough is None:
         return "How many devices would be enough is not known."
@@ -119,6 +120,7 @@ def undecided_text(found: Found) -> str:
 
 
 def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
+    """Return an estimate's cells in the table of the best: seconds, bounds, tokens/s/device, MFU, memory in `unit`."""
     time = one.time
     return (
         f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{one.tokens_per_second_per_device:,.0f}",
@@ -127,7 +129,7 @@ def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
 
 
 def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
-    """Format the cost of a recipe's own layout beside the best one, or why it cannot run."""
+    """Format the cost of a recipe's own layout (`own`) beside the best one, or the reason why it cannot run."""
     if isinstance(own, str):
         return f"the recipe's own layout: {own}"
     fits = "" if own.fits else ", which does not fit"
@@ -140,7 +142,8 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
 
 
 def estimate_text(one: Estimate, width: int = WIDE) -> str:
-    """Format one estimate: time by part, memory by category and by item."""
+    """Format one estimate: time by part, memory by category and by item, lines at most `width` characters long if
+    possible."""
     time, memory, room = one.time, one.memory, one.problem.cluster.device.memory_bytes
     unit = Unit.of(memory.device_bytes)
     parts = ", ".join(
@@ -174,11 +177,12 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
 
 
 def share_text(share: float) -> str:
-    """Format a fraction as a percentage."""
+    """Format a fraction as a percentage, `<1%` below 0.5 %."""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
 def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
+    """Yield rows (category, its memory in `unit`, its largest items) of an estimate's fullest rank."""
     yield "", unit.name, "of which"
     memory = one.memory
     for category, size in memory.by_category().items():
@@ -191,7 +195,8 @@ def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Format every tensor of a rank at its memory peak; equal layers share a line."""
+    """Format every tensor of a rank at its memory peak as a table at most `width` characters wide if possible; equal
+    layers share a line."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "type", unit.name, "stage", "there")
     rows = [
@@ -206,17 +211,18 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
 
 
 def there(item: Item) -> str:
-    """Format the lifetime of a tensor."""
+    """Format the lifetime of a tensor at the memory peak, such as `forward to backward`."""
     return "for that moment" if item.first == item.last else f"{item.first} to {item.last}"
 
 
 def shape_text(shape: Sequence[float]) -> str:
-    """Format a shape; "-" for an empty one."""
+    """Format a shape, such as `4,096 x 128`; "-" for an empty one."""
     return " x ".join(f"{size:,.0f}" for size in shape) or "-"
 
 
 def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
-    """Format the figures of runs, and the calibration written to `path`."""
+    """Format the predicted and measured figures of runs, and the calibration (`found`) written to the cluster file
+    `path`."""
     head = ("run", "layout", "predicted s", "measured s", "ratio", "memory not explained")
     rows = [
         (
@@ -231,7 +237,8 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int = WIDE, most: int = 24) -> str:
-    """Format the `most` longest operations as a table."""
+    """Format the `most` longest operations of a pipeline rank's micro-batch as a table, `width` characters wide if
+    possible."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
@@ -254,7 +261,7 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int =
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as aligned columns: words left, numbers right."""
+    """Return the lines of rows as aligned columns, words left, numbers right; the first row is the head."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
     return [
@@ -267,7 +274,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
-    """Return the table without the droppable columns that do not fit into `width`."""
+    """Return the lines of a table, without as many of the `droppable` columns (names in the head) as do not fit into
+    `width`."""
     kept = [list(row) for row in rows]
     lines = table(kept)
     for name in droppable:
@@ -291,22 +299,22 @@ def wrapped(line: str, width: int, indent: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Unit of a size in bytes."""
+    """Unit of a size in bytes. name: such as "GiB"; bytes: of one."""
 
     name: str
     bytes: float
 
     @classmethod
     def of(cls, largest: float) -> Unit:
-        """Return the largest unit in which `largest` is at least 1."""
+        """Return the largest unit in which `largest` bytes are at least 1."""
         return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
 
     def number(self, size: float) -> str:
-        """Format a size in this unit, without its name."""
+        """Format a size in bytes in this unit, without its name."""
         return f"{size / self.bytes:,.2f}"
 
     def say(self, size: float) -> str:
-        """Format a size with this unit's name."""
+        """Format a size in bytes with this unit's name, such as `1.5 GiB`."""
         return f"{size / self.bytes:,.1f} {self.name}"
 
 
@@ -314,10 +322,12 @@ _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def _flops(rate: float) -> str:
+    """Format FLOP/s as TFLOP/s or GFLOP/s."""
     return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
 
 
 def _count(number: int) -> str:
+    """Format a number of parameters briefly, such as `8.03 B`."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= size:
             return f"{number / size:.4g} {letter}"

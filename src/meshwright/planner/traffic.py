@@ -30,21 +30,22 @@ PREFERENCE_FIGURES = 3
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return the bytes that `rank` sends in one applied step, by call site, without sites that send nothing.
+    """Return the bytes that `rank` sends in one applied step, by call site, without sites that send nothing. work:
+    sizes of the step.
 
-    Exact, but for the sites of `ROUTED`.
+    Exact, but for the sites of `ROUTED`, which assume equal load of experts.
     """
     return by_site(_Step(config, layout, work, rank).calls())
 
 
 def predicted_traffic_by_axis(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return the bytes that `rank` sends in one step, by mesh axis (`comm.mesh.Mesh`); sub-axes count
-    with their axis."""
+    """Return the bytes that `rank` sends in one step, by mesh axis such as "data"; work: sizes of the step."""
     return by_axis(_Step(config, layout, work, rank).calls())
 
 
 class _Step(DataCalls):
-    """Adds up the collective calls of one rank in a step."""
+    """Counter of the bytes that one rank sends in a training step of a transformer. work: sizes of the step; rank:
+    global."""
 
     def __init__(self, config: ModelConfig, layout: Layout, work: Work, rank: int) -> None:
         table = parameter_table(config)
@@ -85,7 +86,7 @@ class _Step(DataCalls):
             yield Kind(int(steps.kind[at])), int(steps.stage[at]), (int(steps.replica[at]), int(steps.micro_batch[at]))
 
     def passes(self) -> Counter[int]:
-        """Count the micro-batches that this rank runs through each of its stages."""
+        """Return the number of micro-batches that this rank runs through each of its stages, by stage index."""
         return Counter(stage for kind, stage, _ in self.steps() if kind == Kind.FORWARD)
 
     # --- activations: tensor parallelism, the loss, the pipeline
@@ -124,7 +125,7 @@ class _Step(DataCalls):
                     self.all_reduce(site, "tp", self.layout.tp, chunk * max(4, self.work.parameter_bytes), count)
 
     def meet(self, site: str, times: int) -> None:
-        """Add `times` reductions or gathers of a micro-batch's hidden states over tp."""
+        """Add `times` reductions or gathers of a micro-batch's hidden states over tp. site: label of the call."""
         if self.layout.tensor_sequence_parallel:
             self.half(site, "tp", self.layout.tp, self.hidden_bytes, times)
         else:
@@ -158,7 +159,7 @@ class _Step(DataCalls):
         return self.layout.expert_parallel and self.config.has_experts(layer)
 
     def experts(self, stage: Stage, count: int) -> None:
-        """Add the calls of mixtures: expert loads, dispatch and combine."""
+        """Add the calls of mixtures for `count` micro-batches through a stage: expert loads, dispatch and combine."""
         config, layout = self.config, self.layout
         if not config.experts:
             return
@@ -228,7 +229,8 @@ class _Step(DataCalls):
                     self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
 
     def partial_gradients(self, units: Counter[str]) -> None:
-        """Add the all-reduce over tp of partial gradients of this rank's shards, one call for all units."""
+        """Add the all-reduces over tp of partial gradients of this rank's shards, those of all units together. units:
+        to include, as keys."""
         layout, found = self.layout, Counter[int]()
         for row in self.table.rows:
             if row.unit not in units or "tp" not in row.gradient_axes(layout):

@@ -87,7 +87,8 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Check that sources are given once, with unique names, and all or none of them with weights."""
+        """Return the table if sources are given once, with unique names, and all or none of them with weights; else
+        ValueError."""
         if (self.source is None) == (self.sources is None):
             raise ValueError(
                 "says no text to read: give source, or a [[data.sources]] table for each of several"
@@ -105,7 +106,7 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_records(self) -> Self:
-        """Check that keys for records and keys for plain text are not mixed."""
+        """Return the table if keys for records and keys for plain text are not mixed; else ValueError."""
         if self.records == "text":
             if said := next((key for key in _OF_RECORDS if self._is_set(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
@@ -135,7 +136,7 @@ class DataRecipe(Table):
         return self
 
     def _is_set(self, key: str) -> bool:
-        """Return whether `key` differs from its default."""
+        """Return True if the value of `key`, such as "pack", differs from its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property

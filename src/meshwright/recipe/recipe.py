@@ -27,7 +27,8 @@ from meshwright.toml import format_toml, format_toml_value, parse_toml, read_tom
 
 
 def _check_layout(text: str) -> str:
-    """Check the layout notation ("auto" is left to the planner) and return it. Raises `ValueError`."""
+    """Return a layout's text, such as "dp2 zero1", or "auto" (left to the planner), if it is valid; else raise
+    `ValueError`."""
     if text == "auto":  # `meshwright train` has the planner choose
         return text
     try:
@@ -41,9 +42,10 @@ _IN_PLACE_OF = {"data.source": "sources", "data.sources": "source"}
 
 
 class Recipe(Table):
-    """A whole recipe, read by `load_recipe` from a file or by `Recipe.from_tables` from dictionaries.
+    """A whole training recipe, one field for each table of its TOML file; relative paths are relative to the current
+    directory.
 
-    Relative paths are relative to the current directory.
+    layout: parallel layout as text, such as "dp2 zero1", or "auto" (chosen by `meshwright train`).
     """
 
     layout: Annotated[str, AfterValidator(_check_layout)] = "dp1"
@@ -62,9 +64,8 @@ class Recipe(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
-        """Default data.tokenizer to model.from if its weights are loaded, since weights fit only their own
-        tokenizer.
-        """
+        """Return the raw tables with data.tokenizer set to model.from if its weights are loaded and no tokenizer is
+        named, since weights fit only their own tokenizer."""
         model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
@@ -74,7 +75,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Check that validation, records and objective fit together."""
+        """Return the recipe if validation, records and objective fit together; else ValueError."""
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
         preferences, objective = self.data.records == "preference", self.train.objective
@@ -92,16 +93,16 @@ class Recipe(Table):
 
     @property
     def objective(self) -> str:
-        """The training objective, one of `names.OBJECTIVES`: the configured one, else by the kind of records."""
+        """Training objective such as "next-token": the configured one, else "dpo" for preference records."""
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
-        """Compare all values; the files that recipes were read from do not matter."""
+        """Return True if all values are equal; the files that recipes were read from do not matter."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @property
     def parsed_layout(self) -> Layout:
-        """The layout. Raises `UserError` if it is "auto"."""
+        """Parallel layout. Raises `UserError` if it is "auto"."""
         if self.layout == "auto":
             raise UserError(
                 f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
@@ -116,11 +117,11 @@ class Recipe(Table):
 
     @property
     def trusted(self) -> bool:
-        """Whether code that the recipe names may run: `--trust-recipe`, or `trust=True` on loading."""
+        """True if code that the recipe names may run: `--trust-recipe`, or `trust=True` on loading."""
         return self._trusted
 
     def where(self, key: str) -> str:
-        """Return the override or file that set `key`, for error messages."""
+        """Return the override or file that set a key such as "train.steps", for error messages."""
         return _find_setter(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
@@ -130,16 +131,17 @@ class Recipe(Table):
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
-        """Validate a recipe given as nested dictionaries. Raises `UserError` in one line that begins with `where`.
+        """Return the checked recipe of nested dictionaries, one for each table. where: what an error line (`UserError`)
+        begins with.
 
-        trust: code that it names may run (see `trusted`).
+        trust: code that it names, such as a tracker's class, may run.
         """
         recipe = SCHEMA.check(tables, lambda key: where)
         recipe._trusted = trust
         return recipe
 
     def to_toml(self) -> str:
-        """Serialize the whole recipe, defaults included, to TOML that reads back equal."""
+        """Return the whole recipe, defaults included, as TOML that reads back equal."""
         return format_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
@@ -182,7 +184,11 @@ def resolve_recipe(
 def _override(
     tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Check `tables` with overrides. said_by: the overrides that are in them already, by key."""
+    """Return the checked recipe of `tables` with overrides such as "train.steps=100" applied; `tables` is changed.
+
+    said_by: overrides that are in the tables already, by key; path: the recipe's file, None without; trust: code that
+    it names may run.
+    """
     said_by = dict(said_by)
     for override in overrides:
         key = SCHEMA.override(tables, override)
@@ -212,6 +218,8 @@ def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def _override_value(key: str, value: Any) -> str:
+    """Return a value as the text that, after `key=`, an override needs: TOML, a string without quotes if it reads back
+    equal."""
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str) and value == value.strip() and SCHEMA.parse_override_value(key, value) == value:
@@ -223,7 +231,11 @@ def _override_value(key: str, value: Any) -> str:
 
 
 def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
-    """The override that said `key`, else the file; for a table of which both said something, both."""
+    """Return what set `key`, for error messages: the override, else the file; for a table of which both set something,
+    both.
+
+    said_by: overrides by dotted key; file: path as text.
+    """
     own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
     if own:
         return f'override "{own[-1]}"'
@@ -234,7 +246,8 @@ def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
 
 
 def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
-    """Load a recipe from TOML text, as written by `Recipe.to_toml`. Raises `UserError` that begins with `where`."""
+    """Return the recipe of TOML text, as written by `Recipe.to_toml`. where: its path, with which a `UserError` begins;
+    trust: code that it names may run."""
     recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
     recipe._source_path = Path(where)
     return recipe

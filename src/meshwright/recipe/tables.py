@@ -37,14 +37,15 @@ from meshwright.toml import format_toml_value
 
 
 def _check_power_of_two(value: float) -> float:
-    """Check that a value is a power of two >= 1, and return it. Raises `ValueError`."""
+    """Return a value if it is a power of two from 1 on; else raise `ValueError`."""
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
 
 
 def _check_step_range(text: str) -> str:
-    """Check a step range, "10" or "10:12", and return it. Raises `ValueError`."""
+    """Return a text such as "10" or "10:12" (first and last step) if it is a range of steps; else raise
+    `ValueError`."""
     found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if found is None:
         raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {format_toml_value(text)}')
@@ -54,7 +55,8 @@ def _check_step_range(text: str) -> str:
 
 
 def _program_validator(operation: str) -> AfterValidator:
-    """Return the validator for the collective program of an operation: native, an algorithm or @FILE."""
+    """Return the validator of the algorithm for an operation such as "all-reduce": "native", an algorithm's name or
+    "@FILE"."""
     algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
 
     def check(text: str) -> str:
@@ -112,7 +114,7 @@ class ModelRecipe(Table):
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
-        """Check that the architecture is given once and completely."""
+        """Return the table if the architecture is given once and completely; else ValueError."""
         said = [
             key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
         ]
@@ -130,7 +132,8 @@ class ModelRecipe(Table):
 
 
 class TrainRecipe(Table):
-    """[train]: optimization settings."""
+    """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and
+    profiling."""
 
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
@@ -165,7 +168,8 @@ class TrainRecipe(Table):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        """Check that warm-up, decay and profile lie within the steps, and that options fit objective and optimizer."""
+        """Return the table if warm-up, decay and profile lie within the steps, and options fit objective and optimizer;
+        else ValueError."""
         if self.warmup + self.decay > self.steps:
             parts = f"warmup = {self.warmup}" + (f" and decay = {self.decay}" if self.decay else "")
             raise ValueError(
@@ -206,7 +210,7 @@ class TrackRecipe(Table):
     @field_validator("to")
     @classmethod
     def _check_unique(cls, names: list[str]) -> list[str]:
-        """Check that no tracker is listed twice."""
+        """Return the tracker names if none is listed twice; else ValueError."""
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'names "{name}" twice')
