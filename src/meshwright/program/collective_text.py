@@ -89,7 +89,10 @@ def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
 
 
 class _Parser:
-    """Parser of the text form; holds the header and the current line number for errors."""
+    """Parser of the text form of a collective program; keeps header and current line number.
+
+    where: prefix of error messages, such as the file's name.
+    """
 
     def __init__(self, where: str) -> None:
         self.where, self.line = where, 0

@@ -70,6 +70,8 @@ class Steps(StepColumns):
     order.
 
     Steps of one group run together: transfers are posted at once, a forward and a backward overlap.
+    stage, replica, micro_batch: what the step works on; of an update, the last micro-batch whose gradients it applies.
+    component: 0 for a whole step, else the component of the layers (attention, dispatch, MLP, combine) it computes.
     """
 
     stage: Integers
@@ -160,7 +162,12 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 
 @dataclass
 class RankBuilder:
-    """Builder of one rank's steps, in execution order. `stage` may be omitted if the rank has one stage a replica."""
+    """Builder of one rank's steps, in execution order.
+
+    rank: number of the rank. stages: stages on this rank, by replica. rows: appended steps, as (group, kind, stage,
+        replica, micro-batch, component).
+    In all methods `stage` may be omitted if the rank has one stage of the replica.
+    """
 
     rank: int
     stages: tuple[tuple[int, ...], ...]  # of this rank, by replica
@@ -197,14 +204,18 @@ class RankBuilder:
         replica: int = 0,
         component: int = 0,
     ) -> None:
-        """Append a step of a `Kind`. component: a `Component`."""
+        """Append a step. kind: a `Kind`. component: a `Component`, 0 for a whole step. stage: None if the rank has only
+        one."""
         if stage is None:
             (stage,) = self.stages[replica]
         self.rows.append((self._group, kind, stage, replica, micro_batch, component))
         self._group += not self._overlapping
 
     def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
-        """Set all steps of the rank at once, as columns [steps]. Steps with equal numbers in `group` form one group."""
+        """Set all steps of the rank at once, as columns [steps]; none may have been appended.
+
+        Steps with equal numbers in `group` form one group. kind: a `Kind` each.
+        """
         assert not self.rows, "steps are appended one by one or set at once, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
 

@@ -75,7 +75,10 @@ def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
 
 
 class _Parser:
-    """Parser of the text form; holds the header and the current line number for errors."""
+    """Parser of the text form of a pipeline program; keeps header and current line number.
+
+    where: prefix of error messages, such as the file's name.
+    """
 
     def __init__(self, where: str) -> None:
         self.where, self.line = where, 0
@@ -212,6 +215,6 @@ class _Parser:
 
 
 def _format_count(what: str, count: int) -> str:
-    """Format a count with its index range: `4 stages (0 to 3)`."""
+    """Return a count with its index range: `4 stages (0 to 3)`. what: noun in the plural, such as `stages`."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"

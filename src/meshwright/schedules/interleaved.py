@@ -104,8 +104,11 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return a rank's forwards and backwards, each as (micro-batch, stage) in order: one round through every chunk,
-    then the next."""
+    """Return a rank's forwards and backwards, each as (micro-batch, stage) in order: one round through every stage of
+    the rank, then the next round.
+
+    stages: of the rank, in ascending order. rounds: consecutive micro-batches of each round.
+    """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]
     return forwards, backwards
