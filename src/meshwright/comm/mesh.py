@@ -46,8 +46,10 @@ SETTLING_SECONDS = 10.0
 
 
 class Communicator:
-    """Shared communication state of one process: call records, flight-recorder ring, injected fault, collective
-    programs that replace backend calls, and timeout."""
+    """Communication state of one process, shared by its axes: call records, flight-recorder ring, injected fault.
+
+    timeout_seconds: of one wait. programs: (axis, operation) -> collective programs that replace the backend's calls.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,11 @@ class Communicator:
     def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
-        """Context of a joint operation of all `ranks`, recorded as one call in the flight recorder; converts
-        RuntimeError to RankLost."""
+        """Context of an operation that all `ranks` make together, such as a checkpoint: recorded as one call.
+
+        site: label in traces. operation, axis, dtype, shape: what the flight recorder notes. Converts RuntimeError to
+            RankLost.
+        """
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
@@ -88,8 +93,11 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as seen by one rank: the global `ranks` along it, in order, and this rank's index `rank` among
-    them."""
+    """One mesh axis as seen by one rank.
+
+    ranks: global ranks along the axis, in order. rank: this rank's index among them. group: their process group, None
+        if there is one rank. communicator: shared state of the process.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -135,7 +143,7 @@ last. It serves them all: their groups join the same ranks."""
 
 
 def axis_of(key: str) -> Axis:
-    """Return the axis with key `key` (`Axis.key`)."""
+    """Return the axis of this process with the name `key` (`Axis.key`), for custom operators, which take no objects."""
     return _axes[key][-1]
 
 
@@ -245,8 +253,10 @@ class Mesh:
         return mesh
 
     def neighbours(self, name: str, size: int) -> Axis:
-        """Return the axis over this rank's block of `size` consecutive ranks of axis `name`. Every rank calls it, with
-        the same arguments."""
+        """Return the axis over this rank's block of `size` consecutive ranks of axis `name`, such as "tp".
+
+        Creates process groups: every rank calls it, with the same arguments.
+        """
         axis: Axis = getattr(self, name)
         if size == axis.size:
             return axis
@@ -260,8 +270,10 @@ class Mesh:
         return found
 
     def among(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Return the axis over the ranks at indices `places` of axis `name`; None on other ranks. Every rank calls it,
-        with the same arguments."""
+        """Return the axis over the ranks at indices `places` of axis `name`, such as "pp"; None on other ranks.
+
+        Creates process groups: every rank calls it, with the same arguments.
+        """
         found = None
         for ranks in self.layout.groups(name):
             chosen = tuple(ranks[place] for place in places)

@@ -18,14 +18,19 @@ from meshwright.comm.mesh import Axis, axis_of
 
 
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Enter a tensor-parallel region: forward returns `x`, backward all-reduces the gradient over `axis` (Megatron-LM's
-    f: arXiv 1909.08053, section 3)."""
+    """Enter a tensor-parallel region: forward returns `x`, backward all-reduces the gradient over `axis`.
+
+    Megatron-LM's f: arXiv 1909.08053, section 3. site: label of the calls in traces.
+    """
     return _call_operator("copy_to", x, axis, site)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Leave a tensor-parallel region: forward all-reduces (sums) `x` over `axis`, backward passes the gradient through
-    unchanged (Megatron-LM's g)."""
+    """Leave a tensor-parallel region: forward all-reduces (sums) `x` over `axis`, backward returns the gradient
+    unchanged.
+
+    Megatron-LM's g: arXiv 1909.08053, section 3. site: label of the calls in traces.
+    """
     return _call_operator("reduce_from", x, axis, site)
 
 
@@ -47,8 +52,11 @@ def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tens
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """All-to-all: part i of `x` along dim `split` goes to rank i, received parts are concatenated along dim `join`;
-    backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1)."""
+    """Return the parts of `x` that the ranks of `axis` send to this one: part i along dim `split` goes to rank i.
+
+    Received parts are concatenated along dim `join`; backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv
+    2309.14509, section 3.1). site: label of the calls in traces.
+    """
     return _call_operator("all_to_all", x, axis, site, split, join)
 
 
@@ -75,7 +83,10 @@ def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]
 
 
 def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments: int | list[int]) -> torch.Tensor:
-    """Call the custom operator `name`; on an axis of size 1 return `x`."""
+    """Call the custom operator `name` on `x`; on an axis of size 1 return `x`.
+
+    site: label of the calls in traces. arguments: the operator's further ones, such as dims or sizes.
+    """
     return x if axis.trivial else getattr(torch.ops.meshwright, name)(x, axis.key, site, *arguments)
 
 
@@ -161,9 +172,12 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a collective operator. `conjugate`: name of the operator that computes its gradient, with the
-    arguments reversed; `result`: returns an empty tensor like its result; `arguments`: schema declarations after x,
-    axis and site."""
+    """Definition of a differentiable collective operator, for registration with torch.
+
+    conjugate: name of the operator that computes its gradient, with the arguments reversed. forward: its
+        implementation. result: returns an empty tensor like its result. arguments: schema declarations after x, axis
+        and site.
+    """
 
     conjugate: str
     forward: Callable[..., torch.Tensor]

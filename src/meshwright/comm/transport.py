@@ -24,8 +24,11 @@ MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receive
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One end of a point-to-point transfer: `tensor` is sent to the rank at index `peer` of an axis, or received from
-    it (`arrives`). `name`: label in reports ("2RECV_F3")."""
+    """One end of a point-to-point transfer over an axis.
+
+    tensor: sent to the rank at index `peer` of the axis, or received from it if `arrives`. site: label of the call in
+        traces. name: label in reports ("2RECV_F3").
+    """
 
     tensor: torch.Tensor
     peer: int

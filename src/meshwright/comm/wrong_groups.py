@@ -21,11 +21,14 @@ def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return groups of the same ranks and sizes as those of axis `name`, but wrong: neighbouring ranks, or where those
-    are right, ranks of equal index in their groups. Only ranks with equal `alike` (one value per rank) and, unless the
-    axis spans stages, of one stage are mixed: others would wait for calls that are never made.
+    """Return wrong groups for the fault "wrong group": the same ranks and sizes as those of axis `name`, mixed
+    otherwise.
 
-    A single group is halved, unless groups must be `equal` in size or halves would be single ranks: then none.
+    They are neighbouring ranks, or where those are right, ranks of equal index in their groups. alike: one value per
+    rank; only ranks with equal values and, unless the axis spans stages, of one pipeline stage are mixed: others would
+    wait for calls that are never made.
+    equal: groups must be of equal size. A single group is halved, unless `equal` or halves would be single ranks: then
+        none.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

@@ -54,7 +54,10 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Yield the groups of steps that replace one group of whole steps, a layer component of each step a group."""
+    """Yield the groups of steps that replace one group: each whole step is split into its layer components.
+
+    The components of an overlapped forward and backward are paired, one of each in a group.
+    """
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
         yield tuple(step for step in group if step not in whole)
