@@ -24,14 +24,17 @@ from meshwright.program.order import Integers
 
 
 def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
-    """List the edges of the tree over positions 0 to n - 1 with root 0: (parents, children) of each level, in broadcast
-    order."""
+    """Return the edges of a binomial tree over positions 0 to n - 1 with root 0: (parents, children) of each level,
+    from the root down."""
     near = [(np.arange(0, n - distance, 2 * distance), distance) for distance in reversed(list_powers_of_two(n))]
     return [(position, position + distance) for position, distance in near]
 
 
 def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Broadcast slots first .. first + count from the rank at position `root`. ranks: [..., n]."""
+    """Yield the rounds of a binomial-tree broadcast, adding their transfers to `program`.
+
+    ranks: [..., n], ranks of each group. root: position of the source among them. first, count: slots to send.
+    """
     ranks = np.roll(ranks, -root, -1)
     for near, far in list_tree_levels(ranks.shape[-1]):
         program.transfer(ranks[..., near], ranks[..., far], first, count)
@@ -39,7 +42,10 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
 
 
 def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Reduce slots first .. first + count to the rank at position `root`. ranks: [..., n]."""
+    """Yield the rounds of a binomial-tree reduce, adding their transfers to `program`.
+
+    ranks: [..., n], ranks of each group. root: position of the destination among them. first, count: slots to reduce.
+    """
     ranks = np.roll(ranks, -root, -1)
     for near, far in reversed(list_tree_levels(ranks.shape[-1])):
         program.transfer(ranks[..., far], ranks[..., near], first, count, reduce=True)
@@ -47,22 +53,24 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
 
 
 def scatter_rounds(program: Builder, root: int) -> Rounds:
-    """Scatter the root's vector, one slot a rank; a parent forwards the slots of its subtree."""
+    """Yield the rounds of a binomial-tree scatter from rank `root`; a parent forwards the slots of its subtree."""
     for near, far, first, count in _list_subtrees(program.ranks, root):
         transfer_cyclic_range(program, near, far, first, count, program.chunks)
         yield
 
 
 def gather_rounds(program: Builder, root: int) -> Rounds:
-    """Gather slot r of every rank r to the root."""
+    """Yield the rounds of a binomial-tree gather of slot r of every rank r to rank `root`."""
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):
         transfer_cyclic_range(program, far, near, first, count, program.chunks)
         yield
 
 
 def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Integers, Integers]]:
-    """Yield, for each level: parents, children, first rank of each child's subtree (counted from the root), its
-    size."""
+    """Yield, for each level of a binomial tree over n ranks: parents, children, and the subtree of each child.
+
+    A subtree is given by its first rank (not reduced modulo n) and its number of ranks.
+    """
     for near, far in list_tree_levels(n):
         yield (near + root) % n, (far + root) % n, far + root, np.minimum(far - near, n - far)
 

@@ -14,8 +14,10 @@ from meshwright.program.order import Integers
 
 
 def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Move every chunk along a path through all ranks: chunk c takes hop h in round c + h. With `reduce`, ranks add
-    up."""
+    """Yield the rounds that move every chunk along a path through all ranks: chunk c takes hop h in round c + h.
+
+    path: ranks in order. reduce: each rank adds its own vector on the way.
+    """
     hops, chunks = len(path) - 1, program.chunks
     for step in range(hops + chunks - 1 if hops else 0):
         chunk = np.arange(max(0, step - hops + 1), min(chunks, step + 1))

@@ -25,7 +25,10 @@ _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only algorithms whose closed for
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `generate` beside operation, algorithm, ranks and root."""
+    """Options of an algorithm; None: the generator's default.
+
+    segments: of a pipelined algorithm. groups: ranks of a node, for hierarchical algorithms. dims: sides of the grid.
+    """
 
     segments: int | None = None
     groups: int | None = None
@@ -39,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Algorithm with settings, and its simulated and closed-form time for one size."""
+    """Algorithm with its options, and its time in seconds for one size of the vector: simulated, and by closed form."""
 
     algorithm: str
     settings: Settings
@@ -75,7 +78,8 @@ def choose_algorithm(operation: str, network: Network, total_bytes: float, root:
 class Chooser:
     """Simulator of all algorithms of one operation on one network; programs are generated once for all sizes.
 
-    requested: settings of the user, which override the network's.
+    root: source or destination rank. reduce_bytes_per_second: rate of local reductions. requested: options given by the
+        user, which override the network's.
     """
 
     operation: str
@@ -124,10 +128,11 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best settings for a size, or None if it does not accept the ranks.
+        """Return an algorithm with its best options for a vector of `total_bytes`, or None if it does not accept the
+        ranks.
 
-        A pipelined algorithm gets the number of segments that its closed form prefers; if it takes at most `near`
-        seconds, half as many are tried too, and twice as many if half does not help.
+        A pipelined algorithm gets the number of segments that its closed form prefers. near: if it takes at most so
+        many seconds, half as many segments are tried too, and twice as many if half does not help.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -186,7 +191,7 @@ class Chooser:
 
     @staticmethod
     def _with_segments(settings: Settings, segments: int) -> Settings:
-        """Return the settings with another number of segments."""
+        """Return the options with another number of segments."""
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:

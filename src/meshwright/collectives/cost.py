@@ -19,16 +19,18 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Links of one kind: alpha, seconds a message; beta, seconds a byte; gap, fraction of alpha between messages on a
-    link."""
+    """Links of one kind in a closed form.
+
+    alpha: seconds a message. beta: seconds a byte. gap: fraction of alpha between messages of a rank on one link.
+    """
 
     alpha: float
     beta: float
     gap: float = 0.0
 
     def time_concurrent(self, sizes: Sequence[float]) -> float:
-        """Return the seconds of concurrent messages over one link, given their bytes: a gap apart, or limited by
-        bandwidth."""
+        """Return the seconds of concurrent messages over one link, a gap apart or limited by bandwidth. sizes: bytes of
+        each."""
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
@@ -39,10 +41,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a closed form. size: bytes of the vector; link, inner: outer and inner tier; groups: ranks of a
-    node.
+    """Arguments of a closed form, the formula of an algorithm's time.
 
-    cables: every rank has its own link to each neighbour in each direction; ports: links of a rank usable at once.
+    size: bytes of the vector. link, inner: links between nodes (or all links) and inside them. segments, groups (ranks
+        of a node), dims (sides of the grid): the algorithm's options. cables: every rank has its own link to each
+        neighbour in each direction. ports: links of a rank usable at once.
     """
 
     ranks: int
@@ -255,8 +258,12 @@ def _hierarchical_all_to_all_form(c: Case) -> float:
 
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Form of torus algorithms: one axis after the other, half of every block in each direction; with `turns`, parts of
-    the vector start at each axis. A ring of two has only one link."""
+    """Return the closed form, a function Case -> seconds, of torus algorithms: one axis after the other, in both
+    directions.
+
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the case has no dims.
+        turns: parts of the vector start at each axis. A ring of two has only one link.
+    """
 
     def form(c: Case) -> float:
         """Return the seconds of a case."""
@@ -272,8 +279,12 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Form of mesh algorithms: as a torus, but whole blocks over each link and direction, so that a rank with one port
-    sends two."""
+    """Return the closed form, a function Case -> seconds, of mesh algorithms: one axis after the other, whole blocks
+    each way.
+
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the case has no dims.
+        turns: parts of the vector start at each axis. A rank with one port sends two blocks over it.
+    """
 
     def form(c: Case) -> float:
         """Return the seconds of a case."""
@@ -284,10 +295,9 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends along each axis [axes], for each round of a reduce-scatter over the axes of a
-    grid.
+    """Return the bytes that a rank sends along each axis [axes], for each round of a reduce-scatter over a grid.
 
-    The remaining block of a part shrinks from axis to axis.
+    shape: sides. size: bytes of the vector. turns: parts of it start at each axis. Blocks shrink from axis to axis.
     """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]

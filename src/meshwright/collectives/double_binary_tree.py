@@ -46,7 +46,8 @@ def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tre
 
 
 def _list_levels(ranks: Integers, root: int | None) -> Tree:
-    """Return the levels of the in-order tree, from the root down."""
+    """Return the levels of edges of the in-order tree over these ranks, from the root down. root: parent of the tree,
+    if any."""
     parent, rank = compute_in_order_parents(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
     levels, nodes = [], np.zeros(1, np.int64)
     while len(nodes := np.flatnonzero(np.isin(parent, nodes))):
@@ -55,14 +56,15 @@ def _list_levels(ranks: Integers, root: int | None) -> Tree:
 
 
 def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Reduce a chunk up the tree, one level a round."""
+    """Yield the rounds that reduce a chunk up a tree, one level a round. tree: levels of edges, from the root down."""
     for parents, children in reversed(tree):
         program.transfer(children, parents, chunk, reduce=True)
         yield
 
 
 def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Broadcast a chunk down the tree, one level a round."""
+    """Yield the rounds that broadcast a chunk down a tree, one level a round. tree: levels of edges, from the root
+    down."""
     for parents, children in tree:
         program.transfer(parents, children, chunk)
         yield
@@ -103,8 +105,10 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Build a program that pipelines one half of the chunks through each tree. travel(tree, chunk): rounds of one
-    chunk."""
+    """Build a program that pipelines one half of the chunks through each of two trees.
+
+    travel: function (tree, chunk) -> rounds of one chunk.
+    """
     half = program.chunks // 2
     segments = (run_together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))
     return build_from_rounds(program, run_staggered(segments))

@@ -79,7 +79,7 @@ def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float =
 
 
 def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    """Build a torus (`around`) or a mesh."""
+    """Build a torus (around=True) or a mesh. dims: sides. latency, bandwidth: of each cable."""
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -97,7 +97,7 @@ def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: flo
             link_to.append((rank + ((place + step) % size - place) * stride)[has])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes of all pairs, one hop column at a time; arrived messages have -1."""
+        """Return the routes between pairs of ranks, source[i] to target[i], in dimension order."""
         hops: list[Integers] = []
         here = source.copy()
         for axis in reversed(range(len(dims))):
@@ -162,7 +162,7 @@ def build_nodes(
     leave, enter, out, into = np.split(np.arange(2 * ranks + 2 * ports), [ranks, 2 * ranks, 2 * ranks + ports])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes of all pairs of ranks."""
+        """Return the routes between pairs of ranks, source[i] to target[i]."""
         across = node[source] != node[target]
         gate = port_of[source]  # where the message leaves the node
         to_gate = np.full(len(source), shared)
@@ -233,7 +233,7 @@ def build_spine_leaf(
     trunk = bandwidth * ranks_per_leaf / oversubscription / spines
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes of all pairs of ranks."""
+        """Return the routes between pairs of ranks, source[i] to target[i]."""
         across, none = leaf[source] != leaf[target], np.full(len(source), -1)
         spine = target % spines
         up = 2 * ranks + leaf[source] * spines + spine

@@ -33,11 +33,12 @@ def draw_picture(report: CollectiveReport) -> str:
 def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
-    """Return time over size, both logarithmic, as one SVG: the algorithms that are best somewhere in colour, the others
-    thin, the lower bound dashed, each named where it ends; below, which is best where.
+    """Return an SVG chart of time over size, both logarithmic, with bands below that show which algorithm is fastest
+    where.
 
-    asked: a size to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its
-    curve stands out if there is one (a program from a file has none).
+    The algorithms that are best somewhere are in colour, the others thin, the lower bound dashed. asked: a size in
+    bytes to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its curve
+    stands out if there is one (a program from a file has none).
     """
     names = [curves.best(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}

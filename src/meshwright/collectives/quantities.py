@@ -45,7 +45,10 @@ def is_rate(text: str) -> bool:
 
 
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
-    """Parse a number with a unit. right: description of valid text, for errors."""
+    """Parse a number with one of `units` (name -> factor); return the product. where: prefix of errors.
+
+    right: description of valid text, for errors. Raises UserError.
+    """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
     if units is BYTES:  # without bits, case says nothing
@@ -74,8 +77,10 @@ def format_rate(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of
-    it."""
+    """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of it.
+
+    units: name -> factor.
+    """
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or value >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= scaled < 1e6 else f"{scaled:.3g} {unit}"
@@ -92,6 +97,6 @@ def format_exact_seconds(value: float) -> str:
 
 
 def _format_exact(value: float, units: dict[str, Decimal]) -> str:
-    """Format in the unit that takes the fewest characters."""
+    """Format without rounding, in the unit that takes the fewest characters. units: name -> factor."""
     number = Decimal(repr(value))
     return min((f"{(number / factor).normalize():f}{unit}" for unit, factor in units.items()), key=len)

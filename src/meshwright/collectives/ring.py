@@ -14,9 +14,10 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Reduce-scatter: the partial sum of each block travels once around the ring and ends at its owner.
+    """Yield the rounds of a ring reduce-scatter, adding their transfers to `program`.
 
-    ranks: [..., n], rings. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    The partial sum of each block travels once around the ring and ends at its owner. ranks: [..., n], ranks of each
+    ring. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
     """
     for step in range(1, ranks.shape[-1]):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count, reduce=True)
@@ -24,7 +25,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """All-gather: each block travels once around the ring from its owner. Arguments as in `reduce_scatter_rounds`."""
+    """Yield the rounds of a ring all-gather, adding their transfers to `program`.
+
+    Each block travels once around the ring from its owner. ranks: [..., n], ranks of each ring. own: [..., n], first
+    slot of the block that each rank starts with. count: slots of a block.
+    """
     for step in range(ranks.shape[-1] - 1):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count)
         yield

@@ -27,7 +27,11 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Settings that a topology accepts, with an example."""
+    """Settings that a topology accepts in its text form.
+
+    example: valid text. tiers: kinds of links whose latency and bandwidth can be set. numbers: settings with a number,
+        such as `spines=2`. flags: words such as `rails`.
+    """
 
     example: str
     tiers: tuple[str, ...] = ("link",)
@@ -50,7 +54,10 @@ TOPOLOGIES = {
 
 @dataclass
 class _Settings:
-    """Parsed settings; seconds and bytes a second by tier, where given."""
+    """Settings parsed from a topology's text.
+
+    latency, bandwidth: kind of links -> seconds, bytes a second, where given. numbers, flags: other settings.
+    """
 
     latency: dict[str, float]
     bandwidth: dict[str, float]
@@ -92,7 +99,7 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 
 
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
-    """Parse the settings after the topology's name and shape."""
+    """Parse the settings after the topology's name and shape. name: of the topology. kind: settings that it accepts."""
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
@@ -131,7 +138,10 @@ def _parse_number(value: str, where: str) -> float:
 
 
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """Parse the shape, whose sides must multiply to `ranks`; one number alone is the ranks of a node or leaf."""
+    """Return the sides that `shape`, such as `4x4`, gives for the topology `name`; they must multiply to `ranks`.
+
+    One number alone is the ranks of a node or leaf.
+    """
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
         size = resolve_ranks_per_node(name, ranks)

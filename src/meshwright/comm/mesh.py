@@ -73,7 +73,8 @@ class Communicator:
     def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
-        """Context of an operation that all `ranks` make together, such as a checkpoint: recorded as one call.
+        """Context of an operation that all `ranks` make together, such as the creation of a process group: one recorded
+        call.
 
         site: label in traces. operation, axis, dtype, shape: what the flight recorder notes. Converts RuntimeError to
             RankLost.

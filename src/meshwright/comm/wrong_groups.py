@@ -21,12 +21,12 @@ def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return wrong groups for the fault "wrong group": the same ranks and sizes as those of axis `name`, mixed
-    otherwise.
+    """Return groups for the fault "wrong group": the ranks of axis `name` in groups of the right sizes, but the wrong
+    ones.
 
-    They are neighbouring ranks, or where those are right, ranks of equal index in their groups. alike: one value per
-    rank; only ranks with equal values and, unless the axis spans stages, of one pipeline stage are mixed: others would
-    wait for calls that are never made.
+    A group has neighbouring ranks or, where those would be right, ranks of equal index in their groups. alike: one
+    value per rank; only ranks with equal values and, unless the axis spans stages, of one pipeline stage are mixed:
+    others would wait for calls that are never made.
     equal: groups must be of equal size. A single group is halved, unless `equal` or halves would be single ranks: then
         none.
     """
