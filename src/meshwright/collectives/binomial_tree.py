@@ -79,6 +79,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
     """Generate the binomial-tree broadcast. L rounds; the root sends L S bytes; time L (alpha + S beta).
 
     In k segments: L + k - 1 rounds of S/k; faster if a rank can send to several others at once.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -89,7 +90,10 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the binomial-tree reduce. L rounds; S bytes a rank; time L (alpha + S beta). In k segments: L + k - 1
-    rounds of S/k."""
+    rounds of S/k.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
     return build_from_rounds(
@@ -102,6 +106,7 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 
     2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta). In k segments, each
     broadcast as soon as it is reduced: 2L + k - 1 rounds of S/k.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)
     everyone = np.arange(ranks)
@@ -113,22 +118,32 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the binomial-tree scatter. L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta."""
+    """Generate the binomial-tree scatter. L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("scatter", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, scatter_rounds(program, root))
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the binomial-tree gather. L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta."""
+    """Generate the binomial-tree gather. L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("gather", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, gather_rounds(program, root))
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L alpha."""
+    """Generate the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L alpha.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 
     def signals() -> Rounds:
+        """Yield the rounds of signals up the tree to rank 0, then down."""
         for near, far in reversed(list_tree_levels(ranks)):
             program.signal(far, near)
             yield

@@ -30,6 +30,7 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
     """Generate the chain broadcast: from the root around the ring. Best for large vectors, with many segments.
 
     n + k - 2 rounds; S bytes a rank; time (n + k - 2) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root)))
@@ -40,6 +41,7 @@ def reduce(ranks: int, root: int = 0, segments: int | None = None) -> Collective
     many segments.
 
     n + k - 2 rounds; S bytes a rank; time (n + k - 2) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

@@ -32,8 +32,10 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the first chunk of each rank's share and the number of chunks: rank r owns chunks first[r] .. first[r +
-    1]."""
+    """Return the first chunk of each rank's share, and the number of chunks as last entry: [ranks + 1].
+
+    Rank r owns chunks first[r] .. first[r + 1].
+    """
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first

@@ -74,6 +74,8 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     """Generate the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down again.
 
     2h + k - 1 rounds; at most 2 S bytes a rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded down,
+    k segments.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
     trees = build_two_trees(np.arange(ranks))
@@ -88,6 +90,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
     """Generate the double-binary-tree broadcast: the root feeds both trees over the other ranks.
 
     With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes a rank; time (h + k) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
@@ -96,7 +99,11 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """Generate the double-binary-tree reduce, the reverse of `broadcast`: h + k rounds; S bytes a rank; time (h + k)
-    (alpha + S/k beta)."""
+    (alpha + S/k beta).
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a tree
+    over n-1 ranks, k segments.
+    """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
     return _run_in_segments(program, trees, lambda tree, chunk: reduce_up(program, tree, chunk))

@@ -55,13 +55,14 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one line.
     2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes a rank; with equal sides, time rounds x
     alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     axes = range(len(shape))
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
     def part(start: int) -> Rounds:
-        """Yield the rounds of the vector part that starts at axis `start`."""
+        """Yield the rounds of the part of the vector that starts at axis `start`."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
             *(reduce_scatter_rounds(program, *step) for step in steps),
@@ -77,6 +78,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
         without either, one line. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S
         beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)
@@ -89,6 +91,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
         without either, one line. (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=ranks)

@@ -69,6 +69,7 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
     inside a machine, where all pairs have good links.
 
     2 rounds; 2(n-1)/n S bytes a rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -83,6 +84,7 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the all-pairs reduce-scatter. Best for small vectors inside a machine.
 
     1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -92,6 +94,7 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the all-pairs all-gather. Best for small vectors inside a machine.
 
     1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -102,6 +105,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     near.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -112,6 +116,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     near.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -121,6 +126,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the pairwise all-to-all: one partner in each round. Best for large vectors: every byte is sent once.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, _copy_own_block(program), _exchange_blocks(program))
@@ -130,6 +136,7 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the all-pairs all-to-all: all messages at once, which most networks schedule best.
 
     1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, _copy_own_block(program), merge_rounds(_exchange_blocks(program)))

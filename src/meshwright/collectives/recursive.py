@@ -90,6 +90,7 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes a rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the
     power of two below: 2 more rounds and 2 (alpha + S beta) more; extra ranks send S, their stand-ins 2(m-1)/m S + S,
     the others 2(m-1)/m S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -110,6 +111,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
     n = 2^k: log2 n rounds; S log2 n bytes a rank; time log2 n (alpha + S beta). Otherwise, with m the power of two
     below: log2 m + 2 rounds; extra ranks send S, their stand-ins S log2 m + S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
@@ -143,6 +145,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
     n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
     ranks first send S, and at the end receive their share of S/n.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "recursive-halving", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks)))
@@ -154,6 +157,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
     n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
     ranks first send their share of S/n, and at the end receive the missing (n-1)/n S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "recursive-doubling", ranks, chunks=ranks)
     everyone = np.arange(ranks)

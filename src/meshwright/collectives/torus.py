@@ -26,6 +26,7 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one ring.
     2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes a rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X +
     (Y-1)/XY + ...] beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     axes = range(len(shape))
@@ -33,7 +34,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     grid = np.arange(ranks).reshape(shape)
 
     def part(start: int, way: int) -> Rounds:
-        """Yield the rounds of the vector part that starts at axis `start`. way: 1 or -1, direction of the rings."""
+        """Yield the rounds of the part of the vector that starts at axis `start`. way: 1 or -1, direction of the
+        rings."""
         order = [*axes[start:], *axes[:start]]
         steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
         along = [(lines[..., ::way], own[..., ::way], count) for lines, own, count in steps]
@@ -51,6 +53,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
         without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2
         beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
@@ -66,6 +69,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
         without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2
         beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)

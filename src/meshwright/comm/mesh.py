@@ -96,8 +96,8 @@ class Communicator:
 class Axis:
     """One mesh axis as seen by one rank.
 
-    ranks: global ranks along the axis, in order. rank: this rank's index among them. group: their process group, None
-        if there is one rank. communicator: shared state of the process.
+    ranks: global ranks along the axis, in order. rank: this rank's index among them. group: their process group,
+        usually None if there is only one. communicator: shared state of the process.
     """
 
     name: str
