@@ -157,7 +157,7 @@ class Chooser:
         return self._generate_program(candidate.algorithm, candidate.settings)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
-        """Return the closed-form seconds with the best settings; infinite for an algorithm without closed form."""
+        """Return the closed-form seconds of an algorithm with its best options; infinite if it has no closed form."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -166,8 +166,8 @@ class Chooser:
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
-        """Return nodes and sides for an algorithm: as requested, else from the network, else the generator's
-        default."""
+        """Return the options for an algorithm: as requested by the user, else from the network, else None (generator's
+        default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -179,7 +179,7 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """List the settings to try for a size, the closed form's preference first."""
+        """Return the options to try for a vector of `total_bytes`, first those that the closed form prefers."""
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
@@ -195,7 +195,7 @@ class Chooser:
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the closed-form seconds, or None."""
+        """Return the closed-form seconds of an algorithm with these options, or None if it has no closed form."""
         try:
             return compute_closed_form_seconds(
                 self.operation,
@@ -210,7 +210,7 @@ class Chooser:
             return None
 
     def _generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
-        """Generate the program of an algorithm with these settings."""
+        """Generate the program of an algorithm with these options for the network's ranks."""
         return generate(
             self.operation,
             algorithm,
@@ -222,7 +222,10 @@ class Chooser:
         )
 
     def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
-        """Return the cached simulator; None, and a note in `_refused`, if the algorithm does not accept the ranks."""
+        """Return the cached simulator of an algorithm with these options; None if it does not accept the ranks.
+
+        The reason is then kept in `_refused`.
+        """
         key = (algorithm, settings)
         if key not in self._simulators:
             try:
@@ -236,7 +239,8 @@ class Chooser:
         return self._simulators[key]
 
     def _explain_choice(self, ranking: list[Candidate], total_bytes: float) -> str:
-        """Return one sentence on why the best candidate is the fastest."""
+        """Return a sentence on why the first algorithm of the ranking is fastest. ranking: candidates, fastest
+        first."""
         best = ranking[0]
         simulator = self._get_simulator(best.algorithm, best.settings)
         assert simulator is not None

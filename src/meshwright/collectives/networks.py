@@ -65,16 +65,17 @@ def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDT
 
 
 def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension with wrap-around cables; neighbouring rank numbers differ in the last dimension.
+    """Build a grid of any dimension with wrap-around cables. dims: its sides, such as (4, 4).
 
-    Dimension-order routing, from the last dimension to the first, in the shorter direction, upwards if both are equal.
-    A dimension of 2 has one cable. latency: of one cable.
+    Neighbouring rank numbers differ in the last dimension. Dimension-order routing, from the last dimension to the
+    first, in the shorter direction, upwards if both are equal. A dimension of 2 has one cable. latency: of one cable.
     """
     return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
 
 def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a torus without wrap-around cables."""
+    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency: of one
+    cable."""
     return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
@@ -219,11 +220,11 @@ def build_spine_leaf(
     oversubscription: float = 1.0,
     spines: int = 1,
 ) -> Network:
-    """Build a spine-leaf network.
+    """Build a spine-leaf network: `leaves` switches with `ranks_per_leaf` ranks each, joined by `spines` switches.
 
-    The cables from a leaf to the spines carry, together and in each direction, its ranks' bandwidth divided by
-    `oversubscription`, in equal parts for each of `spines`; a message takes the spine target modulo spines. latency: of
-    a message inside a leaf; across a spine twice that.
+    oversubscription: the cables from a leaf to the spines carry, together and in each direction, its ranks' bandwidth
+        divided by it, in equal parts for each spine; a message takes the spine target modulo spines. latency: of a
+        message inside a leaf; across a spine twice that.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)

@@ -88,7 +88,10 @@ def _bytes_axis(sizes: list[float]) -> Axis:
 
 
 def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
-    """Return the size ranges in which each algorithm is fastest, as bands below the x axis."""
+    """Return the size ranges in which each algorithm is fastest, as bands below the x axis of a chart.
+
+    colours: algorithm -> colour.
+    """
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]

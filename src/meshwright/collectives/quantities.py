@@ -27,12 +27,13 @@ def parse_bytes(text: str, where: str = "bytes") -> int:
 
 
 def parse_seconds(text: str, where: str = "latency") -> float:
-    """Parse a time into seconds: `5us`, `0.1ms`, `0s`. Raises UserError."""
+    """Parse a time into seconds: `5us`, `0.1ms`, `0s`. where: prefix of errors. Raises UserError."""
     return _parse_quantity(text, SECONDS, where, "a time such as 5us, 0.1ms or 2s")
 
 
 def parse_rate(text: str, where: str = "bandwidth") -> float:
-    """Parse a rate above 0 into bytes a second: `25GB/s` (bytes), `100Mbit/s` (bits). Raises UserError."""
+    """Parse a rate above 0 into bytes a second: `25GB/s` (bytes), `100Mbit/s` (bits). where: prefix of errors. Raises
+    UserError."""
     value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
         raise UserError(f"{where}: {text} would never end; a rate is above 0")

@@ -127,7 +127,7 @@ def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
 
 
 def _parse_number(value: str, where: str) -> float:
-    """Parse a number above 0."""
+    """Return the number that `value` gives; raise UserError with prefix `where` unless it is above 0."""
     try:
         number = float(value)
     except ValueError:
@@ -162,17 +162,18 @@ def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
 
 
 def _build_torus(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a torus from parsed settings."""
+    """Build a torus. sides: its dimensions. settings: parsed latency and bandwidth of links."""
     return networks.build_torus(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a mesh from parsed settings."""
+    """Build a mesh. sides: its dimensions. settings: parsed latency and bandwidth of links."""
     return networks.build_mesh(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build nodes with two tiers of links from parsed settings."""
+    """Build nodes joined by an outer network. sides: nodes, ranks of a node. settings: parsed, for two kinds of
+    links."""
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:
@@ -185,7 +186,7 @@ def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a spine-leaf network from parsed settings."""
+    """Build a spine-leaf network. sides: leaves, ranks of a leaf. settings: parsed latency, bandwidth and numbers."""
     oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _get_whole_number(settings, "spines") or 1
     return networks.build_spine_leaf(
         sides[0], sides[1], settings.latency["link"], settings.bandwidth["link"], oversubscription, spines
@@ -193,7 +194,8 @@ def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _get_whole_number(settings: _Settings, key: str) -> int | None:
-    """Return a setting as an integer, or None if it is not given."""
+    """Return the setting `key`, such as `spines`, as an integer, or None if it is not given; raise UserError for a
+    fraction."""
     number = settings.numbers.get(key)
     if number is not None and number != int(number):
         raise UserError(f"topology: {key}={number:g} is not a whole number")

@@ -259,7 +259,12 @@ def serve(descriptor: int) -> None:
 def _run_rank_process(
     rank: int, directory: str, key: bytes, world_size: int, threads: int, timeout: float, path: list[str], cwd: str
 ) -> None:
-    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns."""
+    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns.
+
+    directory: has the socket on which the pool connects, the store of torch.distributed and the call records. key:
+        authentication key of the socket. threads: torch threads. timeout: seconds, of torch.distributed. path, cwd:
+        `sys.path` and working directory to set.
+    """
     status = 1
     try:
         _end_with_parent()

@@ -217,7 +217,7 @@ def _reduction(executable: Executable) -> Any:
 
 
 def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
-    """Divide a sum by the number of ranks if the reduction is a mean."""
+    """Divide `result`, a sum over ranks, by their number if the program's reduction is a mean; return it."""
     return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
 
 

@@ -105,7 +105,8 @@ class Executable:
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """Return the bytes that this rank sends for a vector of `numel` elements, padding included."""
+        """Return the bytes that this rank sends for a vector of `numel` elements, padding included. itemsize: bytes an
+        element."""
         return cutting.compute_sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
@@ -257,7 +258,7 @@ class Executable:
         )
 
     def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
-        """Execute a local copy or reduction on slots. memory, staging: of the slots and of the staging slots."""
+        """Execute `event`, a local copy or reduction. memory, staging: of the slots and of the staging slots."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, Local) and not event.combine:

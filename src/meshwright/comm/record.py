@@ -26,7 +26,7 @@ class Record:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one call of a site, with its payload and the bytes sent by this rank."""
+        """Count one call of a site. payload_bytes: of the whole vector. sent_bytes: what this rank sends."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
@@ -75,6 +75,6 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the difference of two results of `sent_by_site` or `sent_by_axis`, without zeros."""
+    """Return how much each entry of a dict of byte counts has grown from `before` to `after`, without zeros."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

@@ -48,8 +48,11 @@ _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post output[n] = sum over ranks of source[rank * n : (rank + 1) * n]. A collective program overwrites
-    `source`."""
+    """Post output[n] = sum over ranks of source[rank * n : (rank + 1) * n]; return its work handles and what to call
+    then.
+
+    A collective program overwrites `source`.
+    """
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
         mine = source.view(axis.size, -1)[axis.rank]
@@ -81,7 +84,11 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post output = concatenation of the ranks' `source`, which may be a view of its slice of `output`."""
+    """Post output = concatenation of the ranks' `source`; return its work handles and what to call then (None:
+    nothing).
+
+    `source` may be a view of its slice of `output`.
+    """
     program = axis.program("all_gather", output.nbytes)
     if program is None and native(axis, source):
         whole, part = output.view(-1), source.view(-1)
@@ -115,14 +122,17 @@ def all_to_all(
     output_sizes: list[int] | None,
     source_sizes: list[int] | None,
 ) -> Posted:
-    """Post an all-to-all along dim 0: part i of `source` goes to rank i, whose part for this rank becomes part i of
-    `output`."""
+    """Post an all-to-all along dim 0; return its work handles and what to call when they are done (None: nothing).
+
+    Part i of `source` goes to rank i, whose part for this rank becomes part i of `output`. source_sizes, output_sizes:
+    rows of the parts; None: equal parts.
+    """
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
-    """Post all messages together; return (works, finish) for each. Tensors are contiguous."""
+    """Post all messages together; return for each its work handles and what to call then. Tensors are contiguous."""
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [

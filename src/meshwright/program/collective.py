@@ -147,7 +147,11 @@ class CollectiveProgram:
         return self.format_step(*(int(column[step]) for column in (s.kind, s.slot, s.count, s.peer, s.source)))
 
     def format_step(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
-        """Return the text of a step given its column values (of `Steps`), such as `send data[3] to 1`."""
+        """Return the text of a step, such as `send data[3] to 1`, given its column values.
+
+        kind: a `Kind`. slot, count: slots read (send) or written. peer: other rank of a transfer. source: first slot
+            read by a local step.
+        """
         match kind:
             case Kind.SEND:
                 return f"send {self.format_slots(slot, count)} to {peer}"

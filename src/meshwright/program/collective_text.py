@@ -134,7 +134,7 @@ class _Parser:
         )
 
     def _parse_header(self, words: Sequence[str]) -> None:
-        """Parse one header line."""
+        """Store the values of one header line, given its words, such as `ranks 8`."""
         name = words[0]
         if name not in _HEADER:
             if name in _STEPS:
@@ -226,7 +226,7 @@ class _Parser:
         return first + start, end - start
 
     def _parse_rank(self, words: Sequence[str]) -> int:
-        """Parse a rank and check that it exists."""
+        """Return the rank that the words of a line, `rank 3`, give; raise UserError if it does not exist."""
         if len(words) != 1:
             raise self._make_error(f'write "rank R", not "{" ".join(["rank", *words])}"')
         rank, ranks = self._parse_number(words[0]), self.numbers["ranks"]

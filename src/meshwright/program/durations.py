@@ -52,9 +52,9 @@ class Durations:
     ) -> Durations:
         """Build durations from those of a rank's whole share of the model, of which each of its chunks takes 1/chunks.
 
-        shape: the program, or (ranks, chunks) for cyclic placement. Each duration is one number, one a rank, or one a
-            stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer: as in
-            `Durations`. Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks) for cyclic placement. forward ... overlapped: one number, one a rank, or
+            one a stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer:
+            one number, or one a stage boundary. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape

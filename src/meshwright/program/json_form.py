@@ -195,7 +195,7 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
 
 
 def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
-    """Return the first entry that is not a key of `known`, as a list of at most one."""
+    """Return the first entry of `column` that is not a key of `known`, as a list of at most one."""
     return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 

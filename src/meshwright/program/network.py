@@ -96,7 +96,7 @@ class Network:
         return self.ranks + len(self.switches)
 
     def find_route(self, source: int, target: int) -> Integers:
-        """Return the links of a message from one rank to another, in order."""
+        """Return the links of a message from rank `source` to rank `target`, in order."""
         return self.find_routes(np.array([source]), np.array([target])).link
 
     def format_vertex(self, vertex: int) -> str:

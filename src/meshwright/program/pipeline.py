@@ -263,9 +263,11 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a program from a step table [steps, 7]: rank, group, kind, stage, replica, micro-batch, component.
+    """Build a pipeline program from a step table `rows` [steps, 7]: rank, group, kind, stage, replica, micro-batch,
+    component.
 
     Steps of one rank are in execution order; ranks may be interleaved. Groups are renumbered from 0 on each rank.
+    placement: rank of each stage, by [replica][stage].
     """
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]

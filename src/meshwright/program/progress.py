@@ -26,7 +26,7 @@ def locate_step(program: PipelineProgram, step: int) -> str:
 
 @dataclass(frozen=True)
 class RemoteReads:
-    """Values that cross ranks, as columns [values].
+    """Values that steps read from other ranks, as columns [values].
 
     reader, maker: indices of the steps that read and produce the value. leaves, arrives: indices of its send and its
         receive; the maker and the reader themselves if transfers are not explicit. boundary: s for a value between
@@ -41,10 +41,10 @@ class RemoteReads:
 
 
 def find_remote_reads(flow: Dataflow) -> RemoteReads:
-    """Find all values that cross ranks.
+    """Return all values that a step reads from another rank, with the steps that produce, send and receive them.
 
-    Raises ProgramError if a value is never produced, sent or received, or if a step runs before what it reads from its
-    own rank.
+    flow: data flow of the program. Raises ProgramError if a value is never produced, sent or received, or if a step
+        runs before what it reads from its own rank.
     """
     program, needs, s = flow.program, flow.reads, flow.program.steps
     missing = np.flatnonzero(needs.maker < 0)

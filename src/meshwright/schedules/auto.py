@@ -109,7 +109,12 @@ def find_schedule(
     seconds: float | None = None,
     weight_copies: int = 1,
 ) -> PipelineProgram:
-    """Search a schedule and return only its program; arguments and errors as in `search_schedule`."""
+    """Search a schedule with a small makespan and return only its program.
+
+    durations: of one micro-batch on a rank's whole share. memory: maximum activations of a rank, in micro-batches of
+        its share. chunks: stages of a rank (None: 1 and 2 are tried). seconds: wall time to improve for. weight_copies:
+        2 allows schedules with two replicas. Errors as in `search_schedule`.
+    """
     return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
 
 

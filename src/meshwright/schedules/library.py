@@ -83,8 +83,10 @@ def _generate_cached(
     durations: StageDurations | None,
     version: tuple[int, int] | None,
 ) -> PipelineProgram:
-    """Call `generate` with a cache. version: modification time and size of the file, which is read again after a
-    change."""
+    """Return the program of a named schedule or file, from a cache if it was asked for before.
+
+    chunks: stages of a rank. version: modification time and size of the file, which is read again after a change.
+    """
     return generate(name, ranks, micro_batches, chunks, durations)
 
 
