@@ -14,7 +14,7 @@ _CLOSE = 1.02  # relative precision of a crossover
 
 @dataclass(frozen=True)
 class Crossover:
-    """Size in bytes from which algorithm `after` is faster than `before`."""
+    """Size of the vector in bytes from which on algorithm `after` is faster than `before`, which is faster below it."""
 
     size: int
     before: str

@@ -33,7 +33,8 @@ BANDWIDTH = 1e9  # bytes a second
 
 @dataclass(frozen=True)
 class NamedProgram:
-    """Program of one operation on one axis; with "auto", several candidates to choose from by size."""
+    """Program of one operation on one axis; if named "auto", several candidates from which `choose_program` picks by
+    size."""
 
     programs: tuple[CheckedCollective, ...]
 
@@ -124,7 +125,8 @@ def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], mai
 
 @cache
 def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
-    """Generate and check an algorithm, or with "auto" every one that accepts so many ranks."""
+    """Generate and check an algorithm for `ranks` ranks; for algorithm="auto" all algorithms of the operation that
+    accept them."""
     if algorithm != "auto":
         return NamedProgram((check_collective(generate(operation, algorithm, ranks)),))
     programs = []

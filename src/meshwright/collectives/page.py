@@ -102,7 +102,10 @@ def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str])
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report. picture: SVG chart. Buffers too large to draw are replaced by a note."""
+    """Return the HTML page of a report. picture: SVG chart of time over size.
+
+    Buffers too large to draw are replaced by a note.
+    """
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

@@ -145,7 +145,7 @@ class CollectiveReport:
 
 
 def ranking_table(choice: Choice) -> list[str]:
-    """Format the ranking as lines of a table, with the algorithms that were skipped or refused."""
+    """Return the ranking of algorithms as lines of text, with the algorithms that were skipped or refused."""
     rows = [("algorithm", "settings", "simulated", "closed form")]
     for one in choice.ranking:
         form = "-" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)

@@ -73,7 +73,7 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait (on gloo up to `seconds`) for the transfers of an abandoned call, ignoring errors."""
+        """Wait (on gloo up to `seconds`) for the transfers of a call that is not needed any more, ignoring errors."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):

@@ -113,12 +113,15 @@ class Axis:
 
     @property
     def trivial(self) -> bool:
-        """True if calls over this axis are skipped because it has one rank."""
+        """True if calls over this axis are skipped because it has one rank (tests can have them made nevertheless)."""
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the collective program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here,
-        or None."""
+        """Return the collective program that replaces the backend for `operation` ("all_reduce" ...) over this axis, or
+        None.
+
+        size: bytes of the vector.
+        """
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
 
     @cached_property
@@ -224,8 +227,11 @@ class Mesh:
         timeout_seconds: float = 600.0,
         programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> Mesh:
-        """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the
-        same collective programs for its axes, if any (`collectives.named.named_programs`)."""
+        """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
+
+        timeout_seconds: of one wait for a call. programs: (axis, operation) -> collective programs that replace the
+            backend's calls, such as `collectives.named.named_programs` returns.
+        """
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
         world_size = dist.get_world_size()

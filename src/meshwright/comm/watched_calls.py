@@ -67,8 +67,10 @@ class WatchedCalls:
 
 @contextmanager
 def watching(communicator: Communicator) -> Iterator[list[WatchedCall]]:
-    """Context that yields a list of the communicator's calls, appended as they are posted. On exit waits for calls in
-    flight, unless an error occurred."""
+    """Context that yields a list to which the communicator's calls are appended as they are posted, with their times.
+
+    On exit waits for calls in flight, unless an error occurred.
+    """
     calls = communicator.calls
     watched = WatchedCalls(calls)
     communicator.calls = watched  # type: ignore[assignment]

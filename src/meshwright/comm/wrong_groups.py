@@ -9,8 +9,8 @@ from meshwright.layout import Layout
 
 
 def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
-    """Return all groups of an axis by its name, including "tp/2" (blocks of neighbours on tp) and "pp[0,3]" (ranks at
-    indices of pp)."""
+    """Return all groups of ranks of the axis with this name: "dp", "tp/2" (blocks of 2 neighbours on tp) or "pp[0,3]"
+    (ranks at indices 0 and 3 of pp)."""
     if match := re.fullmatch(r"(\w+)/(\d+)", name):
         size = int(match[2])
         whole = layout.groups(match[1])

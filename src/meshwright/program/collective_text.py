@@ -205,7 +205,7 @@ class _Parser:
         return int(kind), target, count, -1, slot
 
     def _parse_slots(self, word: str) -> tuple[int, int]:
-        """Parse `data[3]` or `data[0:4]` into the first slot and the number of slots."""
+        """Return first slot and number of slots for a word such as `data[3]` or `data[0:4]`."""
         found = _SLOTS.fullmatch(word)
         if not found:
             raise self._make_error(f'"{word}" should be slots such as data[3] or data[0:4]')
@@ -226,7 +226,7 @@ class _Parser:
         return first + start, end - start
 
     def _parse_rank(self, words: Sequence[str]) -> int:
-        """Return the rank that the words of a line, `rank 3`, give; raise UserError if it does not exist."""
+        """Return the rank of a line `rank 3`, given the words after `rank`; raise UserError if it does not exist."""
         if len(words) != 1:
             raise self._make_error(f'write "rank R", not "{" ".join(["rank", *words])}"')
         rank, ranks = self._parse_number(words[0]), self.numbers["ranks"]
@@ -235,11 +235,11 @@ class _Parser:
         return rank
 
     def _parse_number(self, word: str) -> int:
-        """Parse an integer of up to 9 digits."""
+        """Return the integer of up to 9 digits that `word` is; raise UserError if it is none."""
         if not _NUMBER.fullmatch(word):
             raise self._make_error(f'"{word}" should be a number')
         return int(word)
 
     def _make_error(self, reason: str) -> UserError:
-        """Return an error at the current line."""
+        """Return a UserError with the message `reason` about the current line."""
         return UserError(f"{self.where}, line {self.line}: {reason}")

@@ -16,10 +16,10 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 
 def format_placement(program: PipelineProgram, layers: int | None = None) -> str:
-    """Format the placement as a table: one line a rank, one column for each of its stages, with layers, embedding and
+    """Return the placement as a text table: one line a rank, one column for each of its stages, with layers, embedding,
     head.
 
-    layers: of the model (default: one a stage). Raises UserError for fewer layers than stages.
+    layers: number of layers of the model (default: one a stage). Raises UserError for fewer layers than stages.
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:
