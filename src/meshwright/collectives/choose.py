@@ -70,7 +70,10 @@ class Choice:
 
 
 def choose_algorithm(operation: str, network: Network, total_bytes: float, root: int = 0) -> Choice:
-    """Rank the library's algorithms for a vector of `total_bytes`, fastest first."""
+    """Rank the library's algorithms for a vector of `total_bytes` by simulated time on the network; return the ranking.
+
+    operation: such as "all-reduce". root: source or destination rank.
+    """
     return Chooser(operation, network, root).choose(total_bytes)
 
 

@@ -36,10 +36,11 @@ def compute_in_order_parents(n: int) -> Integers:
 
 
 def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
-    """Build the in-order tree over these ranks and its complement: mirrored for an even number of ranks, else shifted
-    by one.
+    """Build the in-order binary tree over these ranks and its complement: mirrored for an even number of ranks, else
+    shifted by one.
 
-    root: parent of both trees, if given. Trees are lists of levels.
+    root: rank that is parent of both trees, if given. Returns each tree as levels of (parents, children), from the root
+        down.
     """
     complement = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, -1)
     return _list_levels(ranks, root), _list_levels(complement, root)

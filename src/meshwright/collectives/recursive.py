@@ -44,7 +44,7 @@ def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Round
 
 
 def list_powers_of_two(n: int) -> list[int]:
-    """List 1, 2, 4 ... below n."""
+    """Return the powers of two below n: 1, 2, 4 ..."""
     return [1 << bit for bit in range((n - 1).bit_length())]
 
 

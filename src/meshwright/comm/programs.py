@@ -291,7 +291,7 @@ class Executable:
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
     def _chunks_divide_shares(self, numel: int) -> bool:
-        """True if chunks divide the ranks' shares of `numel` elements exactly."""
+        """Return True if the ranks' shares of a vector of `numel` elements consist of whole chunks."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0

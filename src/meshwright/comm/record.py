@@ -9,7 +9,11 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(slots=True)
 class SiteRecord:
-    """Totals of one call site on one axis since the last `clear`: calls, payload bytes and bytes sent by this rank."""
+    """Totals of one call site on one axis since the last `clear`.
+
+    payload_bytes: bytes of the whole vectors: what is reduced, or what a gather makes. sent_bytes: bytes this rank has
+        sent.
+    """
 
     site: str
     operation: str

@@ -106,7 +106,10 @@ class _WaveOrder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
-    """Sort the groups of a program into waves; raises ProgramError for a deadlock."""
+    """Sort the groups of a program into waves, each of which depends only on earlier ones; return their order.
+
+    Raises ProgramError for a deadlock.
+    """
     _, wait = analyze_program(program)
     s = program.steps
     groups, ranks = len(s.group_rank), program.ranks

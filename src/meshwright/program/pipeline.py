@@ -82,10 +82,10 @@ class Steps(StepColumns):
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """Pipeline schedule of one training step (of several steps if asynchronous), written out for every rank.
+    """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
-    micro_batches: total over all replicas, numbered from 0; each runs through every stage of one replica.
-    placement: rank of each stage, by [replica][stage].
+    name: such as `1f1b`. micro_batches: total over all replicas, numbered from 0; each runs through every stage of one
+        replica. placement: rank of each stage, by [replica][stage].
     """
 
     name: str
