@@ -24,14 +24,17 @@ from meshwright.program.order import Integers
 
 
 def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
-    """List the edges of the tree over positions 0 to n - 1 with root 0: (parents, children) of each level, in broadcast
-    order."""
+    """Return the edges of a binomial tree over positions 0 to n - 1 with root 0: (parents, children) of each level,
+    from the root down."""
     near = [(np.arange(0, n - distance, 2 * distance), distance) for distance in reversed(list_powers_of_two(n))]
     return [(position, position + distance) for position, distance in near]
 
 
 def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Broadcast slots first .. first + count from the rank at position `root`. ranks: [..., n]."""
+    """Yield the rounds of a binomial-tree broadcast, adding their transfers to `program`.
+
+    ranks: [..., n], ranks of each group. root: position of the source among them. first, count: slots to send.
+    """
     ranks = np.roll(ranks, -root, -1)
     for near, far in list_tree_levels(ranks.shape[-1]):
         program.transfer(ranks[..., near], ranks[..., far], first, count)
@@ -39,7 +42,10 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
 
 
 def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Reduce slots first .. first + count to the rank at position `root`. ranks: [..., n]."""
+    """Yield the rounds of a binomial-tree reduce, adding their transfers to `program`.
+
+    ranks: [..., n], ranks of each group. root: position of the destination among them. first, count: slots to reduce.
+    """
     ranks = np.roll(ranks, -root, -1)
     for near, far in reversed(list_tree_levels(ranks.shape[-1])):
         program.transfer(ranks[..., far], ranks[..., near], first, count, reduce=True)
@@ -47,22 +53,24 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
 
 
 def scatter_rounds(program: Builder, root: int) -> Rounds:
-    """Scatter the root's vector, one slot a rank; a parent forwards the slots of its subtree."""
+    """Yield the rounds of a binomial-tree scatter from rank `root`; a parent forwards the slots of its subtree."""
     for near, far, first, count in _list_subtrees(program.ranks, root):
         transfer_cyclic_range(program, near, far, first, count, program.chunks)
         yield
 
 
 def gather_rounds(program: Builder, root: int) -> Rounds:
-    """Gather slot r of every rank r to the root."""
+    """Yield the rounds of a binomial-tree gather of slot r of every rank r to rank `root`."""
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):
         transfer_cyclic_range(program, far, near, first, count, program.chunks)
         yield
 
 
 def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Integers, Integers]]:
-    """Yield, for each level: parents, children, first rank of each child's subtree (counted from the root), its
-    size."""
+    """Yield, for each level of a binomial tree over n ranks: parents, children, and the subtree of each child.
+
+    A subtree is given by its first rank (not reduced modulo n) and its number of ranks.
+    """
     for near, far in list_tree_levels(n):
         yield (near + root) % n, (far + root) % n, far + root, np.minimum(far - near, n - far)
 
@@ -71,6 +79,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
     """Generate the binomial-tree broadcast. L rounds; the root sends L S bytes; time L (alpha + S beta).
 
     In k segments: L + k - 1 rounds of S/k; faster if a rank can send to several others at once.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -81,7 +90,10 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the binomial-tree reduce. L rounds; S bytes a rank; time L (alpha + S beta). In k segments: L + k - 1
-    rounds of S/k."""
+    rounds of S/k.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
     return build_from_rounds(
@@ -94,6 +106,7 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 
     2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta). In k segments, each
     broadcast as soon as it is reduced: 2L + k - 1 rounds of S/k.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)
     everyone = np.arange(ranks)
@@ -105,22 +118,32 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the binomial-tree scatter. L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta."""
+    """Generate the binomial-tree scatter. L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("scatter", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, scatter_rounds(program, root))
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the binomial-tree gather. L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta."""
+    """Generate the binomial-tree gather. L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("gather", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, gather_rounds(program, root))
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L alpha."""
+    """Generate the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L alpha.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 
     def signals() -> Rounds:
+        """Yield the rounds of signals up the tree to rank 0, then down."""
         for near, far in reversed(list_tree_levels(ranks)):
             program.signal(far, near)
             yield

@@ -19,6 +19,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
     L rounds; (n-1)/n S bytes a rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots from the
     start, so no copies are needed; a message that wraps around the vector's end is two.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-gather", "bruck", ranks, chunks=ranks)
     everyone = np.arange(ranks)
@@ -35,6 +36,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
 
     L rounds of one message; at most L S/2 bytes a rank; time L alpha + L S/2 beta. Blocks are copied into and out of
     each message.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-to-all", "bruck", ranks, chunks=ranks, scratch=2 * ranks)
     rank = np.arange(ranks)[:, None]  # [n, 1]; distances and runs are [m]

@@ -14,8 +14,10 @@ from meshwright.program.order import Integers
 
 
 def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Move every chunk along a path through all ranks: chunk c takes hop h in round c + h. With `reduce`, ranks add
-    up."""
+    """Yield the rounds that move every chunk along a path through all ranks: chunk c takes hop h in round c + h.
+
+    path: ranks in order. reduce: each rank adds its own vector on the way.
+    """
     hops, chunks = len(path) - 1, program.chunks
     for step in range(hops + chunks - 1 if hops else 0):
         chunk = np.arange(max(0, step - hops + 1), min(chunks, step + 1))
@@ -28,6 +30,7 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
     """Generate the chain broadcast: from the root around the ring. Best for large vectors, with many segments.
 
     n + k - 2 rounds; S bytes a rank; time (n + k - 2) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root)))
@@ -38,6 +41,7 @@ def reduce(ranks: int, root: int = 0, segments: int | None = None) -> Collective
     many segments.
 
     n + k - 2 rounds; S bytes a rank; time (n + k - 2) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

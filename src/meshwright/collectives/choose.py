@@ -25,7 +25,10 @@ _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only algorithms whose closed for
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `generate` beside operation, algorithm, ranks and root."""
+    """Options of an algorithm; None: the generator's default.
+
+    segments: of a pipelined algorithm. groups: ranks of a node, for hierarchical algorithms. dims: sides of the grid.
+    """
 
     segments: int | None = None
     groups: int | None = None
@@ -39,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Algorithm with settings, and its simulated and closed-form time for one size."""
+    """Algorithm with its options, and its time in seconds for one size of the vector: simulated, and by closed form."""
 
     algorithm: str
     settings: Settings
@@ -67,7 +70,10 @@ class Choice:
 
 
 def choose_algorithm(operation: str, network: Network, total_bytes: float, root: int = 0) -> Choice:
-    """Rank the library's algorithms for a vector of `total_bytes`, fastest first."""
+    """Rank the library's algorithms for a vector of `total_bytes` by simulated time on the network; return the ranking.
+
+    operation: such as "all-reduce". root: source or destination rank.
+    """
     return Chooser(operation, network, root).choose(total_bytes)
 
 
@@ -75,7 +81,8 @@ def choose_algorithm(operation: str, network: Network, total_bytes: float, root:
 class Chooser:
     """Simulator of all algorithms of one operation on one network; programs are generated once for all sizes.
 
-    requested: settings of the user, which override the network's.
+    root: source or destination rank. reduce_bytes_per_second: rate of local reductions. requested: options given by the
+        user, which override the network's.
     """
 
     operation: str
@@ -124,10 +131,11 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best settings for a size, or None if it does not accept the ranks.
+        """Return an algorithm with its best options for a vector of `total_bytes`, or None if it does not accept the
+        ranks.
 
-        A pipelined algorithm gets the number of segments that its closed form prefers; if it takes at most `near`
-        seconds, half as many are tried too, and twice as many if half does not help.
+        A pipelined algorithm gets the number of segments that its closed form prefers. near: if it takes at most so
+        many seconds, half as many segments are tried too, and twice as many if half does not help.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -152,7 +160,7 @@ class Chooser:
         return self._generate_program(candidate.algorithm, candidate.settings)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
-        """Return the closed-form seconds with the best settings; infinite for an algorithm without closed form."""
+        """Return the closed-form seconds of an algorithm with its best options; infinite if it has no closed form."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -161,8 +169,8 @@ class Chooser:
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
-        """Return nodes and sides for an algorithm: as requested, else from the network, else the generator's
-        default."""
+        """Return the options for an algorithm: as requested by the user, else from the network, else None (generator's
+        default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -174,7 +182,7 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """List the settings to try for a size, the closed form's preference first."""
+        """Return the options to try for a vector of `total_bytes`, first those that the closed form prefers."""
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
@@ -186,11 +194,11 @@ class Chooser:
 
     @staticmethod
     def _with_segments(settings: Settings, segments: int) -> Settings:
-        """Return the settings with another number of segments."""
+        """Return the options with another number of segments."""
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the closed-form seconds, or None."""
+        """Return the closed-form seconds of an algorithm with these options, or None if it has no closed form."""
         try:
             return compute_closed_form_seconds(
                 self.operation,
@@ -205,7 +213,7 @@ class Chooser:
             return None
 
     def _generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
-        """Generate the program of an algorithm with these settings."""
+        """Generate the program of an algorithm with these options for the network's ranks."""
         return generate(
             self.operation,
             algorithm,
@@ -217,7 +225,10 @@ class Chooser:
         )
 
     def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
-        """Return the cached simulator; None, and a note in `_refused`, if the algorithm does not accept the ranks."""
+        """Return the cached simulator of an algorithm with these options; None if it does not accept the ranks.
+
+        The reason is then kept in `_refused`.
+        """
         key = (algorithm, settings)
         if key not in self._simulators:
             try:
@@ -231,7 +242,8 @@ class Chooser:
         return self._simulators[key]
 
     def _explain_choice(self, ranking: list[Candidate], total_bytes: float) -> str:
-        """Return one sentence on why the best candidate is the fastest."""
+        """Return a sentence on why the first algorithm of the ranking is fastest. ranking: candidates, fastest
+        first."""
         best = ranking[0]
         simulator = self._get_simulator(best.algorithm, best.settings)
         assert simulator is not None

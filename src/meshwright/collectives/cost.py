@@ -19,16 +19,18 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Links of one kind: alpha, seconds a message; beta, seconds a byte; gap, fraction of alpha between messages on a
-    link."""
+    """Links of one kind in a closed form.
+
+    alpha: seconds a message. beta: seconds a byte. gap: fraction of alpha between messages of a rank on one link.
+    """
 
     alpha: float
     beta: float
     gap: float = 0.0
 
     def time_concurrent(self, sizes: Sequence[float]) -> float:
-        """Return the seconds of concurrent messages over one link, given their bytes: a gap apart, or limited by
-        bandwidth."""
+        """Return the seconds of concurrent messages over one link, a gap apart or limited by bandwidth. sizes: bytes of
+        each."""
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
@@ -39,10 +41,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a closed form. size: bytes of the vector; link, inner: outer and inner tier; groups: ranks of a
-    node.
+    """Arguments of a closed form, the formula of an algorithm's time.
 
-    cables: every rank has its own link to each neighbour in each direction; ports: links of a rank usable at once.
+    size: bytes of the vector. link, inner: links between nodes (or all links) and inside them. segments, groups (ranks
+        of a node), dims (sides of the grid): the algorithm's options. cables: every rank has its own link to each
+        neighbour in each direction. ports: links of a rank usable at once.
     """
 
     ranks: int
@@ -94,10 +97,11 @@ def compute_closed_form_seconds(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> float | None:
-    """Return the seconds of the closed form, or None if the algorithm has none. Options as in `generate`.
+    """Return the seconds that an algorithm takes by its closed form, or None if it has none.
 
-    alpha and beta are those of the network's links; of two tiers, hierarchical algorithms use both, all others the
-    outer one.
+    total_bytes: size of the full vector. segments, groups (ranks of a node), dims (sides of the grid): the algorithm's
+        options. alpha and beta are those of the network's links; of two tiers, hierarchical algorithms use both, all
+        others the outer one.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -115,25 +119,27 @@ def compute_closed_form_seconds(
 
 
 def _ring_form(phases: int) -> Form:
-    """Closed form of a ring algorithm: n - 1 rounds of one share each, `phases` times. Returns a function Case ->
-    seconds."""
+    """Return the closed form (Case -> seconds) of `phases` times n - 1 rounds around a ring, of one rank's share
+    each."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
 def _bidirectional_ring_form(phases: int) -> Form:
-    """Closed form of a bidirectional ring: half the time per byte where each direction has a link. Returns Case ->
-    seconds."""
+    """Return the closed form (Case -> seconds) of a ring used in both directions, run `phases` times.
+
+    It takes half the time per byte where each direction has a link of its own.
+    """
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Closed form of direct messages to all ranks at once over a rank's ports, `phases` times. Returns
-    Case -> seconds."""
+    """Return the closed form (Case -> seconds) of direct messages to all ranks at once over a rank's ports, `phases`
+    times."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _linear_gather_form(c: Case) -> float:
-    """Return the seconds of direct messages from all ranks at once, over the ports of one rank."""
+    """Return the seconds for case `c` of direct messages from all ranks at once, over the ports of one rank."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -141,36 +147,40 @@ def _linear_gather_form(c: Case) -> float:
 
 
 def _butterfly_form(c: Case) -> float:
-    """Return the seconds of the butterfly all-reduce; extra ranks cost two more rounds."""
+    """Return the seconds for case `c` of the butterfly all-reduce; ranks beyond a power of two cost two more rounds."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
 def _rabenseifner_form(c: Case) -> float:
-    """Return the seconds of the Rabenseifner all-reduce."""
+    """Return the seconds for case `c` of the Rabenseifner all-reduce."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
 def _sum_exchanges(c: Case) -> float:
-    """Return the seconds of log2 m exchanges of 1, 2, 4 ... shares; stand-ins of extra ranks have two shares each."""
+    """Return the seconds for case `c` of log2 m exchanges of 1, 2, 4 ... shares among m ranks, m the power of two below
+    n.
+
+    Stand-ins of the ranks beyond m have two shares each.
+    """
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
 
 def _recursive_halving_form(c: Case) -> float:
-    """Return the seconds of a reduce-scatter by recursive halving."""
+    """Return the seconds for case `c` of a reduce-scatter by recursive halving."""
     return _sum_exchanges(c) + (c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0)
 
 
 def _recursive_doubling_form(c: Case) -> float:
-    """Return the seconds of an all-gather by recursive doubling."""
+    """Return the seconds for case `c` of an all-gather by recursive doubling."""
     return _sum_exchanges(c) + (
         c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
     )
 
 
 def _bruck_all_to_all_form(c: Case) -> float:
-    """Return the seconds of the Bruck all-to-all."""
+    """Return the seconds for case `c` of the Bruck all-to-all."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
     return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
 
@@ -179,13 +189,13 @@ def _bruck_all_to_all_form(c: Case) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Closed form of a vector sent up or down a binomial tree, `rounds_of_tree` times. Returns Case -> seconds.
+    """Return the closed form (Case -> seconds) of a vector sent up or down a binomial tree, `rounds_of_tree` times.
 
     In k segments, one starts each round, and a rank with one port sends as many at once as segments are in flight.
     """
 
     def form(c: Case) -> float:
-        """Return the seconds of a case."""
+        """Return the seconds for case `c`."""
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
         return c.link.time_rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
@@ -194,18 +204,18 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
 
 
 def _binomial_scatter_form(c: Case) -> float:
-    """Return the seconds of a binomial-tree scatter or gather."""
+    """Return the seconds for case `c` of a binomial-tree scatter or gather."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
 def _chain_form(c: Case) -> float:
-    """Return the seconds of a chain (pipelined ring) broadcast or reduce."""
+    """Return the seconds for case `c` of a chain (pipelined ring) broadcast or reduce."""
     k = c.segments or max(1, c.ranks - 1)
     return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
 def _double_tree_all_reduce_form(c: Case) -> float:
-    """Return the seconds of the double-binary-tree all-reduce."""
+    """Return the seconds for case `c` of the double-binary-tree all-reduce."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
         [c.size / (2 * k)] * 4
@@ -213,7 +223,8 @@ def _double_tree_all_reduce_form(c: Case) -> float:
 
 
 def _double_tree_form(c: Case) -> float:
-    """Return the seconds of a double-binary-tree broadcast or reduce; its trees have the n - 1 ranks below the root."""
+    """Return the seconds for case `c` of a double-binary-tree broadcast or reduce; its trees have the other n - 1
+    ranks."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
     return (height + k) * c.link.time_concurrent([c.size / (2 * k)] * 2)
 
@@ -222,17 +233,17 @@ def _double_tree_form(c: Case) -> float:
 
 
 def _hierarchical_all_reduce_form(c: Case) -> float:
-    """Return the seconds of the hierarchical all-reduce (trees inside nodes, ring across)."""
+    """Return the seconds for case `c` of the hierarchical all-reduce (trees inside nodes, ring across)."""
     nodes, each = c.get_node_shape()
     inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Closed form of rings inside nodes and across, `phases` times. Returns Case -> seconds."""
+    """Return the closed form (Case -> seconds) of rings inside nodes and across them, run `phases` times."""
 
     def form(c: Case) -> float:
-        """Return the seconds of a case."""
+        """Return the seconds for case `c`."""
         nodes, each = c.get_node_shape()
         return phases * (c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.share))
 
@@ -240,13 +251,13 @@ def _hierarchical_form(phases: int) -> Form:
 
 
 def _hierarchical_tree_form(c: Case) -> float:
-    """Return the seconds of a hierarchical broadcast or reduce."""
+    """Return the seconds for case `c` of a hierarchical broadcast or reduce."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
 def _hierarchical_all_to_all_form(c: Case) -> float:
-    """Return the seconds of the hierarchical all-to-all."""
+    """Return the seconds for case `c` of the hierarchical all-to-all."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
 
@@ -255,11 +266,15 @@ def _hierarchical_all_to_all_form(c: Case) -> float:
 
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Form of torus algorithms: one axis after the other, half of every block in each direction; with `turns`, parts of
-    the vector start at each axis. A ring of two has only one link."""
+    """Return the closed form, a function Case -> seconds, of torus algorithms: one axis after the other, in both
+    directions.
+
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the case has no dims.
+        turns: parts of the vector start at each axis. A ring of two has only one link.
+    """
 
     def form(c: Case) -> float:
-        """Return the seconds of a case."""
+        """Return the seconds for case `c`."""
         shape = resolve_sides("torus", c.ranks, c.dims, dimensions)
         ways = [2 if side > 2 else 1 for side in shape]
         rounds = _compute_axis_bytes(shape, c.size, turns)
@@ -272,11 +287,15 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Form of mesh algorithms: as a torus, but whole blocks over each link and direction, so that a rank with one port
-    sends two."""
+    """Return the closed form, a function Case -> seconds, of mesh algorithms: one axis after the other, whole blocks
+    each way.
+
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the case has no dims.
+        turns: parts of the vector start at each axis. A rank with one port sends two blocks over it.
+    """
 
     def form(c: Case) -> float:
-        """Return the seconds of a case."""
+        """Return the seconds for case `c`."""
         rounds = _compute_axis_bytes(resolve_sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
         return phases * sum(c.link.time_rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
 
@@ -284,10 +303,9 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends along each axis [axes], for each round of a reduce-scatter over the axes of a
-    grid.
+    """Return the bytes that a rank sends along each axis [axes], for each round of a reduce-scatter over a grid.
 
-    The remaining block of a part shrinks from axis to axis.
+    shape: sides. size: bytes of the vector. turns: parts of it start at each axis. Blocks shrink from axis to axis.
     """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]
@@ -303,7 +321,7 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
 
 
 def _latency_form(rounds: Callable[[Case], float]) -> Form:
-    """Closed form of `rounds(case)` rounds of messages without data. Returns Case -> seconds."""
+    """Return the closed form (Case -> seconds) of `rounds(case)` rounds of messages without data."""
     return lambda c: c.link.alpha * rounds(c)
 
 

@@ -14,7 +14,7 @@ _CLOSE = 1.02  # relative precision of a crossover
 
 @dataclass(frozen=True)
 class Crossover:
-    """Size in bytes from which algorithm `after` is faster than `before`."""
+    """Size of the vector in bytes from which on algorithm `after` is faster than `before`, which is faster below it."""
 
     size: int
     before: str
@@ -23,8 +23,10 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Simulated time over size on one network. seconds: algorithm -> time at each size; bound: lower bound at each
-    size."""
+    """Simulated time of all algorithms over the size of the vector, on one network.
+
+    sizes: bytes. seconds: algorithm -> time at each size. bound: lower bound of the seconds at each size.
+    """
 
     chooser: Chooser
     sizes: list[float]
@@ -33,8 +35,8 @@ class Curves:
 
     @classmethod
     def over(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf) -> Curves:
-        """Simulate all algorithms that accept the ranks, at ratios of four from `least` to `most` bytes, both ends
-        included.
+        """Simulate all algorithms that accept the ranks, at sizes from `least` to `most` bytes, each about four times
+        the last.
 
         within: skip (as infinite) algorithms whose closed form exceeds the best time at a size by this factor.
         """
@@ -54,16 +56,20 @@ class Curves:
 
     @classmethod
     def quick(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
-        """As `over`, for crossovers only: skips algorithms far from the best by their closed form."""
+        """Simulate the algorithms at sizes from `least` to `most` bytes, without those whose closed form is far from
+        the best.
+
+        Enough to find the sizes at which the fastest algorithm changes.
+        """
         inner, outer = chooser.network.tiers
         return cls.over(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def best(self, index: int) -> str:
-        """Return the fastest algorithm at a size index; of equals, the first in the library."""
+        """Return the fastest algorithm at the size with index `index`; of equals, the first in the library."""
         return _first_least({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:
-        """Return the crossovers, by bisection between adjacent sizes."""
+        """Return the sizes at which the fastest algorithm changes, found by bisection between adjacent sizes."""
         found: list[Crossover] = []
         for index in range(len(self.sizes) - 1):
             ends = (self.sizes[index], self.best(index)), (self.sizes[index + 1], self.best(index + 1))
@@ -77,8 +83,10 @@ class Curves:
         return found
 
     def _between(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Return the crossovers between two (size, best algorithm) pairs, by bisection among algorithms near the best
-        at both."""
+        """Return the crossovers between two sizes, by bisection.
+
+        low, high: (size in bytes, fastest algorithm there). names: algorithms to simulate in between.
+        """
         if low[1] == high[1]:
             return []
         if high[0] / low[0] < _CLOSE:
@@ -90,6 +98,6 @@ class Curves:
 
 
 def _first_least(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equals, the first."""
+    """Return the algorithm with the lowest time; of equals, the first. seconds: algorithm -> time."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

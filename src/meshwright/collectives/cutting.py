@@ -18,9 +18,10 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector without owners into segments; returns (first element, elements of a chunk) of each.
+    """Split a vector, of whose elements no rank owns a share, into segments that a program processes one by one.
 
-    numel: elements. itemsize: bytes an element. whole: one segment only.
+    numel: elements of the vector. itemsize: bytes an element. whole: one segment only. Returns, for each segment, its
+        first element and the elements of a chunk.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -31,15 +32,20 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the first chunk of each rank's share: rank r owns chunks first[r] .. first[r + 1]."""
+    """Return the first chunk of each rank's share, and the number of chunks as last entry: [ranks + 1].
+
+    Rank r owns chunks first[r] .. first[r + 1].
+    """
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
 
 
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
-    """Return the elements of a chunk if every rank has an equal share of `numel` elements. UserError if that is
-    impossible."""
+    """Return the elements of a chunk, rounded up, if every rank has an equal share of a vector of `numel` elements.
+
+    Raises UserError if equal shares are impossible.
+    """
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:
         raise UserError(f"{name}: {numel} elements are no equal shares for {ranks} ranks")
@@ -50,7 +56,10 @@ def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
 
 
 def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsize: int, whole: bool = False) -> int:
-    """Return the bytes that `rank` (in the axis) sends for a vector of `numel` elements, padding included."""
+    """Return the bytes that `rank` (index in the axis) sends for a vector of `numel` elements, padding included.
+
+    itemsize: bytes an element. whole: the vector is not split into segments.
+    """
     program = checked.program
     slots = int(checked.bytes_sent(program.chunks)[rank])
     if program.operation in OWNED:

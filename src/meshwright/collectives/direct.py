@@ -8,7 +8,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate a send from the root to the last other rank. 1 round; S bytes; time alpha + S beta."""
+    """Generate a send from the root to the last other rank. 1 round; S bytes; time alpha + S beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
         program.transfer(root, ranks - 1 if root != ranks - 1 else 0, 0)
@@ -20,6 +23,7 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 
     1 round of n-1 messages; the root sends (n-1)/n S bytes; time alpha + (n-1)/n S beta if a rank can have many
     messages in flight, else with (n-1) alpha.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("scatter", "linear", ranks, ranks, root)
     with program.round():

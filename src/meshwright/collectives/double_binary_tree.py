@@ -36,17 +36,19 @@ def compute_in_order_parents(n: int) -> Integers:
 
 
 def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
-    """Build the in-order tree over these ranks and its complement: mirrored for an even number of ranks, else shifted
-    by one.
+    """Build the in-order binary tree over these ranks and its complement: mirrored for an even number of ranks, else
+    shifted by one.
 
-    root: parent of both trees, if given. Trees are lists of levels.
+    root: rank that is parent of both trees, if given. Returns each tree as levels of (parents, children), from the root
+        down.
     """
     complement = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, -1)
     return _list_levels(ranks, root), _list_levels(complement, root)
 
 
 def _list_levels(ranks: Integers, root: int | None) -> Tree:
-    """Return the levels of the in-order tree, from the root down."""
+    """Return the levels of edges of the in-order tree over these ranks, from the root down. root: parent of the tree,
+    if any."""
     parent, rank = compute_in_order_parents(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
     levels, nodes = [], np.zeros(1, np.int64)
     while len(nodes := np.flatnonzero(np.isin(parent, nodes))):
@@ -55,14 +57,15 @@ def _list_levels(ranks: Integers, root: int | None) -> Tree:
 
 
 def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Reduce a chunk up the tree, one level a round."""
+    """Yield the rounds that reduce a chunk up a tree, one level a round. tree: levels of edges, from the root down."""
     for parents, children in reversed(tree):
         program.transfer(children, parents, chunk, reduce=True)
         yield
 
 
 def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Broadcast a chunk down the tree, one level a round."""
+    """Yield the rounds that broadcast a chunk down a tree, one level a round. tree: levels of edges, from the root
+    down."""
     for parents, children in tree:
         program.transfer(parents, children, chunk)
         yield
@@ -72,6 +75,8 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     """Generate the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down again.
 
     2h + k - 1 rounds; at most 2 S bytes a rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded down,
+    k segments.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
     trees = build_two_trees(np.arange(ranks))
@@ -86,6 +91,7 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
     """Generate the double-binary-tree broadcast: the root feeds both trees over the other ranks.
 
     With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes a rank; time (h + k) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
@@ -94,7 +100,11 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """Generate the double-binary-tree reduce, the reverse of `broadcast`: h + k rounds; S bytes a rank; time (h + k)
-    (alpha + S/k beta)."""
+    (alpha + S/k beta).
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a tree
+    over n-1 ranks, k segments.
+    """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
     return _run_in_segments(program, trees, lambda tree, chunk: reduce_up(program, tree, chunk))
@@ -103,8 +113,10 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Build a program that pipelines one half of the chunks through each tree. travel(tree, chunk): rounds of one
-    chunk."""
+    """Build a program that pipelines one half of the chunks through each of two trees.
+
+    travel: function (tree, chunk) -> rounds of one chunk.
+    """
     half = program.chunks // 2
     segments = (run_together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))
     return build_from_rounds(program, run_staggered(segments))

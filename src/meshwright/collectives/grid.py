@@ -13,7 +13,7 @@ from meshwright.program.order import Integers
 
 
 def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tuple[int, ...]]:
-    """List all ways to write `ranks` as a product of `dimensions` ascending factors of at least `least`."""
+    """Return all ways to write `ranks` as a product of `dimensions` ascending factors of at least `least`."""
     if dimensions == 1:
         return [(ranks,)] if ranks >= least else []
     return [
@@ -25,7 +25,11 @@ def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tup
 
 
 def find_nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the ascending sides of the grid with the smallest diameter; None if no sides of at least 2 exist."""
+    """Return the ascending sides of the grid of `ranks` ranks in `dimensions` dimensions that has the smallest
+    diameter.
+
+    None if no sides of at least 2 multiply to `ranks`.
+    """
     if ranks == 1:
         return (1,) * dimensions
     return min(list_factorizations(ranks, dimensions), key=sum, default=None)
@@ -34,9 +38,11 @@ def find_nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
 def resolve_sides(
     what: str, ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None
 ) -> tuple[int, ...]:
-    """Return the sides of a grid: `dims`, else as nearly cubic as possible, or one line without `dimensions`.
+    """Return the sides of the grid of a torus or mesh algorithm, such as (4, 4) for 16 ranks.
 
-    what: name for errors. Raises UserError if `dims` does not multiply to `ranks`, or no sides of at least 2 do.
+    dims: the sides, if given. dimensions: number of sides; without `dims` they are as equal as possible, and without
+        either the grid is one line (ranks,). what: name of the algorithm, for errors. Raises UserError if `dims` does
+        not multiply to `ranks`, or no sides of at least 2 do.
     """
     if dims is not None:
         given = tuple(int(side) for side in dims)
@@ -65,8 +71,12 @@ def resolve_sides(
 
 
 def resolve_ranks_per_node(what: str, ranks: int, groups: int | None = None) -> int:
-    """Return the ranks of a node: `groups`, or the largest divisor of `ranks` up to its square root. UserError if
-    uneven."""
+    """Return the number of ranks in a node of a hierarchical algorithm.
+
+    It is `groups` if given (such as 8, with 32 ranks for 4 nodes), else the largest divisor of `ranks` up to its square
+    root. what: name of the algorithm, for errors. ranks: number of ranks in all. Raises UserError if `groups` does not
+    divide `ranks`.
+    """
     if groups is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
     if groups < 1 or ranks % groups:
@@ -78,11 +88,12 @@ def resolve_ranks_per_node(what: str, ranks: int, groups: int | None = None) -> 
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """List the phases of a reduce-scatter over a grid, one axis after the other; an all-gather runs them in reverse.
+    """Return the phases of a reduce-scatter over a grid, one axis after the other; an all-gather runs them in reverse.
 
-    grid: [X, Y ...] ranks. order: of the axes. first: first slot of the vector. count: slots a rank. Returns for each
-        axis: its lines of ranks [..., n], the first slot of the block that each rank has after the phase, slots of that
-        block.
+    grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
+        count: slots of each rank's final block.
+    Returns for each axis: the lines of ranks along it [..., n], the first slot of the block that each rank has after
+        the phase [..., n], and slots of that block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

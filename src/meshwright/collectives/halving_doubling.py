@@ -17,6 +17,7 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     E. Chan et al., Collective communication: theory, practice, and experience, CCPE 19(13), 2007: its minimum-spanning
     tree reduce and broadcast. Best for small vectors; `butterfly` needs half the rounds.
     With L = log2 n, rounded up, for any n: 2L rounds; rank 0 sends L S bytes; time 2L (alpha + S beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "halving-doubling", ranks, chunks=1)
     pairs = []

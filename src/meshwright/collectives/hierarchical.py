@@ -22,6 +22,8 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
     X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees
     inside, a ring across: with L = log2 g, rounded up, 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside + 2(k-1)
     alpha + 2(k-1)/k S beta across. A first rank sends L S + 2(k-1)/k S bytes, the latter term across nodes.
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
     first, k = nodes[:, 0], len(nodes)
@@ -42,6 +44,8 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. Rings everywhere:
     2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes a rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha + 2(g-1)/g S
     beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
     k, g = nodes.shape
@@ -61,6 +65,8 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
     (g-1) + (k-1) rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node; time (g-1) alpha + (g-1)/g S beta
     inside, in messages of k blocks, + (k-1) alpha + (k-1)/n S beta across.
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("reduce-scatter", ranks, groups)
     program = Builder("reduce-scatter", "hierarchical", ranks, chunks=ranks)
@@ -77,6 +83,8 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
     Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022. (k-1) + (g-1)
     rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node; time (k-1) alpha + (k-1)/n S beta across + (g-1)
     alpha + (g-1)/g S beta inside, in messages of k blocks.
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-gather", ranks, groups)
     program = Builder("all-gather", "hierarchical", ranks, chunks=ranks)
@@ -89,7 +97,11 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the hierarchical broadcast: to one rank of every node, then inside, by binomial trees. log2 k + log2 g
-    rounds, each rounded up, of S bytes."""
+    rounds, each rounded up, of S bytes.
+
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
+    """
     nodes = _arrange_nodes("broadcast", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
     program = Builder("broadcast", "hierarchical", ranks, chunks=1, root=root)
@@ -102,7 +114,11 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the hierarchical reduce: inside each node, then across, by binomial trees. log2 g + log2 k rounds, each
-    rounded up, of S bytes."""
+    rounded up, of S bytes.
+
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
+    """
     nodes = _arrange_nodes("reduce", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
     program = Builder("reduce", "hierarchical", ranks, chunks=1, root=root)
@@ -120,6 +136,8 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
     (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes a rank; time (g-1) alpha + (g-1)/g S beta inside + (k-1) alpha +
     (k-1)/k S beta across, in k-1 messages instead of n-g.
+    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-to-all", ranks, groups)
     k, g = nodes.shape
@@ -128,13 +146,17 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     rank = nodes[..., None]  # [k, g, 1]
 
     def sort(source: int, rows: int, columns: int) -> Rounds:
-        """Copy blocks from [rows, columns] order to [columns, rows]."""
+        """Yield a round in which every rank copies its blocks from [rows, columns] order to [columns, rows] order.
+
+        source: first slot read; the blocks are written to the scratch slots from `ready` on.
+        """
         place = np.arange(ranks)
         program.copy(rank, source + place, ready + place % columns * rows + place // columns)
         yield
 
     def keep(source: Integers, into: Integers, count: int) -> Rounds:
-        """Yield a round in which every rank copies `count` slots from `source` to `into`."""
+        """Yield a round in which every rank copies `count` slots. source, into: first slot read and written, by
+        rank."""
         program.copy(nodes, source, into, count)
         yield
 
@@ -151,5 +173,8 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def _arrange_nodes(operation: str, ranks: int, groups: int | None) -> Integers:
-    """Return the ranks of each node: [k, g]."""
+    """Return the ranks of each node: [nodes, ranks of a node]. groups: ranks of a node, None: the default.
+
+    operation: for errors, such as UserError where `groups` does not divide `ranks`.
+    """
     return np.arange(ranks).reshape(-1, resolve_ranks_per_node(f"hierarchical {operation}", ranks, groups))

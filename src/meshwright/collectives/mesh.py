@@ -19,9 +19,10 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Reduce-scatter along lines: each block is summed from both ends towards its owner, the farthest block first.
+    """Yield the rounds of a reduce-scatter along lines of ranks, adding their transfers to `program`.
 
-    ranks: [..., n], lines. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    Each block is summed from both ends of the line towards its owner, the farthest block first. ranks: [..., n], ranks
+    of each line. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):
@@ -33,7 +34,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """All-gather along lines: each block runs from its owner to both ends. Arguments as in `reduce_scatter_rounds`."""
+    """Yield the rounds of an all-gather along lines of ranks, adding their transfers to `program`.
+
+    Each block runs from its owner to both ends of the line. ranks: [..., n], ranks of each line. own: [..., n], first
+    slot of the block that each rank starts with. count: slots of a block.
+    """
     n = ranks.shape[-1]
     for step in range(n - 1):
         sender = np.arange(step, n - 1)
@@ -43,18 +48,21 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the mesh all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse; with d axes,
-    the vector has d parts that start at different axes. Best for large vectors on a mesh.
+    """Generate the mesh all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse. Best for large
+    vectors on a mesh.
 
+    With d axes, the vector has d parts that start at different axes. dims: sides of the grid, such as (4, 4).
+    dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one line.
     2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes a rank; with equal sides, time rounds x
     alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     axes = range(len(shape))
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
     def part(start: int) -> Rounds:
-        """Yield the rounds of the vector part that starts at axis `start`."""
+        """Yield the rounds of the part of the vector that starts at axis `start`."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
             *(reduce_scatter_rounds(program, *step) for step in steps),
@@ -67,7 +75,10 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the mesh reduce-scatter: one axis after the other.
 
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S beta.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
+        without either, one line. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S
+        beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)
@@ -76,8 +87,12 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the mesh all-gather, the reverse of `reduce_scatter`: (X-1) + (Y-1) + ... rounds; time rounds x alpha +
-    (n-1)/n S beta."""
+    """Generate the mesh all-gather: one axis after the other, the reverse of the mesh reduce-scatter.
+
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
+        without either, one line. (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
+    """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
@@ -85,6 +100,9 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 
 
 def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return the algorithm's name and the sides of the mesh."""
+    """Return the algorithm's name, such as `mesh`, and the sides of the grid.
+
+    dims: the sides, if given. dimensions: number of sides, as equal as possible, without `dims`.
+    """
     name = f"{dimensions}d-mesh" if dimensions else "mesh"
     return name, resolve_sides(name, ranks, dims, dimensions)

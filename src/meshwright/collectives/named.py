@@ -33,7 +33,8 @@ BANDWIDTH = 1e9  # bytes a second
 
 @dataclass(frozen=True)
 class NamedProgram:
-    """Program of one operation on one axis; with "auto", several candidates to choose from by size."""
+    """Program of one operation on one axis; if named "auto", several candidates from which `choose_program` picks by
+    size."""
 
     programs: tuple[CheckedCollective, ...]
 
@@ -56,12 +57,11 @@ class NamedProgram:
 def named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
 ) -> dict[tuple[str, str], NamedProgram]:
-    """Load and check the programs that a recipe names; returns (axis, key of the table) -> program.
+    """Load and check the collective programs that a recipe names; return (axis, key such as "all_reduce") -> program.
 
     Calls not in the result use torch.distributed. A program applies to those of the data, shard and replica axes whose
     size it accepts; it must accept that of the axis on which the operation moves gradients or parameters.
-
-    Raises UserError of one line that starts with `where(key)`, for keys such as `collectives.all_reduce`.
+    where: function from a key such as `collectives.all_reduce` to the start of the UserError's one line.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -81,7 +81,7 @@ def named_programs(
 
 
 def _find_main_axis(layout: Layout, key: str) -> str:
-    """Return the axis on which the operation moves gradients or parameters."""
+    """Return the name of the axis on which an operation moves gradients or parameters. key: such as "all_reduce"."""
     if key != "all_reduce":
         return "shard"
     return "data" if layout.zero == 0 else "replica"
@@ -108,7 +108,10 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Generate the named algorithm for each axis that it accepts; raises only for axis `main`."""
+    """Generate the named algorithm for each axis that it accepts; return axis -> program. Raises only for axis `main`.
+
+    sizes: axis -> ranks.
+    """
     found = {}
     for axis, size in sizes.items():
         if size > 1:
@@ -122,7 +125,8 @@ def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], mai
 
 @cache
 def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
-    """Generate and check an algorithm, or with "auto" every one that accepts so many ranks."""
+    """Generate and check an algorithm for `ranks` ranks; for algorithm="auto" all algorithms of the operation that
+    accept them."""
     if algorithm != "auto":
         return NamedProgram((check_collective(generate(operation, algorithm, ranks)),))
     programs = []

@@ -65,21 +65,22 @@ def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDT
 
 
 def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension with wrap-around cables; neighbouring rank numbers differ in the last dimension.
+    """Build a grid of any dimension with wrap-around cables. dims: its sides, such as (4, 4).
 
-    Dimension-order routing, from the last dimension to the first, in the shorter direction, upwards if both are equal.
-    A dimension of 2 has one cable. latency: of one cable.
+    Neighbouring rank numbers differ in the last dimension. Dimension-order routing, from the last dimension to the
+    first, in the shorter direction, upwards if both are equal. A dimension of 2 has one cable. latency: of one cable.
     """
     return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
 
 def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a torus without wrap-around cables."""
+    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency: of one
+    cable."""
     return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
 def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    """Build a torus (`around`) or a mesh."""
+    """Build a torus (around=True) or a mesh. dims: sides. latency, bandwidth: of each cable."""
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -97,7 +98,7 @@ def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: flo
             link_to.append((rank + ((place + step) % size - place) * stride)[has])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes of all pairs, one hop column at a time; arrived messages have -1."""
+        """Return the routes between pairs of ranks, source[i] to target[i], in dimension order."""
         hops: list[Integers] = []
         here = source.copy()
         for axis in reversed(range(len(dims))):
@@ -162,7 +163,7 @@ def build_nodes(
     leave, enter, out, into = np.split(np.arange(2 * ranks + 2 * ports), [ranks, 2 * ranks, 2 * ranks + ports])
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes of all pairs of ranks."""
+        """Return the routes between pairs of ranks, source[i] to target[i]."""
         across = node[source] != node[target]
         gate = port_of[source]  # where the message leaves the node
         to_gate = np.full(len(source), shared)
@@ -219,11 +220,11 @@ def build_spine_leaf(
     oversubscription: float = 1.0,
     spines: int = 1,
 ) -> Network:
-    """Build a spine-leaf network.
+    """Build a spine-leaf network: `leaves` switches with `ranks_per_leaf` ranks each, joined by `spines` switches.
 
-    The cables from a leaf to the spines carry, together and in each direction, its ranks' bandwidth divided by
-    `oversubscription`, in equal parts for each of `spines`; a message takes the spine target modulo spines. latency: of
-    a message inside a leaf; across a spine twice that.
+    oversubscription: the cables from a leaf to the spines carry, together and in each direction, its ranks' bandwidth
+        divided by it, in equal parts for each spine; a message takes the spine target modulo spines. latency: of a
+        message inside a leaf; across a spine twice that.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)
@@ -233,7 +234,7 @@ def build_spine_leaf(
     trunk = bandwidth * ranks_per_leaf / oversubscription / spines
 
     def find_routes(source: Integers, target: Integers) -> Routes:
-        """Return the routes of all pairs of ranks."""
+        """Return the routes between pairs of ranks, source[i] to target[i]."""
         across, none = leaf[source] != leaf[target], np.full(len(source), -1)
         spine = target % spines
         up = 2 * ranks + leaf[source] * spines + spine

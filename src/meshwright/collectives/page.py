@@ -33,11 +33,12 @@ def draw_picture(report: CollectiveReport) -> str:
 def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
-    """Return time over size, both logarithmic, as one SVG: the algorithms that are best somewhere in colour, the others
-    thin, the lower bound dashed, each named where it ends; below, which is best where.
+    """Return an SVG chart of time over size, both logarithmic, with bands below that show which algorithm is fastest
+    where.
 
-    asked: a size to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its
-    curve stands out if there is one (a program from a file has none).
+    The algorithms that are best somewhere are in colour, the others thin, the lower bound dashed. asked: a size in
+    bytes to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its curve
+    stands out if there is one (a program from a file has none).
     """
     names = [curves.best(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -87,7 +88,10 @@ def _bytes_axis(sizes: list[float]) -> Axis:
 
 
 def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
-    """Return the size ranges in which each algorithm is fastest, as bands below the x axis."""
+    """Return the size ranges in which each algorithm is fastest, as bands below the x axis of a chart.
+
+    colours: algorithm -> colour.
+    """
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
@@ -98,7 +102,10 @@ def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str])
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report. picture: SVG chart. Buffers too large to draw are replaced by a note."""
+    """Return the HTML page of a report. picture: SVG chart of time over size.
+
+    Buffers too large to draw are replaced by a note.
+    """
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

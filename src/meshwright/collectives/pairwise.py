@@ -14,9 +14,10 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Reduce-scatter: in each round, each rank sends one other rank that rank's block.
+    """Yield the rounds of a pairwise reduce-scatter, adding their transfers to `program`.
 
-    ranks: [..., n]. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    In each round, each rank sends one other rank that rank's block. ranks: [..., n], ranks of each group. own: [...,
+    n], first slot of the block that each rank ends with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own[..., partner], count, reduce=True)
@@ -24,18 +25,22 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """All-gather: in each round, each rank sends its block to one other rank. Arguments as in
-    `reduce_scatter_rounds`."""
+    """Yield the rounds of a pairwise all-gather, adding their transfers to `program`.
+
+    In each round, each rank sends its block to one other rank. ranks: [..., n], ranks of each group. own: [..., n],
+    first slot of the block that each rank starts with. count: slots of a block.
+    """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own, count)
         yield
 
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """All-to-all: in each round, each rank sends one other rank the block for it.
+    """Yield the rounds of a pairwise all-to-all, adding their transfers to `program`.
 
-    ranks: [..., n]. blocks: [n], first slots of the blocks for each rank. into: [..., n], first slot at the receiver
-        for the block from each rank. count: slots of a block.
+    In each round, each rank sends one other rank the block for it. ranks: [..., n], ranks of each group. blocks: [n],
+    first slots of the blocks for each rank. into: [..., n], first slot at the receiver for the block from each rank.
+    count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)
@@ -43,14 +48,17 @@ def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into:
 
 
 def list_partners(n: int) -> list[Integers]:
-    """List the destination of each position in each of n-1 rounds: [n] a round; with 2^k positions, pairs exchange."""
+    """Return the destination of each position in each of n-1 rounds of an all-to-all: one array [n] a round.
+
+    With 2^k positions, pairs exchange.
+    """
     position = np.arange(n)
     in_pairs = n & (n - 1) == 0
     return [position ^ step if in_pairs else (position + step) % n for step in range(1, n)]
 
 
 def merge_rounds(rounds: Rounds) -> Rounds:
-    """Merge independent rounds into one."""
+    """Run all rounds of an algorithm, which must be independent, as one round."""
     for _ in rounds:
         pass
     yield
@@ -61,6 +69,7 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
     inside a machine, where all pairs have good links.
 
     2 rounds; 2(n-1)/n S bytes a rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -75,6 +84,7 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the all-pairs reduce-scatter. Best for small vectors inside a machine.
 
     1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -84,6 +94,7 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the all-pairs all-gather. Best for small vectors inside a machine.
 
     1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -94,6 +105,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     near.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -104,6 +116,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     near.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -113,6 +126,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the pairwise all-to-all: one partner in each round. Best for large vectors: every byte is sent once.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, _copy_own_block(program), _exchange_blocks(program))
@@ -122,19 +136,20 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the all-pairs all-to-all: all messages at once, which most networks schedule best.
 
     1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, _copy_own_block(program), merge_rounds(_exchange_blocks(program)))
 
 
 def _copy_own_block(program: Builder) -> Rounds:
-    """Copy each rank's block for itself to its output."""
+    """Yield the round of an all-to-all in which each rank copies its block for itself to its output."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield
 
 
 def _exchange_blocks(program: Builder) -> Rounds:
-    """All-to-all rounds over all ranks."""
+    """Yield the rounds of a pairwise all-to-all over all ranks, adding their transfers to `program`."""
     everyone = np.arange(program.ranks)
     return all_to_all_rounds(program, everyone, everyone, program.chunks + everyone, 1)

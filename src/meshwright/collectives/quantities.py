@@ -27,12 +27,13 @@ def parse_bytes(text: str, where: str = "bytes") -> int:
 
 
 def parse_seconds(text: str, where: str = "latency") -> float:
-    """Parse a time into seconds: `5us`, `0.1ms`, `0s`. Raises UserError."""
+    """Parse a time into seconds: `5us`, `0.1ms`, `0s`. where: prefix of errors. Raises UserError."""
     return _parse_quantity(text, SECONDS, where, "a time such as 5us, 0.1ms or 2s")
 
 
 def parse_rate(text: str, where: str = "bandwidth") -> float:
-    """Parse a rate above 0 into bytes a second: `25GB/s` (bytes), `100Mbit/s` (bits). Raises UserError."""
+    """Parse a rate above 0 into bytes a second: `25GB/s` (bytes), `100Mbit/s` (bits). where: prefix of errors. Raises
+    UserError."""
     value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
         raise UserError(f"{where}: {text} would never end; a rate is above 0")
@@ -45,7 +46,10 @@ def is_rate(text: str) -> bool:
 
 
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
-    """Parse a number with a unit. right: description of valid text, for errors."""
+    """Parse a number with one of `units` (name -> factor); return the product. where: prefix of errors.
+
+    right: description of valid text, for errors. Raises UserError.
+    """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
     if units is BYTES:  # without bits, case says nothing
@@ -74,8 +78,10 @@ def format_rate(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of
-    it."""
+    """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of it.
+
+    units: name -> factor.
+    """
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or value >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= scaled < 1e6 else f"{scaled:.3g} {unit}"
@@ -92,6 +98,6 @@ def format_exact_seconds(value: float) -> str:
 
 
 def _format_exact(value: float, units: dict[str, Decimal]) -> str:
-    """Format in the unit that takes the fewest characters."""
+    """Format without rounding, in the unit that takes the fewest characters. units: name -> factor."""
     number = Decimal(repr(value))
     return min((f"{(number / factor).normalize():f}{unit}" for unit, factor in units.items()), key=len)

@@ -15,9 +15,10 @@ from meshwright.program.order import Integers
 
 
 def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Reduce-scatter among 2^k ranks by recursive halving, the farthest partner first.
+    """Yield the rounds of a reduce-scatter among 2^k ranks by recursive halving, the farthest partner first.
 
-    ranks: [..., n]. edges: [n + 1]; position p ends with slots edges[p] .. edges[p + 1].
+    ranks: [..., n], ranks of each group. edges: [n + 1]; the rank at position p ends with slots edges[p] .. edges[p +
+        1].
     """
     position = np.arange(ranks.shape[-1])
     for distance in reversed(list_powers_of_two(ranks.shape[-1])):
@@ -29,9 +30,10 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
 
 
 def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """All-gather among 2^k ranks by recursive doubling, the nearest partner first.
+    """Yield the rounds of an all-gather among 2^k ranks by recursive doubling, the nearest partner first.
 
-    ranks: [..., n]. edges: [n + 1]; position p starts with slots edges[p] .. edges[p + 1].
+    ranks: [..., n], ranks of each group. edges: [n + 1]; the rank at position p starts with slots edges[p] .. edges[p +
+        1].
     """
     position = np.arange(ranks.shape[-1])
     for distance in list_powers_of_two(ranks.shape[-1]):
@@ -42,12 +44,15 @@ def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Round
 
 
 def list_powers_of_two(n: int) -> list[int]:
-    """List 1, 2, 4 ... below n."""
+    """Return the powers of two below n: 1, 2, 4 ..."""
     return [1 << bit for bit in range((n - 1).bit_length())]
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Return the extra ranks beyond a power of two, the stand-in of each, and the core of 2^k remaining ranks."""
+    """Split ranks into extra ranks beyond a power of two, the stand-in of each of them, and all 2^k others (the core).
+
+    A stand-in is the core rank that acts for an extra one. Returns three arrays of ranks.
+    """
     n = ranks.shape[-1]
     extra = n - (1 << n.bit_length() - 1)
     stand_in = ranks[..., 1 : 2 * extra : 2]
@@ -55,7 +60,10 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Reduce the whole vector of each extra rank into its stand-in's."""
+    """Yield the round in which each extra rank beyond a power of two is reduced, whole vector, into its stand-in's.
+
+    ranks: of the algorithm, in order.
+    """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
         program.transfer(extra, stand_in, 0, program.chunks, reduce=True)
@@ -63,7 +71,10 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Send the whole result from stand-ins to extra ranks."""
+    """Yield the round in which the stand-in of each extra rank beyond a power of two sends it the whole result.
+
+    ranks: of the algorithm, in order.
+    """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
         program.transfer(stand_in, extra, 0, program.chunks)
@@ -79,6 +90,7 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes a rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the
     power of two below: 2 more rounds and 2 (alpha + S beta) more; extra ranks send S, their stand-ins 2(m-1)/m S + S,
     the others 2(m-1)/m S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -99,6 +111,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
     n = 2^k: log2 n rounds; S log2 n bytes a rank; time log2 n (alpha + S beta). Otherwise, with m the power of two
     below: log2 m + 2 rounds; extra ranks send S, their stand-ins S log2 m + S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
@@ -115,7 +128,10 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Reduce-scatter by recursive halving for any number of ranks; the rank at position p ends with slot p."""
+    """Yield the rounds of a reduce-scatter by recursive halving for any number of ranks.
+
+    The rank at position p of `ranks` ends with slot p.
+    """
     extra, stand_in, core = split_extra_ranks(ranks)
     return run_in_sequence(
         fold_rounds(program, ranks),
@@ -129,6 +145,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
     n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
     ranks first send S, and at the end receive their share of S/n.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "recursive-halving", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks)))
@@ -140,6 +157,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
     n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
     ranks first send their share of S/n, and at the end receive the missing (n-1)/n S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "recursive-doubling", ranks, chunks=ranks)
     everyone = np.arange(ranks)
@@ -156,12 +174,18 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in has two shares."""
+    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in of an extra rank has two shares.
+
+    ranks: of the algorithm, in order.
+    """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Transfer the share of each extra rank (positions 0, 2, 4 ...) from or to its stand-in."""
+    """Yield the round in which the share of each extra rank (positions 0, 2, 4 ...) goes from `source` to `target`.
+
+    source, target: extra ranks and their stand-ins, or the reverse.
+    """
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

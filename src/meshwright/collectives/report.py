@@ -30,7 +30,12 @@ _FEW_RANKS = 32  # limit for the search of crossovers
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Checked program with simulated times. measured: results of a run on torch.distributed, if any."""
+    """Checked collective program with simulated times.
+
+    settings: the algorithm's options. total_bytes: of the full vector. timing: simulated times. chooser: simulator of
+        all algorithms on the network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the
+        fastest changes. measured: results of a run on torch.distributed, if any.
+    """
 
     checked: CheckedCollective
     settings: Settings
@@ -140,7 +145,7 @@ class CollectiveReport:
 
 
 def ranking_table(choice: Choice) -> list[str]:
-    """Format the ranking as lines of a table, with the algorithms that were skipped or refused."""
+    """Return the ranking of algorithms as lines of text, with the algorithms that were skipped or refused."""
     rows = [("algorithm", "settings", "simulated", "closed form")]
     for one in choice.ranking:
         form = "-" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)
@@ -182,9 +187,11 @@ def collective(
 ) -> CollectiveReport:
     """Generate (or choose, or load), check and simulate a collective operation, as `meshwright collective` does.
 
-    algorithm: a name, `auto`, or `@FILE`. total_bytes: of the full vector. latency (seconds), bandwidth (bytes a
-        second): of links without settings in the topology. crossovers: with `auto` on few ranks, find where the choice
-        changes. Raises UserError for invalid arguments, ProgramError for an incorrect program.
+    algorithm: a name, `auto`, or `@FILE`. total_bytes: of the full vector. topology_text: network, such as `torus:4x4`.
+        root: source or destination rank. segments, groups (ranks of a node), dims (sides of the grid): options of the
+        algorithm. latency (seconds), bandwidth (bytes a second): of links without settings in the topology. crossovers:
+        with `auto` on few ranks, find where the choice changes.
+    Raises UserError for invalid arguments, ProgramError for an incorrect program.
     """
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
@@ -239,7 +246,7 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a program from a file and check it against the options."""
+    """Load a program from a file; raise UserError if it differs from the options given (None: any)."""
     program = load_program(file, "collective")
     if program.operation != operation:
         raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")

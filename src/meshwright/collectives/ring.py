@@ -14,9 +14,10 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Reduce-scatter: the partial sum of each block travels once around the ring and ends at its owner.
+    """Yield the rounds of a ring reduce-scatter, adding their transfers to `program`.
 
-    ranks: [..., n], rings. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    The partial sum of each block travels once around the ring and ends at its owner. ranks: [..., n], ranks of each
+    ring. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
     """
     for step in range(1, ranks.shape[-1]):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count, reduce=True)
@@ -24,7 +25,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """All-gather: each block travels once around the ring from its owner. Arguments as in `reduce_scatter_rounds`."""
+    """Yield the rounds of a ring all-gather, adding their transfers to `program`.
+
+    Each block travels once around the ring from its owner. ranks: [..., n], ranks of each ring. own: [..., n], first
+    slot of the block that each rank starts with. count: slots of a block.
+    """
     for step in range(ranks.shape[-1] - 1):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count)
         yield
@@ -35,6 +40,7 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     bytes.
 
     2(n-1) rounds; 2(n-1)/n S bytes a rank; time 2(n-1) alpha + 2(n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -47,6 +53,7 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the ring reduce-scatter. Best for large vectors.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "ring", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -56,6 +63,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the ring all-gather. Best for large vectors.
 
     n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "ring", ranks, chunks=ranks)
     return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -65,6 +73,7 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the bidirectional-ring all-reduce: one half of every block in each direction, for full-duplex links.
 
     2(n-1) rounds; 2(n-1)/n S bytes a rank, half of them over each of its two links; time 2(n-1) alpha + (n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "bidirectional-ring", ranks, chunks=2 * ranks)
     ways = _split_directions(ranks)
@@ -77,7 +86,10 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
 
 def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the bidirectional-ring reduce-scatter. n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n
-    S/2 beta."""
+    S/2 beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
         program, run_together(reduce_scatter_rounds(program, *way) for way in _split_directions(ranks))
@@ -86,7 +98,10 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the bidirectional-ring all-gather. n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S/2
-    beta."""
+    beta.
+
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
         program, run_together(all_gather_rounds(program, *way) for way in _split_directions(ranks))

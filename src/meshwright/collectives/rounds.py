@@ -19,7 +19,7 @@ Rounds: TypeAlias = Iterator[None]
 
 
 def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
-    """Build the program of several parts, one after the other."""
+    """Run the generators `parts`, which add a round to `program` each time, one after the other; return the program."""
     for part in parts:
         while True:
             with program.round():
@@ -29,14 +29,14 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Merge parts side by side: the i-th rounds of all parts form one round."""
+    """Merge algorithms side by side: the i-th rounds of all `parts` form one round."""
     under_way = list(parts)
     while under_way := [part for part in under_way if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge parts as a pipeline: each part starts one round after the one before."""
+    """Merge algorithms as a pipeline: each of `parts` starts one round after the one before."""
     under_way: list[Rounds] = []
     for part in parts:
         under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
@@ -45,20 +45,21 @@ def run_staggered(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_in_sequence(*parts: Rounds) -> Rounds:
-    """Chain parts one after the other."""
+    """Chain algorithms: yield the rounds of all `parts`, one after the other."""
     for part in parts:
         yield from part
 
 
 def _write_next_round(part: Rounds) -> bool:
-    """Add the next round of a part; returns True if the part is exhausted."""
+    """Add the steps of the next round of `part` to its program; return True if it has no further round."""
     return next(part, part) is part
 
 
 def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Add a transfer of slots chunk .. chunk + count modulo `size`, in at most two messages."""
+    """Add a transfer from rank `source` to `target` of the slots chunk .. chunk + count modulo `size`, in at most two
+    messages."""
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)
     before_the_end = np.minimum(count, size - chunk)

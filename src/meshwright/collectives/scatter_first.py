@@ -18,6 +18,7 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the van de Geijn broadcast: scatter down a binomial tree, then all-gather around the ring.
 
     L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "scatter-all-gather", ranks, ranks, root)
     everyone = own = np.arange(ranks)
@@ -30,6 +31,7 @@ def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the Rabenseifner reduce: reduce-scatter by recursive halving, then gather up a binomial tree.
 
     n = 2^k: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds, as in `recursive.reduce_scatter`.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("reduce", "reduce-scatter-gather", ranks, ranks, root)
     return build_from_rounds(

@@ -27,7 +27,11 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Settings that a topology accepts, with an example."""
+    """Settings that a topology accepts in its text form.
+
+    example: valid text. tiers: kinds of links whose latency and bandwidth can be set. numbers: settings with a number,
+        such as `spines=2`. flags: words such as `rails`.
+    """
 
     example: str
     tiers: tuple[str, ...] = ("link",)
@@ -50,7 +54,10 @@ TOPOLOGIES = {
 
 @dataclass
 class _Settings:
-    """Parsed settings; seconds and bytes a second by tier, where given."""
+    """Settings parsed from a topology's text.
+
+    latency, bandwidth: kind of links -> seconds, bytes a second, where given. numbers, flags: other settings.
+    """
 
     latency: dict[str, float]
     bandwidth: dict[str, float]
@@ -92,7 +99,7 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 
 
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
-    """Parse the settings after the topology's name and shape."""
+    """Parse the settings after the topology's name and shape. name: of the topology. kind: settings that it accepts."""
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
@@ -120,7 +127,7 @@ def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
 
 
 def _parse_number(value: str, where: str) -> float:
-    """Parse a number above 0."""
+    """Return the number that `value` gives; raise UserError with prefix `where` unless it is above 0."""
     try:
         number = float(value)
     except ValueError:
@@ -131,7 +138,10 @@ def _parse_number(value: str, where: str) -> float:
 
 
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """Parse the shape, whose sides must multiply to `ranks`; one number alone is the ranks of a node or leaf."""
+    """Return the sides that `shape`, such as `4x4`, gives for the topology `name`; they must multiply to `ranks`.
+
+    One number alone is the ranks of a node or leaf.
+    """
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
         size = resolve_ranks_per_node(name, ranks)
@@ -152,17 +162,18 @@ def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
 
 
 def _build_torus(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a torus from parsed settings."""
+    """Build a torus. sides: its dimensions. settings: parsed latency and bandwidth of links."""
     return networks.build_torus(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a mesh from parsed settings."""
+    """Build a mesh. sides: its dimensions. settings: parsed latency and bandwidth of links."""
     return networks.build_mesh(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build nodes with two tiers of links from parsed settings."""
+    """Build nodes joined by an outer network. sides: nodes, ranks of a node. settings: parsed, for two kinds of
+    links."""
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:
@@ -175,7 +186,7 @@ def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a spine-leaf network from parsed settings."""
+    """Build a spine-leaf network. sides: leaves, ranks of a leaf. settings: parsed latency, bandwidth and numbers."""
     oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _get_whole_number(settings, "spines") or 1
     return networks.build_spine_leaf(
         sides[0], sides[1], settings.latency["link"], settings.bandwidth["link"], oversubscription, spines
@@ -183,7 +194,8 @@ def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _get_whole_number(settings: _Settings, key: str) -> int | None:
-    """Return a setting as an integer, or None if it is not given."""
+    """Return the setting `key`, such as `spines`, as an integer, or None if it is not given; raise UserError for a
+    fraction."""
     number = settings.numbers.get(key)
     if number is not None and number != int(number):
         raise UserError(f"topology: {key}={number:g} is not a whole number")

@@ -20,11 +20,13 @@ from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse. With d axes,
-    the vector has 2d parts, one for each first axis and direction.
+    """Generate the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
 
+    With d axes, the vector has 2d parts, one for each first axis and direction. dims: sides of the grid, such as (4,
+    4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one ring.
     2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes a rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X +
     (Y-1)/XY + ...] beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     axes = range(len(shape))
@@ -32,7 +34,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     grid = np.arange(ranks).reshape(shape)
 
     def part(start: int, way: int) -> Rounds:
-        """Yield the rounds of the vector part that starts at axis `start`. way: 1 or -1, direction of the rings."""
+        """Yield the rounds of the part of the vector that starts at axis `start`. way: 1 or -1, direction of the
+        rings."""
         order = [*axes[start:], *axes[:start]]
         steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
         along = [(lines[..., ::way], own[..., ::way], count) for lines, own, count in steps]
@@ -47,7 +50,10 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the torus reduce-scatter: one axis after the other in both directions, so that blocks stay contiguous.
 
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2 beta.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
+        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2
+        beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
@@ -58,8 +64,13 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the torus all-gather, the reverse of `reduce_scatter`: (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a
-    rank; time rounds x alpha + (n-1)/n S/2 beta."""
+    """Generate the torus all-gather: one axis after the other, the reverse of the torus reduce-scatter.
+
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
+        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2
+        beta.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
+    """
     name, shape = _resolve_shape(ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
@@ -75,13 +86,20 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Run ring rounds in both directions at once, each for one half of every block."""
+    """Yield rounds that run a ring algorithm in both directions at once, each for one half of every block.
+
+    rounds: function (program, ranks, own, slots of a block) -> rounds of the ring algorithm. lines: [..., n], ranks of
+        each ring. own: [..., n], first slot of each rank's block. count: slots of a block.
+    """
     half = count // 2
     backwards = own[..., ::-1] + half
     return run_together([rounds(program, lines, own, half), rounds(program, lines[..., ::-1], backwards, half)])
 
 
 def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return the algorithm's name and the sides of the torus."""
+    """Return the algorithm's name, such as `torus`, and the sides of the grid.
+
+    dims: the sides, if given. dimensions: number of sides, as equal as possible, without `dims`.
+    """
     name = f"{dimensions}d-torus" if dimensions else "torus"
     return name, resolve_sides(name, ranks, dims, dimensions)

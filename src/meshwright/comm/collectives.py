@@ -23,8 +23,11 @@ from meshwright.errors import RankLost
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, equal on all ranks. `site`: label
-    of the call in traces. Returns a handle to wait on (complete, unless `async_op`)."""
+    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, equal on all ranks.
+
+    site: label of the call in traces and fault injection. async_op: return before completion. Returns a handle to wait
+        on (complete, unless `async_op`).
+    """
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
@@ -43,9 +46,12 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Write to `output` this rank's slice of the sum of `source` over ranks: sum of source[r * n : (r + 1) * n], r its
-    rank in axis, n = output.numel(). `source` must not change before the handle is waited for, and may be overwritten
-    except for this rank's slice. On an axis of size 1 `output` is a copy of `source`."""
+    """Write to `output` this rank's slice of the sum of `source` over the ranks of `axis`; return a handle to wait on.
+
+    The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). `source` must not change before the handle
+    is waited for, and may be overwritten except for this rank's slice. On an axis of size 1 `output` is a copy of
+    `source`. site: label of the call in traces. async_op: return before completion.
+    """
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
@@ -67,8 +73,11 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Write the concatenation of the ranks' `source`, in rank order, to `output`. `source` may be a view of its slice
-    of `output`."""
+    """Write the concatenation of the ranks' `source`, in rank order, to `output`; return a handle to wait on.
+
+    `source` may be a view of its slice of `output`. site: label of the call in traces. async_op: return before
+    completion.
+    """
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     mine = output.view(-1)[axis.rank * n : (axis.rank + 1) * n]
@@ -94,7 +103,10 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
-    """Overwrite `tensor` on every rank with that of the rank at index `source` of the axis."""
+    """Overwrite `tensor` on every rank with that of the rank at index `source` of the axis; return a handle to wait on.
+
+    site: label of the call in traces. async_op: return before completion.
+    """
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
@@ -116,8 +128,12 @@ def all_to_all(
     source_sizes: list[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the i-th part of `source` (split along dim 0, evenly or by `source_sizes`) to rank i of the axis and receive
-    its part for this rank as i-th part of `output`."""
+    """Send the i-th part of `source` to rank i of the axis, and receive its part for this rank as i-th part of
+    `output`.
+
+    source_sizes, output_sizes: rows of each part (dim 0) of `source` and `output`; None: equal parts. site: label of
+        the call in traces. async_op: return before completion. Returns a handle to wait on.
+    """
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
@@ -180,8 +196,12 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Send `source` to the next rank of the axis (the last sends to the first) and receive that of the previous rank
-    into `output`. On an axis of size 1 `output` is a copy of `source`."""
+    """Send `source` to the next rank of the axis (the last sends to the first); receive that of the previous into
+    `output`.
+
+    On an axis of size 1 `output` is a copy of `source`. site: label of the call in traces. async_op: return before
+    completion. Returns a handle to wait on.
+    """
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
@@ -197,7 +217,10 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write the ranks' `source`, concatenated along dim 0, to `output`; that of rank i has sizes[i] rows."""
+    """Write the ranks' `source`, concatenated along dim 0, to `output`; that of rank i has sizes[i] rows.
+
+    site: label of the call in traces. Returns when `output` is complete.
+    """
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
         _copy_unless_shared(mine, source)
@@ -216,8 +239,10 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write to `output` this rank's rows (dim 0) of the sum of `source` over ranks; rank i owns sizes[i] rows. Ranks
-    are added in order."""
+    """Write to `output` this rank's rows (dim 0) of the sum of `source` over ranks; rank i owns sizes[i] rows.
+
+    Ranks are added in order. site: label of the call in traces. Returns when `output` is complete.
+    """
     mine = source.split(sizes)[axis.rank]
     if axis.trivial:
         _copy_unless_shared(output, mine)
@@ -233,7 +258,10 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Block until every rank of the axis has called it; on CUDA the host waits for the stream too."""
+    """Block until every rank of the axis has called it; on CUDA the host waits for the stream too.
+
+    site: label of the call in traces.
+    """
     if axis.trivial:
         return
     call, _ = _record_call("barrier", axis, site, 0, 0)
@@ -250,17 +278,22 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the ranks' slices of `parts` shifted by one rank (for the fault "wrong group")."""
+    """Return a copy of `parts`, one slice a rank of `axis`, shifted by one rank (for the injected fault "wrong
+    group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
-    """Shift the ranks' slices of `parts` by one rank, in place."""
+    """Shift the slices of `parts`, one a rank of `axis`, by one rank, in place (for the injected fault "wrong
+    group")."""
     parts.copy_(_shift_by_one_rank(parts, axis))
 
 
 def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
-    """Return the bytes that this rank sends: by the collective program that serves the axis, else `native`."""
+    """Return the bytes that this rank sends in a call of `operation` on `vector`.
+
+    They are those of the collective program that serves the axis, else `native`, the bytes of the backend's algorithm.
+    """
     program = axis.program(operation, vector.nbytes)
     return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
 
@@ -284,8 +317,11 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """A recorded collective call; calling it returns two texts for an error: which rank waits, and in which call.
-    `payload`: bytes."""
+    """Collective call in the call records; calling it returns two texts for an error: which rank waits, and in which
+    call.
+
+    payload: bytes of the whole vector. index: number among the calls of the group, once it is posted.
+    """
 
     operation: str
     axis: Axis
@@ -294,8 +330,10 @@ class _RecordedCall:
     index: int = 0  # among the calls of the group, once it is posted
 
     def post(self, tensor: torch.Tensor, uneven: bool) -> int:
-        """Write the call to the flight recorder's ring and return its number there. `uneven`: omit the number of rows,
-        which differs between ranks."""
+        """Write the call to the flight recorder's ring and return its number there.
+
+        tensor: gives dtype and shape. uneven: omit the number of rows, which differs between ranks.
+        """
         axis, calls = self.axis, self.axis.communicator.calls
         group = axis.calls_group
         shape = ("...", *tensor.shape[1:]) if uneven else tensor.shape
@@ -312,8 +350,10 @@ class _RecordedCall:
 
 
 def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_RecordedCall, Fault | None]:
-    """Record a call of `payload` bytes, of which this rank sends `sent`; return it and the fault injected at it, if
-    any."""
+    """Record a collective call; return it, and the fault to inject at it, if any.
+
+    site: label of the call in traces. payload: bytes of the whole vector. sent: bytes that this rank sends.
+    """
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
@@ -331,8 +371,11 @@ def _post_call(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post a recorded call's transfers and return its handle; `then` runs when they are complete, before an injected
-    fault corrupts `output`."""
+    """Post the transfers of a recorded call by calling `post`; return the call's handle.
+
+    fault: to inject, if any; it corrupts `output` when the transfers are complete. then: called when they are complete,
+        before the fault. async_op: return before completion. uneven: numbers of rows differ between ranks.
+    """
     number = call.post(output, uneven)
     try:
         if (around := axis.communicator.around) is None:

@@ -13,8 +13,10 @@ COMPILER = "torch._dynamo"
 
 
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: from
-    annotations."""
+    """Return a decorator that registers a function as the custom operator `name`, which mutates no argument.
+
+    Like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: taken from annotations.
+    """
 
     def define(function: Callable[..., Any]) -> Any:
         """Register `function` as a custom operator."""

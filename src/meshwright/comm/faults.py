@@ -18,9 +18,13 @@ _REMEMBER = "remember"  # not a fault: the call before the stale one
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault to inject at a call site. `position`: rank in the group whose part "drop" loses; `call`: number of the
-    call, counted from 1 since injection (None: every call); `groups`: groups of a "wrong group" (empty: the right
-    ranks, shifted by one)."""
+    """Fault to inject at collective calls, for tests of error detection.
+
+    site, operation: label and operation of the calls, such as "all_reduce". kind: "skip", "drop", "double", "stale" or
+        "wrong group". position: rank in the group whose part "drop" loses. call: number of the call, from 1 since
+        injection (None: every call). axis: name of the axis of the calls. groups: groups of a "wrong group" (empty: the
+        right ranks, shifted by one).
+    """
 
     site: str
     operation: str
@@ -49,8 +53,10 @@ AxisType = TypeVar("AxisType", bound=NamedAxis)
 
 
 class Faults(Generic[AxisType]):
-    """The fault injected in this process, if any. All ranks of a group inject the same one, so that nothing hangs.
-    `struck`: number of calls whose result was corrupted."""
+    """Fault injected in this process, if any. All ranks of a group inject the same one, so that nothing hangs.
+
+    struck: number of calls whose result was corrupted.
+    """
 
     def __init__(self) -> None:
         self.active: Fault | None = None
@@ -60,7 +66,10 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def plant(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Inject a fault (None: remove it). `other`: this rank's axis for a "wrong group" (made by `Mesh.plant`)."""
+        """Inject a fault in this process (None: remove it).
+
+        other: this rank's axis over the wrong groups, for a "wrong group" (made by `Mesh.plant`).
+        """
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
@@ -68,7 +77,7 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def at(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to inject at this call, or None."""
+        """Return the fault to inject at this call of `operation` with label `site`, or None; counts the calls."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -79,8 +88,10 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def over(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return the axis over which to make a call, and True if its ranks are shifted by one: `axis` and False unless
-        `fault` is a "wrong group". `ordered`: rank order affects the call's result."""
+        """Return the axis over which to make a call, and True if its ranks are to be shifted by one.
+
+        That is `axis` and False unless `fault` is a "wrong group". ordered: rank order affects the call's result.
+        """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:

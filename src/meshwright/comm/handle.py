@@ -15,8 +15,13 @@ from meshwright.flight_recorder.call_ring import get_process_writer
 
 
 class Handle:
-    """Handle of a collective call in flight. `wait` may be called repeatedly; it returns when the result is valid, or
-    raises the first error again."""
+    """Handle of a collective call in flight, like torch.distributed's Work.
+
+    `wait` may be called repeatedly; it returns when the result is valid, or raises the first error again.
+    works: torch.distributed work handles of its transfers. what: returns two texts for an error: who waits, and where.
+        timeout: of one wait (None: the backend's). communicator, call: where the call is recorded, and its number
+        there.
+    """
 
     __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
 
@@ -37,7 +42,7 @@ class Handle:
         self._timeout = timeout
 
     def then(self, finish: Callable[[], Any] | None) -> Handle:
-        """Add a callback that runs when the call has been waited for; return the handle."""
+        """Add a callback `finish` (None: nothing) that runs when the call has been waited for; return this handle."""
         if finish is not None:
             self._finishers.append(finish)
         return self
@@ -68,7 +73,7 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait (on gloo up to `seconds`) for the transfers of an abandoned call, ignoring errors."""
+        """Wait (on gloo up to `seconds`) for the transfers of a call that is not needed any more, ignoring errors."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):
@@ -83,7 +88,10 @@ DONE = Handle()
 
 
 def lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
-    """Return the RankLost error of an unanswered call; `what` returns who waits, and where."""
+    """Return the RankLost error of an unanswered call.
+
+    what: returns two texts for the message: which rank waits for which, and in which call. error: the backend's error.
+    """
     get_process_writer().give_up()
     who, where = what() if what else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # of a program, which knows better who waits for whom

@@ -50,8 +50,10 @@ class RemoteTraceback(Exception):
 
 
 class LocalRanks:
-    """Pool of `world_size` local processes with torch.distributed (gloo) initialised and `threads` threads each.
-    `timeout`: default seconds of a `run`."""
+    """Pool of local processes with torch.distributed (gloo) initialised, to run functions on all ranks.
+
+    world_size: number of processes. threads: torch threads of each. timeout: default seconds of a `run`.
+    """
 
     def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0) -> None:
         self.world_size = world_size
@@ -211,7 +213,7 @@ class _Server:
         atexit.register(self.stop)
 
     def fork(self, order: tuple[Any, ...]) -> list[int]:
-        """Fork ranks by `order` (arguments of `_run_rank_process` after the rank); return their process IDs."""
+        """Fork ranks; return their process IDs. order: arguments of `_run_rank_process` after the rank."""
         try:
             self.connection.send(order)
             return self.connection.recv()  # type: ignore[no-any-return]
@@ -229,8 +231,8 @@ class _Server:
 
 
 def serve(descriptor: int) -> None:
-    """Run the server's main loop: fork ranks by orders received on socket `descriptor`, until its other end is
-    closed."""
+    """Run the server's main loop: fork ranks as requested on the socket with file descriptor `descriptor`, until its
+    other end is closed."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
@@ -257,7 +259,12 @@ def serve(descriptor: int) -> None:
 def _run_rank_process(
     rank: int, directory: str, key: bytes, world_size: int, threads: int, timeout: float, path: list[str], cwd: str
 ) -> None:
-    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns."""
+    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns.
+
+    directory: has the socket on which the pool connects, the store of torch.distributed and the call records. key:
+        authentication key of the socket. threads: torch threads. timeout: seconds, of torch.distributed. path, cwd:
+        `sys.path` and working directory to set.
+    """
     status = 1
     try:
         _end_with_parent()

@@ -18,8 +18,12 @@ from meshwright.program.order import Integers
 
 
 class Message(NamedTuple):
-    """A message of `size` adjacent slots (0: a signal) from or to `peer`. `staging`: first slot in the staging buffer
-    where it arrives; -1: in place. `step`: the program's first step it belongs to."""
+    """Message of adjacent slots between this rank and another.
+
+    number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: slots, 0 for
+        a signal. staging: first slot in the staging buffer, where a message that will be reduced arrives; -1: it
+        arrives in place. step: index of the program's first step it belongs to.
+    """
 
     number: int
     peer: int
@@ -30,19 +34,19 @@ class Message(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Schedule entry: wait until a received message has arrived."""
+    """Schedule entry: wait until the received message `message` has arrived."""
 
     message: Message
 
 
 class Leave(NamedTuple):
-    """Schedule entry: wait until a sent message no longer needs its slots."""
+    """Schedule entry: wait until the sent message `message` no longer needs its slots."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Schedule entry: add staged slots from `staging` on to the slots from `slot` on."""
+    """Schedule entry: add `size` slots of the staging buffer, from `staging` on, to the slots from `slot` on."""
 
     slot: int
     size: int
@@ -50,7 +54,7 @@ class Reduce(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Schedule entry: copy the slots from `source` on to those from `slot` on; with `combine` add them."""
+    """Schedule entry: copy `size` slots from `source` on to those from `slot` on; with `combine` add them to those."""
 
     slot: int
     size: int
@@ -60,8 +64,11 @@ class Local(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One group of a rank's schedule, in order: wait for `before`; post `receives`, `sends` and `ahead` (receives of
-    the next group); execute `after`."""
+    """One group of a rank's schedule, executed in the order of the fields.
+
+    before: waits for earlier sends whose slots are received into. receives, sends: messages to post. ahead: receives of
+        the next group to post already. after: waits for arrivals, and local copies and reductions.
+    """
 
     before: list[Leave] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -72,7 +79,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """Schedule of one rank: its groups, number of messages, slots of the staging buffer, and number of slots sent."""
+    """Schedule of one rank, which an executor runs.
+
+    groups: in order. messages: number of messages. staging: slots of the staging buffer. sent: slots sent in all.
+    """
 
     groups: list[Group]
     messages: int
@@ -81,8 +91,10 @@ class RankProgram:
 
 
 def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProgram:
-    """Lower the program for `rank`. `merge`: join adjacent slots to messages; False for memory in which slots are not
-    adjacent."""
+    """Return the schedule of rank `rank`: its messages, waits, local copies and reductions, group by group.
+
+    merge: send adjacent slots as one message; False for memory in which slots are not adjacent.
+    """
     steps = checked.program.steps
     own = steps.of_rank(rank)
     groups = [Group() for _ in range(int(steps.group[own[-1]]) + 1 if len(own) else 0)]
@@ -115,8 +127,11 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
 
 
 class _TransferEnd(NamedTuple):
-    """This rank's end of one transfer of the program, as part of a message. `offset`: slots of the message before
-    it."""
+    """This rank's end of one transfer of the program, as part of a message.
+
+    step: index of the send or receive. slot, size: slots sent or received. outgoing: True for a send. reduces: True if
+        the receiver reduces. offset: slots of the message before this part. message: the message, once it exists.
+    """
 
     step: int
     slot: int
@@ -128,9 +143,12 @@ class _TransferEnd(NamedTuple):
 
 
 def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
-    """Yield the transfers that `rank` takes part in, grouped into messages. Both ends group alike: consecutive
-    transfers between two ranks, in one group, adjacent at both ends. Messages of one rank pair and direction come in
-    sending order."""
+    """Yield, message by message, the list of transfers that each message joins, for all messages from or to `rank`.
+
+    Transfers are joined if they are consecutive, in one group, and adjacent in memory at both ends; so sender and
+    receiver join alike. Messages of one pair of ranks and direction come in sending order. merge: False to send every
+    slot as a message of its own.
+    """
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
     send, receive = checked.sends[here], checked.receives[here]
@@ -168,13 +186,18 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
 
 
 def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return 0 for data slots, 1 for output, 2 for scratch; the regions are not adjacent in memory."""
+    """Return, for each slot number, 0 for data slots, 1 for output, 2 for scratch; the regions are not adjacent in
+    memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Assign staging slots to reduced messages, and append the work after arrival to each group, sums in the order of
-    steps. Even and odd groups have separate areas, as two may be in flight. Return the number of staging slots."""
+    """Assign staging slots to messages that will be reduced, and add the waits and sums after arrival to each group.
+
+    groups: schedule, changed in place. arriving: for each group, the received transfers. Sums run in the order of
+        steps. Even and odd groups have separate staging slots, as two may be in flight. Returns the number of staging
+        slots.
+    """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
     for number, (group, parts) in enumerate(zip(groups, arriving, strict=True)):
@@ -204,11 +227,15 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Insert waits for sends where their slots change, and post receives early."""
+    """Add waits for sends before their slots change, and post receives one group early where possible.
+
+    groups: schedule of a rank, changed in place.
+    """
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:
-        """Return waits for the sends that read any of `count` slots from `slot` on."""
+        """Return waits for the unfinished sends that read any of `count` slots from `slot` on, and forget these
+        sends."""
         over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)
@@ -238,8 +265,11 @@ def _schedule_waits(groups: list[Group]) -> None:
 
 
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
-    """Post receives of `following` already in `group`, where their slots are not in `touched`. Those from one rank stay
-    in order."""
+    """Move receives of the group `following` into `group.ahead`, so that they are posted with the group before.
+
+    touched: (first slot, number) of the slots in use while `group` runs; receives into these stay, as do later ones
+        from the same rank.
+    """
     held: set[int] = set()
     for message in following.receives:
         in_use = message.staging < 0 and any(_slots_overlap(message.slot, message.size, *other) for other in touched)
@@ -251,5 +281,5 @@ def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) 
 
 
 def _slots_overlap(slot: int, count: int, other: int, others: int) -> bool:
-    """True if the slot ranges [slot, slot + count) and [other, other + others) overlap."""
+    """Return True if the `count` slots from `slot` on and the `others` slots from `other` on overlap."""
     return slot < other + others and other < slot + count

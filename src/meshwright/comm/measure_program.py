@@ -116,8 +116,13 @@ def measure_rank(
     device: str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Measure one rank of a program in any process group. Returns exact (bool), seconds of each run (ours, theirs),
-    bytes_sent, backend, native."""
+    """Run and time a program on this rank, alternating with torch.distributed's own call, in any process group.
+
+    numel: elements of the vector. repeats: timed runs. dtype: such as "float32". group: process group (None: the
+        world).
+    Returns exact (True if both gave the same integers), seconds of each run (ours, theirs), bytes_sent, backend,
+    native.
+    """
     executable = Executable(checked, group, timeout_seconds, device=device)
     name, native = NATIVE[checked.program.operation]
     exact = _matches_native(executable, native, numel, device)
@@ -158,7 +163,10 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
 
 
 def _matches_native(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
-    """True if the program and torch.distributed give equal results on integers."""
+    """Return True if the program and torch.distributed's call `native` give equal results on integers.
+
+    numel: elements of the vector. device: where it is.
+    """
     program = executable.program
     if program.operation == "barrier":
         _run_program(executable, None, None)
@@ -209,7 +217,7 @@ def _reduction(executable: Executable) -> Any:
 
 
 def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
-    """Divide a sum by the number of ranks if the reduction is a mean."""
+    """Divide `result`, a sum over ranks, by their number if the program's reduction is a mean; return it."""
     return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
 
 

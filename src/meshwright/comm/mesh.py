@@ -46,8 +46,10 @@ SETTLING_SECONDS = 10.0
 
 
 class Communicator:
-    """Shared communication state of one process: call records, flight-recorder ring, injected fault, collective
-    programs that replace backend calls, and timeout."""
+    """Communication state of one process, shared by its axes: call records, flight-recorder ring, injected fault.
+
+    timeout_seconds: of one wait. programs: (axis, operation) -> collective programs that replace the backend's calls.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,12 @@ class Communicator:
     def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
-        """Context of a joint operation of all `ranks`, recorded as one call in the flight recorder; converts
-        RuntimeError to RankLost."""
+        """Context of an operation that all `ranks` make together, such as the creation of a process group: one recorded
+        call.
+
+        site: label in traces. operation, axis, dtype, shape: what the flight recorder notes. Converts RuntimeError to
+            RankLost.
+        """
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
@@ -88,8 +94,11 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as seen by one rank: the global `ranks` along it, in order, and this rank's index `rank` among
-    them."""
+    """One mesh axis as seen by one rank.
+
+    ranks: global ranks along the axis, in order. rank: this rank's index among them. group: their process group,
+        usually None if there is only one. communicator: shared state of the process.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -104,12 +113,15 @@ class Axis:
 
     @property
     def trivial(self) -> bool:
-        """True if calls over this axis are skipped because it has one rank."""
+        """True if calls over this axis are skipped because it has one rank (tests can have them made nevertheless)."""
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the collective program that serves an operation ("all_reduce" ...) on a vector of `size` bytes here,
-        or None."""
+        """Return the collective program that replaces the backend for `operation` ("all_reduce" ...) over this axis, or
+        None.
+
+        size: bytes of the vector.
+        """
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
 
     @cached_property
@@ -135,7 +147,7 @@ last. It serves them all: their groups join the same ranks."""
 
 
 def axis_of(key: str) -> Axis:
-    """Return the axis with key `key` (`Axis.key`)."""
+    """Return the axis of this process with the name `key` (`Axis.key`), for custom operators, which take no objects."""
     return _axes[key][-1]
 
 
@@ -215,8 +227,11 @@ class Mesh:
         timeout_seconds: float = 600.0,
         programs: Mapping[tuple[str, str], NamedProgram] | None = None,
     ) -> Mesh:
-        """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same layout and the
-        same collective programs for its axes, if any (`collectives.named.named_programs`)."""
+        """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
+
+        timeout_seconds: of one wait for a call. programs: (axis, operation) -> collective programs that replace the
+            backend's calls, such as `collectives.named.named_programs` returns.
+        """
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
         world_size = dist.get_world_size()
@@ -245,8 +260,10 @@ class Mesh:
         return mesh
 
     def neighbours(self, name: str, size: int) -> Axis:
-        """Return the axis over this rank's block of `size` consecutive ranks of axis `name`. Every rank calls it, with
-        the same arguments."""
+        """Return the axis over this rank's block of `size` consecutive ranks of axis `name`, such as "tp".
+
+        Creates process groups: every rank calls it, with the same arguments.
+        """
         axis: Axis = getattr(self, name)
         if size == axis.size:
             return axis
@@ -260,8 +277,10 @@ class Mesh:
         return found
 
     def among(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Return the axis over the ranks at indices `places` of axis `name`; None on other ranks. Every rank calls it,
-        with the same arguments."""
+        """Return the axis over the ranks at indices `places` of axis `name`, such as "pp"; None on other ranks.
+
+        Creates process groups: every rank calls it, with the same arguments.
+        """
         found = None
         for ranks in self.layout.groups(name):
             chosen = tuple(ranks[place] for place in places)

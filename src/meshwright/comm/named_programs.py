@@ -21,7 +21,10 @@ from meshwright.program.check_collective import CheckedCollective
 
 
 class Work:
-    """A program run in flight, like torch.distributed's Work: `wait` raises its error."""
+    """Run of a collective program by the process's thread, like torch.distributed's Work: `wait` raises its error.
+
+    run: function that runs the program.
+    """
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
@@ -44,7 +47,7 @@ class Work:
 
 
 class _StreamWork:
-    """A program run queued on a CUDA stream."""
+    """Run of a collective program queued on a CUDA stream. event: recorded on the stream after the run."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -55,7 +58,10 @@ class _StreamWork:
 
 
 class NamedPrograms:
-    """Collective programs of one process by (axis, operation). Empty, it leaves every call to the backend."""
+    """Collective programs of one process that replace backend calls. Empty, it leaves every call to the backend.
+
+    named: (axis, operation) -> program. timeout_seconds: of one wait. device: of the vectors.
+    """
 
     def __init__(
         self,
@@ -75,8 +81,10 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the program that serves `operation` ("all_reduce" ...) on axis `axis` for a vector of `size` bytes, or
-        None."""
+        """Return the program that serves `operation` ("all_reduce" ...) on axis `axis`, ready to run, or None.
+
+        ranks, group: global ranks of the axis and their process group. size: bytes of the vector.
+        """
         named = self.named.get((axis, operation))
         if named is None:
             return None
@@ -88,8 +96,11 @@ class NamedPrograms:
         return self._executables[key][1]
 
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
-        """Queue `run`, which runs a program on `tensor`; return its work handle at once. `batched`: NCCL, on a CUDA
-        stream."""
+        """Queue a run of a program; return its work handle at once.
+
+        run: function that runs the program on `tensor`. batched: True for NCCL: runs on a CUDA stream, not on the
+            thread.
+        """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())

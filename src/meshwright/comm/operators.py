@@ -18,14 +18,19 @@ from meshwright.comm.mesh import Axis, axis_of
 
 
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Enter a tensor-parallel region: forward returns `x`, backward all-reduces the gradient over `axis` (Megatron-LM's
-    f: arXiv 1909.08053, section 3)."""
+    """Enter a tensor-parallel region: forward returns `x`, backward all-reduces the gradient over `axis`.
+
+    Megatron-LM's f: arXiv 1909.08053, section 3. site: label of the calls in traces.
+    """
     return _call_operator("copy_to", x, axis, site)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Leave a tensor-parallel region: forward all-reduces (sums) `x` over `axis`, backward passes the gradient through
-    unchanged (Megatron-LM's g)."""
+    """Leave a tensor-parallel region: forward all-reduces (sums) `x` over `axis`, backward returns the gradient
+    unchanged.
+
+    Megatron-LM's g: arXiv 1909.08053, section 3. site: label of the calls in traces.
+    """
     return _call_operator("reduce_from", x, axis, site)
 
 
@@ -47,8 +52,11 @@ def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tens
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """All-to-all: part i of `x` along dim `split` goes to rank i, received parts are concatenated along dim `join`;
-    backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1)."""
+    """Return the parts of `x` that the ranks of `axis` send to this one: part i along dim `split` goes to rank i.
+
+    Received parts are concatenated along dim `join`; backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv
+    2309.14509, section 3.1). site: label of the calls in traces.
+    """
     return _call_operator("all_to_all", x, axis, site, split, join)
 
 
@@ -59,23 +67,35 @@ def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Ten
 
 
 def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
-    """All-to-all of uneven parts: send source_sizes[i] rows (dim 0) of `x` to rank i and receive output_sizes[i] rows
-    from it; backward returns the gradients of received rows to their senders."""
+    """Send source_sizes[i] rows (dim 0) of `x` to rank i of the axis; return the rows received, output_sizes[i] from
+    rank i.
+
+    Backward returns the gradients of received rows to their senders. site: label of the calls in traces.
+    """
     return _call_operator("exchange", x, axis, site, source_sizes, output_sizes)
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """All-gather along dim 0 with sizes[i] rows of rank i; backward reduce-scatters the gradient."""
+    """Return the ranks' `x` concatenated along dim 0, sizes[i] rows of rank i; backward reduce-scatters the gradient.
+
+    site: label of the calls in traces.
+    """
     return _call_operator("gather_rows", x, axis, site, sizes)
 
 
 def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Reduce-scatter along dim 0 with sizes[i] rows for rank i; backward all-gathers the gradient."""
+    """Return this rank's rows (dim 0) of the sum of `x` over ranks; rank i gets sizes[i] rows; backward all-gathers.
+
+    site: label of the calls in traces.
+    """
     return _call_operator("reduce_scatter_rows", x, axis, site, sizes)
 
 
 def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments: int | list[int]) -> torch.Tensor:
-    """Call the custom operator `name`; on an axis of size 1 return `x`."""
+    """Call the custom operator `name` on `x`; on an axis of size 1 return `x`.
+
+    site: label of the calls in traces. arguments: the operator's further ones, such as dims or sizes.
+    """
     return x if axis.trivial else getattr(torch.ops.meshwright, name)(x, axis.key, site, *arguments)
 
 
@@ -83,14 +103,14 @@ def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments
 
 
 def _forward_all_reduce(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Forward of `reduce_from`: all-reduced copy of `x`."""
+    """Return the sum of `x` over the ranks of `axis`, as a new tensor (forward of `reduce_from`)."""
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, axis, site)
     return total
 
 
 def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Forward of `gather_from` and `join_from`: all-gather along `dim`."""
+    """Return the ranks' `x` concatenated along `dim` (forward of `gather_from` and `join_from`)."""
     parts = x.new_empty((axis.size, *x.shape))
     if axis.communicator.faults.active is not None:
         parts.zero_()  # a skipped call must not leave the right values of an earlier one
@@ -99,7 +119,7 @@ def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> tor
 
 
 def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Forward of `reduce_scatter_to`: reduce-scatter along `dim`."""
+    """Return this rank's slice along `dim` of the sum of `x` over ranks (forward of `reduce_scatter_to`)."""
     parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
     collectives.reduce_scatter(mine, parts, axis, site)
@@ -107,12 +127,13 @@ def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) ->
 
 
 def _forward_split(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Forward of `split_to`: copy of this rank's slice along `dim`."""
+    """Return a copy of this rank's slice of `x` along `dim` (forward of `split_to`)."""
     return x.chunk(axis.size, dim)[axis.rank].clone()
 
 
 def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """Forward of `all_to_all`."""
+    """Return the received parts of an all-to-all, concatenated along dim `join`; part i of `x` along dim `split` goes
+    to rank i."""
     parts = torch.stack(x.chunk(axis.size, split))
     arrived = torch.empty_like(parts)
     collectives.all_to_all(arrived, parts, axis, site)
@@ -122,21 +143,24 @@ def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join
 def _forward_exchange(
     x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
 ) -> torch.Tensor:
-    """Forward of `exchange`."""
+    """Return the rows received in an all-to-all of uneven parts (dim 0).
+
+    source_sizes, output_sizes: rows sent to and received from each rank.
+    """
     arrived = _empty_rows(x, sum(output_sizes))
     collectives.all_to_all(arrived, x.contiguous(), axis, site, output_sizes, source_sizes)
     return arrived
 
 
 def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Forward of `gather_rows`."""
+    """Return the ranks' `x` concatenated along dim 0; that of rank i has sizes[i] rows."""
     whole = _empty_rows(x, sum(sizes))
     collectives.all_gather_rows(whole, x.contiguous(), axis, site, sizes)
     return whole
 
 
 def _forward_reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Forward of `reduce_scatter_rows`."""
+    """Return this rank's rows of the sum of `x` over ranks (dim 0); rank i gets sizes[i] rows."""
     mine = _empty_rows(x, sizes[axis.rank])
     collectives.reduce_scatter_rows(mine, x.contiguous(), axis, site, sizes)
     return mine
@@ -161,9 +185,12 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a collective operator. `conjugate`: name of the operator that computes its gradient, with the
-    arguments reversed; `result`: returns an empty tensor like its result; `arguments`: schema declarations after x,
-    axis and site."""
+    """Definition of a differentiable collective operator, for registration with torch.
+
+    conjugate: name of the operator that computes its gradient, with the arguments reversed. forward: its
+        implementation. result: returns an empty tensor like its result. arguments: schema declarations after x, axis
+        and site.
+    """
 
     conjugate: str
     forward: Callable[..., torch.Tensor]
@@ -212,7 +239,7 @@ def _register(name: str, operator: Operator) -> None:
         return operator.result(x, axis_of(axis), *arguments)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
-        """Save axis, site and arguments for backward."""
+        """Save axis, call site and arguments for backward. inputs: x, axis key, site, arguments."""
         _, ctx.axis, site, *arguments = inputs
         ctx.site, ctx.arguments = site + ".backward", arguments[::-1]
 

@@ -38,8 +38,10 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A part of the vector that the program processes by itself, in chunks of `n` elements; `finish` runs
-    afterwards."""
+    """Part of the vector that the program processes by itself.
+
+    plan: schedule of this rank. n: elements of a chunk. data, output: memory of the slots. finish: called afterwards.
+    """
 
     plan: RankProgram
     n: int
@@ -55,8 +57,10 @@ class Buffers:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer of `numel` elements with the dtype and device of `like`; contents are those of its last use,
-        or undefined. `lane`: index of the concurrent segment."""
+        """Return a buffer of `numel` elements with the dtype and device of `like`; its contents are undefined.
+
+        name: of the purpose. lane: index among segments that run at the same time, each of which has its own buffer.
+        """
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -64,12 +68,12 @@ class Buffers:
 
 
 class Executable:
-    """A checked collective program, executable on one rank. All ranks of `group` construct and run it, in the same
-    order.
+    """Checked collective program, executable on one rank. All ranks of `group` construct and run it, in the same order.
 
-    `group`: process group with as many ranks as the program (None: the world). `timeout_seconds`: limit of one wait
-    (CPU tensors), after which RankLost names the waiting ranks and the step. `device`: device of the vectors. `batched`
-    (attribute): each group is posted as one call, in the order of the current stream (NCCL).
+    group: process group with as many ranks as the program (None: the world). timeout_seconds: limit of one wait (CPU
+        tensors), after which RankLost names the waiting ranks and the step. buffers: scratch memory, shared with other
+        programs that do not run at the same time. device: device of the vectors.
+    batched (attribute): each group is posted as one call, in the order of the current stream (NCCL).
     """
 
     def __init__(
@@ -101,7 +105,8 @@ class Executable:
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """Return the bytes that this rank sends for a vector of `numel` elements, padding included."""
+        """Return the bytes that this rank sends for a vector of `numel` elements, padding included. itemsize: bytes an
+        element."""
         return cutting.compute_sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
@@ -155,8 +160,10 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run one lane's segments in turn, yielding True in each group after its transfers are posted. Each lane has
-        its own message tag."""
+        """Run several segments in turn, yielding True in each group after its transfers are posted.
+
+        lane: index among the lists of segments that run at the same time; each has its own message tag.
+        """
         tag = TAG + lane
         for segment in segments:
             memory = self._slot_memory(segment, lane)
@@ -212,7 +219,8 @@ class Executable:
             segment.finish()
 
     def _message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory that a message is read from or written to."""
+        """Return the memory that a message is read from or written to. memory, staging: of the slots and of the staging
+        slots."""
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
@@ -220,14 +228,18 @@ class Executable:
     def _post_message(
         self, works: list[Any], message: Message, call: Callable[..., Any], tensor: torch.Tensor, tag: int
     ) -> None:
-        """Post a message by `call` (send or receive) and store its work handle in `works`. Raises RankLost."""
+        """Post a message by calling `call`, a send or receive of torch.distributed. Raises RankLost.
+
+        works: its work handle is stored here, at the message's number. tensor: what is sent or received. tag: message
+            tag.
+        """
         try:
             works[message.number] = call([tensor], message.peer, tag)
         except RuntimeError as error:  # a connection that is gone fails at once
             raise self._rank_lost(message, error) from error
 
     def _wait_for_message(self, works: list[Any], message: Message) -> None:
-        """Wait until a posted message is complete. Raises RankLost."""
+        """Wait until a posted message is complete. works: work handles by message number. Raises RankLost."""
         try:
             works[message.number].wait(self._timeout)
         except RuntimeError as error:
@@ -246,7 +258,7 @@ class Executable:
         )
 
     def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
-        """Execute a local copy or reduction on slots."""
+        """Execute `event`, a local copy or reduction. memory, staging: of the slots and of the staging slots."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, Local) and not event.combine:
@@ -265,8 +277,10 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `n`-element chunks from `start` on, for operations without shares. A last one that
-        chunks do not divide runs in a padded copy."""
+        """Return the segment with chunks of `n` elements from element `start` on, for operations without shares.
+
+        A last one that chunks do not divide runs in a padded copy.
+        """
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
@@ -277,7 +291,7 @@ class Executable:
         return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
     def _chunks_divide_shares(self, numel: int) -> bool:
-        """True if chunks divide the ranks' shares of `numel` elements exactly."""
+        """Return True if the ranks' shares of a vector of `numel` elements consist of whole chunks."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
@@ -320,7 +334,7 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return the memory of all slots of a segment: data, output, scratch."""
+        """Return the memory of all slots of a segment: data, output, scratch. lane: index among concurrent segments."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -339,16 +353,20 @@ class Executable:
         return memory
 
     def _scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Return the memory of a lane's scratch slots, reused from run to run."""
+        """Return the memory of `slots` scratch slots, reused from run to run.
+
+        name: of the purpose. lane: index among concurrent segments.
+        """
         return _adjacent(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
-    """Return the memory of slots of n elements, one after another."""
+    """Return the memory of slots of `n` elements that lie one after another in `tensor`."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return the memory of slots that are the same range, from `start` on, of each chunk of n elements."""
+    """Return the memory of slots that are each a part of a chunk of `n` elements: elements start .. start + length of
+    it."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -9,7 +9,11 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(slots=True)
 class SiteRecord:
-    """Totals of one call site on one axis since the last `clear`: calls, payload bytes and bytes sent by this rank."""
+    """Totals of one call site on one axis since the last `clear`.
+
+    payload_bytes: bytes of the whole vectors: what is reduced, or what a gather makes. sent_bytes: bytes this rank has
+        sent.
+    """
 
     site: str
     operation: str
@@ -26,7 +30,7 @@ class Record:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one call of a site, with its payload and the bytes sent by this rank."""
+        """Count one call of a site. payload_bytes: of the whole vector. sent_bytes: what this rank sends."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
@@ -75,6 +79,6 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the difference of two results of `sent_by_site` or `sent_by_axis`, without zeros."""
+    """Return how much each entry of a dict of byte counts has grown from `before` to `after`, without zeros."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

@@ -24,8 +24,11 @@ MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receive
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One end of a point-to-point transfer: `tensor` is sent to the rank at index `peer` of an axis, or received from
-    it (`arrives`). `name`: label in reports ("2RECV_F3")."""
+    """One end of a point-to-point transfer over an axis.
+
+    tensor: sent to the rank at index `peer` of the axis, or received from it if `arrives`. site: label of the call in
+        traces. name: label in reports ("2RECV_F3").
+    """
 
     tensor: torch.Tensor
     peer: int
@@ -35,7 +38,8 @@ class Message:
 
 
 def native(axis: Axis, tensor: torch.Tensor) -> bool:
-    """True if the backend's own reduce-scatter and all-gather are used: not for CPU tensors of several gloo ranks."""
+    """Return True if the backend's own reduce-scatter and all-gather are used for `tensor`: not for CPU tensors of
+    several gloo ranks."""
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
@@ -45,8 +49,11 @@ _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post output[n] = sum over ranks of source[rank * n : (rank + 1) * n]. A collective program overwrites
-    `source`."""
+    """Post output[n] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
+
+    A collective program overwrites `source`. Returns (works, finish): work handles, and what to call when they are
+    complete (None: nothing).
+    """
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
         mine = source.view(axis.size, -1)[axis.rank]
@@ -78,7 +85,10 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post output = concatenation of the ranks' `source`, which may be a view of its slice of `output`."""
+    """Post output = concatenation of the ranks' `source`, which may be a view of its slice of `output`.
+
+    Returns (works, finish): work handles, and what to call when they are complete (None: nothing).
+    """
     program = axis.program("all_gather", output.nbytes)
     if program is None and native(axis, source):
         whole, part = output.view(-1), source.view(-1)
@@ -92,7 +102,10 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-    """Post an all-reduce in place; `op`: "sum" or "max". Collective programs serve sums alone."""
+    """Post an all-reduce of `tensor` in place; op: "sum" or "max". Collective programs serve sums alone.
+
+    Returns (works, finish): work handles, and what to call when they are complete (None: nothing).
+    """
     program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
     if program is not None:
         return [axis.communicator.programs.post(lambda: program.run(tensor), tensor, program.batched)], None
@@ -101,7 +114,10 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
 
 
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
-    """Post a broadcast in place from the rank at index `source` of the axis."""
+    """Post a broadcast of `tensor` in place, from the rank at index `source` of the axis.
+
+    Returns (works, finish): work handles, and what to call when they are complete (None: nothing).
+    """
     return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
 
 
@@ -113,13 +129,20 @@ def all_to_all(
     source_sizes: list[int] | None,
 ) -> Posted:
     """Post an all-to-all along dim 0: part i of `source` goes to rank i, whose part for this rank becomes part i of
-    `output`."""
+    `output`.
+
+    source_sizes, output_sizes: rows of the parts; None: equal parts. Returns (works, finish): work handles, and what to
+        call when they are complete (None: nothing).
+    """
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
-    """Post all messages together; return (works, finish) for each. Tensors are contiguous."""
+    """Post all messages together; their tensors must be contiguous.
+
+    Returns for each message (works, finish): work handles, and what to call when they are complete (None: nothing).
+    """
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [
@@ -177,9 +200,11 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
-    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once, each rank starting with
-    its right neighbour; return the works. Calls the group's own methods, because `dist.isend` and `irecv` look it up
-    again."""
+    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; return the work handles.
+
+    Each rank starts with its right neighbour. Calls the group's own methods, because `dist.isend` and `irecv` look it
+    up again.
+    """
     works: list[Any] = []
     group, tag = axis.group, 0
     assert group is not None

@@ -14,8 +14,11 @@ from meshwright.flight_recorder.call_ring import CallWriter
 
 @dataclass(slots=True)
 class WatchedCall:
-    """Times of one collective call, in nanoseconds since 1970 on this host's clock. `waited`: when the process began to
-    wait for it."""
+    """Times of one collective call, in nanoseconds since 1970 on this host's clock.
+
+    site: label of the call. payload_bytes: of the whole vector. posted, done: when it was posted and found complete.
+        waited: when the process began to wait for it.
+    """
 
     site: str
     operation: str
@@ -27,7 +30,8 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Proxy for a communicator's `calls` that records times and forwards everything."""
+    """Proxy for a communicator's recorder of calls, which notes times and forwards everything to it. calls: the
+    recorder."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -38,20 +42,24 @@ class WatchedCalls:
         return getattr(self._calls, name)
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Record a posted call; arguments as in `CallWriter.post`."""
+        """Record a posted call and its time; return its number.
+
+        group: number of the set of ranks. site: label of the call. payload_bytes: of the whole vector. dtype, shape: of
+            the tensor.
+        """
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())
         self.seen.append(call)
         return number
 
     def wait(self, number: int) -> None:
-        """Record the start of a wait, as `CallWriter.wait`."""
+        """Record that the process begins to wait for the call with this number."""
         if (call := self._numbers.get(number)) is not None:
             call.waited = time.time_ns()
         self._calls.wait(number)
 
     def done(self, number: int) -> None:
-        """Record the end of a call, as `CallWriter.done`."""
+        """Record that the call with this number is complete."""
         self._calls.done(number)
         if (call := self._numbers.get(number)) is not None:
             call.done = time.time_ns()
@@ -59,8 +67,10 @@ class WatchedCalls:
 
 @contextmanager
 def watching(communicator: Communicator) -> Iterator[list[WatchedCall]]:
-    """Context that yields a list of the communicator's calls, appended as they are posted. On exit waits for calls in
-    flight, unless an error occurred."""
+    """Context that yields a list to which the communicator's calls are appended as they are posted, with their times.
+
+    On exit waits for calls in flight, unless an error occurred.
+    """
     calls = communicator.calls
     watched = WatchedCalls(calls)
     communicator.calls = watched  # type: ignore[assignment]

@@ -9,8 +9,8 @@ from meshwright.layout import Layout
 
 
 def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
-    """Return all groups of an axis by its name, including "tp/2" (blocks of neighbours on tp) and "pp[0,3]" (ranks at
-    indices of pp)."""
+    """Return all groups of ranks of the axis with this name: "dp", "tp/2" (blocks of 2 neighbours on tp) or "pp[0,3]"
+    (ranks at indices 0 and 3 of pp)."""
     if match := re.fullmatch(r"(\w+)/(\d+)", name):
         size = int(match[2])
         whole = layout.groups(match[1])
@@ -21,11 +21,14 @@ def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return groups of the same ranks and sizes as those of axis `name`, but wrong: neighbouring ranks, or where those
-    are right, ranks of equal index in their groups. Only ranks with equal `alike` (one value per rank) and, unless the
-    axis spans stages, of one stage are mixed: others would wait for calls that are never made.
+    """Return groups for the fault "wrong group": the ranks of axis `name` in groups of the right sizes, but the wrong
+    ones.
 
-    A single group is halved, unless groups must be `equal` in size or halves would be single ranks: then none.
+    A group has neighbouring ranks or, where those would be right, ranks of equal index in their groups. alike: one
+    value per rank; only ranks with equal values and, unless the axis spans stages, of one pipeline stage are mixed:
+    others would wait for calls that are never made.
+    equal: groups must be of equal size. A single group is halved, unless `equal` or halves would be single ranks: then
+        none.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

@@ -22,8 +22,11 @@ MOST_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Cell:
-    """Content of one slot in a drawing. label: text; origins: contributing ranks; whole: as the operation requires at
-    the end; fresh: written in this frame."""
+    """Content of one slot of a rank's buffer in a drawing.
+
+    label: text such as `a0+b0`, empty for an empty slot. origins: ranks whose contributions the slot holds.
+    whole: True if the content is what the operation requires at the end. fresh: True if written in this frame.
+    """
 
     label: str  # empty where the slot holds nothing
     origins: tuple[int, ...]
@@ -33,8 +36,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A transfer of `count` slots from `slot` of rank `source` to `into` of rank `target` (a local copy if equal; count
-    0: a signal). adds: reduces instead of overwriting."""
+    """Transfer of slots between two ranks in a drawing; a local copy if they are equal.
+
+    source, slot: rank and first slot read. target, into: rank and first slot written. count: slots, 0 for a signal.
+    adds: True if the slots are reduced into the target instead of overwriting it.
+    """
 
     source: int
     slot: int
@@ -46,8 +52,11 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Frame:
-    """One drawing of all buffers. title: `start`, `round 3 of 6`, `before round 3: on each rank`; cells: [rank][slot]
-    after its arrows."""
+    """Picture of the buffers of all ranks after some of the program's rounds.
+
+    title: `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed.
+    arrows: transfers since the frame before. cells: slot contents after them, by [rank][slot].
+    """
 
     title: str
     round: int
@@ -56,10 +65,9 @@ class Frame:
 
 
 def frames(checked: CheckedCollective) -> list[Frame]:
-    """Return the initial frame, then one frame a round (`CheckedCollective.rounds`), and one before it if ranks copy or
-    combine.
+    """Return the pictures of all buffers: the start, one after each round, and one before it if ranks copy or combine.
 
-    Raises `UserError` where a drawing would be too large to read.
+    checked: verified program. Raises `UserError` where a drawing would be too large to read.
     """
     program = checked.program
     for what, number, most in (
@@ -82,7 +90,7 @@ def frames(checked: CheckedCollective) -> list[Frame]:
     arrows: list[Arrow] = []
 
     def watch(level: int) -> None:
-        """Add the frame of the level that has just run."""
+        """Add the frame of the level `level`, which has just run, if it has transfers or local steps to show."""
         turn, place = divmod(level, width)
         for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
             arrows.append(_arrow(program, step, step))
@@ -105,9 +113,9 @@ def frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Return the posting order renumbered so that all transfers of a round share a level, and the levels of a round.
+    """Renumber the levels of the posting order so that all transfers of a round share one level.
 
-    Local groups take the levels before the transfers of their round.
+    Returns the new order and the number of levels of a round; local groups take those before the round's transfers.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
@@ -123,7 +131,10 @@ def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
 
 
 def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
-    """Return the arrow of a transfer or local step. reader, writer: indices of the steps that read and write."""
+    """Return the arrow of a transfer or a local step.
+
+    reader, writer: indices of the steps that read and write, such as a send and its receive; equal for a local step.
+    """
     s = program.steps
     inside = s.kind[writer] in LOCAL
     slot = s.source[reader] if inside else s.slot[reader]
@@ -136,7 +147,10 @@ def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 def _cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """Return the cells [rank][slot] for the slot contents `memory`. fresh: (rank, slot) pairs just written."""
+    """Return the cells to draw, by [rank][slot].
+
+    memory: slot contents. fresh: (rank, slot) pairs written since the last frame.
+    """
     need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
     promised = {
@@ -147,7 +161,7 @@ def _cells(
     }
 
     def cell(rank: int, slot: int) -> Cell:
-        """Return the cell of a slot."""
+        """Return the cell of slot `slot` of rank `rank`."""
         chunk = int(memory.chunk[rank, slot])
         origins = tuple(memory.list_contributors(rank, slot))
         whole = promised.get((rank, slot)) == (chunk, origins)
@@ -158,13 +172,17 @@ def _cells(
 
 
 def reduces(program: CollectiveProgram) -> bool:
-    """Return True if a slot can hold contributions of several ranks (of a barrier: the ranks heard from)."""
+    """Return True if slots of the program's operation can hold contributions of several ranks (all-reduce,
+    reduce-scatter, reduce, barrier)."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
 def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> str:
-    """`a0`, `a0+b0`, `a…e0` for five and more in a row, `8 parts of 0` for many scattered ones, `Σ0` for all; of a
-    barrier the ranks heard from: `a+b`."""
+    """Return the text for a slot that holds `chunk` (-1: empty text) with the contributions of the ranks `origins`.
+
+    `a0`, `a0+b0`, `a…e0` for five and more in a row, `8 parts of 0` for many scattered ones, `Σ0` for all ranks; of a
+    barrier the ranks heard from: `a+b`, `all`.
+    """
     if chunk < 0:
         return ""
     number = "" if program.operation == "barrier" else str(chunk)
@@ -185,12 +203,13 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
 
 
 def slot_title(program: CollectiveProgram, slot: int) -> str:
-    """Return the header of a row or column of slots."""
+    """Return the heading of slot number `slot` in a drawing: `data[3]`, or `heard from` for a barrier."""
     return "heard from" if program.operation == "barrier" else program.format_slots(slot)
 
 
 def legend(program: CollectiveProgram) -> str:
-    """Return one sentence that explains the letters."""
+    """Return one sentence that explains the letters in the slots' labels: `a is rank 0, d rank 3; a0 is rank 0's part
+    ...`."""
     ranks = f"{LETTERS[0]} is rank 0" + (
         f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
     )

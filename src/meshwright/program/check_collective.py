@@ -38,7 +38,7 @@ _MAX_SLOTS_MOVED = 10**8  # summed over steps: a few GiB and a minute
 
 @dataclass(frozen=True)
 class CheckedCollective:
-    """Verified collective program, with the matching and order that the check found.
+    """Verified collective program, with what the check has computed.
 
     sends, receives: [transfers], step indices of the two ends. level: [transfers], increasing along chains of dependent
         transfers. order: posting order of the groups.
@@ -93,15 +93,17 @@ def _check_steps(program: CollectiveProgram) -> None:
     empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def refuse(bad: Mask, reason: str) -> None:
-        """Raise ProgramError with `reason` for the first True in `bad`."""
+        """Raise ProgramError with `reason` for the first step that is True in `bad` [steps], if any."""
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "peer", "count")}
             raise make_step_error(program, step, reason.format(**words))
 
     def beyond(first: Integers) -> Mask:
-        """Return a mask [steps]: True if slots first .. first + count are not all in one of data, output and
-        scratch."""
+        """Return a mask [steps]: True if slots first .. first + count are not all in one of data, output and scratch.
+
+        first: [steps], first slot of each step.
+        """
         last = first + s.count - 1
         starts = np.array([0, program.output, program.first_scratch][0 if program.has_output else 1 :])
         same = np.searchsorted(starts, first, side="right") == np.searchsorted(starts, last, side="right")
@@ -154,7 +156,10 @@ def _match_steps(program: CollectiveProgram) -> CheckedCollective:
 
 
 def _make_unmatched_error(program: CollectiveProgram, unmatched: UnmatchedTransfer) -> ProgramError:
-    """Return the error for a send or receive without a counterpart, with the counts at both ends."""
+    """Return the error for a send or receive without a counterpart, which tells the counts at both ends.
+
+    unmatched: the step, as found by the matching.
+    """
     s, step = program.steps, unmatched.step
     rank, peer = s.rank[step], s.peer[step]
     out, back = (SENDING, ARRIVING) if unmatched.is_send else (ARRIVING, SENDING)
@@ -172,8 +177,8 @@ def _make_deadlock_error(
 ) -> ProgramError:
     """Return the error for a deadlock, with every rank of the cycle and the step that it waits for.
 
-    circle: groups; each is followed by its predecessor on the same rank, or by a group that its predecessor exchanges
-        with.
+    circle: group indices; each is followed by its predecessor on the same rank, or by a group that its predecessor
+        exchanges with. sends, receives: [transfers], step indices of matched sends and receives.
     """
     s = program.steps
     rank = s.group_rank
@@ -234,7 +239,10 @@ def _check_races(program: CollectiveProgram) -> None:
 
 
 def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
-    """Check that every required slot holds its chunk with exactly the required contributions."""
+    """Raise ProgramError unless every required slot holds its chunk with exactly the required contributions.
+
+    memory: slot contents after the last step.
+    """
     need = contract.build_required_slots(program)
     chunk, sets = memory.chunk[need.rank, need.slot], memory.origins[need.rank, need.slot]
     wanted = contract.make_singletons(need.origin, program.ranks)
@@ -263,14 +271,14 @@ def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) ->
 
 
 def _make_end_error(program: CollectiveProgram, rank: int, reason: str) -> ProgramError:
-    """Return an error about a rank's result after its last step."""
+    """Return a ProgramError with the message `reason` about the buffer of rank `rank` after its last step."""
     of_rank = program.steps.of_rank(rank)
     groups = int(program.steps.group[of_rank[-1]]) + 1 if of_rank else 0
     return ProgramError(rank, groups, "end", reason)
 
 
 def _describe_last_write(program: CollectiveProgram, rank: int, slot: int) -> str:
-    """Describe the last step that writes a slot, as the end of a message."""
+    """Return text about the last step that writes slot `slot` of rank `rank`, for the end of an error message."""
     s = program.steps
     writes = (Kind.RECEIVE, Kind.REDUCE, *LOCAL)
     for step in reversed(s.of_rank(rank)):

@@ -43,7 +43,7 @@ _WITH_WEIGHTS = 1 << Component.ATTENTION | 1 << Component.MLP
 
 @dataclass(frozen=True)
 class CheckedPipeline:
-    """Verified pipeline program, with the matching and order that the check found.
+    """Verified pipeline program, with what the check has computed.
 
     sends, receives: [transfers], step indices of the two ends of explicit transfers. order: [groups], groups in
         dependency order. peak_activations: [ranks], in units of the rank's whole share of one micro-batch.
@@ -108,7 +108,7 @@ def _check_steps(program: PipelineProgram) -> None:
     p, s = program, program.steps
 
     def refuse(bad: Mask, reason: str) -> None:
-        """Raise ProgramError with `reason` for the first True in `bad`."""
+        """Raise ProgramError with `reason` for the first step that is True in `bad` [steps], if any."""
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "stage", "replica", "micro_batch")}
@@ -140,7 +140,7 @@ def _check_groups(program: PipelineProgram) -> None:
     groups = len(s.group_rank)
 
     def count(chosen: Mask) -> Integers:
-        """Count the selected steps of each group: [groups]."""
+        """Return the number of steps in each group that are True in `chosen` [steps]: [groups]."""
         return np.bincount(s.group_index[chosen], minlength=groups)[s.group_index]
 
     computes, updates = s.has_kind(COMPUTING), s.kind == Kind.UPDATE
@@ -175,19 +175,28 @@ def _check_micro_batches(program: PipelineProgram) -> None:
     forward, backward, inputs, weights = parts.astype(np.int64).reshape(shape)
 
     def first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
-        """Return replica, stage and micro-batch of the first True in `where`, and the index of its step of one of
-        `kinds` (-1: none)."""
+        """Return replica, stage and micro-batch of the first True in `where`, and the index of a step for it.
+
+        where: mask [replicas, stages, micro-batches]. The step is the first one of any of `kinds`; -1 if there is none.
+        """
         replica, stage, micro_batch = (int(index[0]) for index in np.nonzero(where))
         there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.has_kind(kinds)
         return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
 
     def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
-        """Raise ProgramError for the first True in `bad`, naming its step of one of `kinds`."""
+        """Raise ProgramError with `reason` for the first True in `bad`, if any, naming its first step of one of
+        `kinds`.
+
+        bad: mask [replicas, stages, micro-batches].
+        """
         if bad.any():
             raise make_step_error(program, first(kinds, bad)[3], reason)
 
     def missing(bad: Mask, kind: Kind) -> None:
-        """Raise ProgramError for the first True in `bad`, where a step of `kind` is missing."""
+        """Raise ProgramError for the first True in `bad`, if any: the rank has no step of `kind` for it.
+
+        bad: mask [replicas, stages, micro-batches].
+        """
         if bad.any():
             replica, stage, micro_batch, _ = first((kind,), bad)
             rank = p.placement[replica][stage]
@@ -222,7 +231,11 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise for the first step whose number equals that of an earlier step."""
+    """Raise ProgramError for the first step that does the same as an earlier one.
+
+    steps: step indices. number: for each, a number that tells what the step does. verb: for the message, such as
+        `sent`.
+    """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])
     if len(again):
@@ -291,8 +304,8 @@ def _make_deadlock_error(
 ) -> ProgramError:
     """Return the error for a deadlock under synchronous sends, with every rank of the cycle and the step it waits for.
 
-    circle: groups; each is followed by its predecessor on the same rank, or by a group that its predecessor exchanges
-        with.
+    circle: group indices; each is followed by its predecessor on the same rank, or by a group that its predecessor
+        exchanges with. sends, receives: [transfers], step indices of matched sends and receives.
     """
     s = program.steps
     links = []

@@ -54,7 +54,11 @@ MAX_CHUNKS = 1 << 25  # summed over ranks
 
 @dataclass(frozen=True, eq=False)
 class Steps(StepColumns):
-    """Steps of a collective program as columns [steps], sorted by rank, then group (numbered from 0 on each rank)."""
+    """Steps of a collective program as columns [steps], sorted by rank, then group (numbered from 0 on each rank).
+
+    slot: first slot read (send) or written (all others). count: slots; 0 for signal and wait. peer: other rank of a
+        transfer; -1 for local steps. source: first slot read by a local step; -1 for transfers.
+    """
 
     slot: Integers  # first slot read (send) or written (all others)
     count: Integers  # slots; 0 for signal and wait
@@ -77,11 +81,13 @@ class Steps(StepColumns):
 
 @dataclass(frozen=True)
 class CollectiveProgram:
-    """Algorithm of one collective operation, written out for every rank.
+    """Algorithm of one collective operation, written out as steps for every rank.
 
-    chunks: number of equal chunks of the vector. root: source rank of a broadcast, scatter or send-receive, destination
-        rank of a reduce or gather (a send-receive goes to the last other rank). scratch: number of slots beside the
-        vector.
+    operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
+        of the vector. steps: steps of all ranks.
+    root: source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a send-receive
+        goes to the last other rank). scratch: number of slots beside the vector.
+    reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 
     operation: str
@@ -118,11 +124,12 @@ class CollectiveProgram:
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the rank that owns each chunk: shares of the vector are contiguous, in rank order."""
+        """Return the rank that owns each of the chunks `chunk`: shares of the vector are contiguous, in rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
-        """Format a range of slots: `data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`; a negative index: `slot[-1]`."""
+        """Return the text of `count` slots from number `slot` on: `data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`; of
+        a negative number `slot[-1]`."""
         if slot < 0:
             return f"slot[{slot}]"
         if slot >= self.first_scratch:
@@ -140,7 +147,11 @@ class CollectiveProgram:
         return self.format_step(*(int(column[step]) for column in (s.kind, s.slot, s.count, s.peer, s.source)))
 
     def format_step(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
-        """Format a step, given its column values, as in the text form."""
+        """Return the text of a step, such as `send data[3] to 1`, given its column values.
+
+        kind: a `Kind`. slot, count: slots read (send) or written. peer: other rank of a transfer. source: first slot
+            read by a local step.
+        """
         match kind:
             case Kind.SEND:
                 return f"send {self.format_slots(slot, count)} to {peer}"
@@ -230,7 +241,10 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a local copy of slots source .. source + count to `into`; with `combine`, reduce them into it."""
+        """Add a local copy on rank `rank` of slots source .. source + count to the slots from `into` on.
+
+        combine: reduce them into those slots instead of overwriting.
+        """
         self._append_steps(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
 
     def _append_steps(
@@ -242,7 +256,11 @@ class Builder:
         peer: ArrayLike,
         source: ArrayLike,
     ) -> None:
-        """Append steps of one kind; arguments broadcast against each other."""
+        """Append steps of kind `kind`, one for each entry of the other arguments, which broadcast against each other.
+
+        rank: ranks that run them. slot: first slot read (send) or written. count: slots. peer: other rank, -1 for local
+            steps. source: first slot read by a local step, -1 for transfers.
+        """
         assert self._open, "steps can only be added inside a round"
         columns = _broadcast_columns(rank, self._round, int(kind), slot, count, peer, source)
         self._columns.append(columns)

@@ -89,7 +89,10 @@ def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
 
 
 class _Parser:
-    """Parser of the text form; holds the header and the current line number for errors."""
+    """Parser of the text form of a collective program; keeps header and current line number.
+
+    where: prefix of error messages, such as the file's name.
+    """
 
     def __init__(self, where: str) -> None:
         self.where, self.line = where, 0
@@ -131,7 +134,7 @@ class _Parser:
         )
 
     def _parse_header(self, words: Sequence[str]) -> None:
-        """Parse one header line."""
+        """Store the values of one header line, given its words, such as `ranks 8`."""
         name = words[0]
         if name not in _HEADER:
             if name in _STEPS:
@@ -202,7 +205,7 @@ class _Parser:
         return int(kind), target, count, -1, slot
 
     def _parse_slots(self, word: str) -> tuple[int, int]:
-        """Parse `data[3]` or `data[0:4]` into the first slot and the number of slots."""
+        """Return first slot and number of slots for a word such as `data[3]` or `data[0:4]`."""
         found = _SLOTS.fullmatch(word)
         if not found:
             raise self._make_error(f'"{word}" should be slots such as data[3] or data[0:4]')
@@ -223,7 +226,7 @@ class _Parser:
         return first + start, end - start
 
     def _parse_rank(self, words: Sequence[str]) -> int:
-        """Parse a rank and check that it exists."""
+        """Return the rank of a line `rank 3`, given the words after `rank`; raise UserError if it does not exist."""
         if len(words) != 1:
             raise self._make_error(f'write "rank R", not "{" ".join(["rank", *words])}"')
         rank, ranks = self._parse_number(words[0]), self.numbers["ranks"]
@@ -232,11 +235,11 @@ class _Parser:
         return rank
 
     def _parse_number(self, word: str) -> int:
-        """Parse an integer of up to 9 digits."""
+        """Return the integer of up to 9 digits that `word` is; raise UserError if it is none."""
         if not _NUMBER.fullmatch(word):
             raise self._make_error(f'"{word}" should be a number')
         return int(word)
 
     def _make_error(self, reason: str) -> UserError:
-        """Return an error at the current line."""
+        """Return a UserError with the message `reason` about the current line."""
         return UserError(f"{self.where}, line {self.line}: {reason}")

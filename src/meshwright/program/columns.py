@@ -13,7 +13,11 @@ from meshwright.program.order import Integers, Mask
 
 @dataclass(frozen=True, eq=False)
 class StepColumns:
-    """Steps of a program as columns [steps], sorted by rank and, on each rank, in execution order."""
+    """Steps of a program as columns [steps], sorted by rank and, on each rank, in execution order.
+
+    rank: rank that runs the step. group: number of its group, from 0 on each rank; the steps of a group run together.
+        kind: a `Kind` of the program's dialect.
+    """
 
     rank: Integers
     group: Integers  # numbered from 0 on each rank; the steps of one group run together
@@ -55,9 +59,9 @@ class StepColumns:
 
 
 def renumber_groups(rank: Integers, group: Integers) -> Integers:
-    """Renumber the groups of each rank from 0, in order.
+    """Return new group numbers [steps] that count the groups of each rank from 0 without gaps, in order.
 
-    rank, group: [steps], sorted by rank, with the steps of a group adjacent. Returns the new group numbers [steps].
+    rank, group: [steps], rank and old group number of each step, sorted by rank, with the steps of a group adjacent.
     """
     new_rank = np.diff(rank, prepend=-1) != 0
     number = np.cumsum(new_rank | (np.diff(group, prepend=-1) != 0)) - 1

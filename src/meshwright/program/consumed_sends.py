@@ -15,7 +15,10 @@ Value = tuple[int, int, int, int]
 
 
 def find_read_value(program: PipelineProgram, at: int) -> Value | None:
-    """Return the value that the compute step with index `at` reads from another stage, or None."""
+    """Return the value (what, replica, stage, micro-batch) that a compute step reads from another stage, or None.
+
+    at: index of the step in the program. what: OUTPUT or GRADIENT.
+    """
     s = program.steps
     return compute_read_value(
         program.stages - 1, *(int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch))
@@ -23,20 +26,31 @@ def find_read_value(program: PipelineProgram, at: int) -> Value | None:
 
 
 def find_carried_value(program: PipelineProgram, at: int) -> Value:
-    """Return the value that the send or receive with index `at` carries."""
+    """Return the value (what, replica, stage, micro-batch) that a send or receive transfers; stage: the one that made
+    it.
+
+    at: index of the step in the program.
+    """
     s = program.steps
     return compute_carried_value(*(int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch)))
 
 
 def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_batch: int) -> Value | None:
-    """Return the value that a compute step reads from another stage, or None. last: index of the last stage."""
+    """Return the value (what, replica, stage, micro-batch) that a compute step reads from another stage, or None.
+
+    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: those of the step.
+    """
     if kind == _FORWARD:
         return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
     return None if kind == _WEIGHT_GRADIENT or stage == last else (GRADIENT, replica, stage + 1, micro_batch)
 
 
 def compute_carried_value(kind: int, stage: int, replica: int, micro_batch: int) -> Value:
-    """Return the value that a send or receive carries. stage: of the step itself, on either end."""
+    """Return the value (what, replica, stage, micro-batch) that a send or receive transfers; stage: the one that made
+    it.
+
+    kind, stage, replica, micro_batch: those of the send or receive itself.
+    """
     ahead = kind in _FORWARD_TRANSFERS
     maker = stage if kind in _SENDING else stage - 1 if ahead else stage + 1
     return OUTPUT if ahead else GRADIENT, replica, maker, micro_batch
@@ -50,10 +64,10 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find, for each step of a rank, the sent values known to be consumed once the step's input has arrived.
+    """Find, for each compute step of `rank`, the sent values known to be consumed once the step's input has arrived.
 
-    Returns step index -> values. A neighbour runs its steps in order: if it sent the input after it used a value from
-    this rank, that value's send buffer is free when the input arrives.
+    Returns step index -> values (what, replica, stage, micro-batch). A neighbour runs its steps in order: if it sent
+    the input after it used a value from this rank, that value's send buffer is free when the input arrives.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)
@@ -83,13 +97,16 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
 
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
-    """Return the rank at the other end of a send or receive."""
+    """Return the rank at the other end of a send or receive of this kind, stage and replica (`micro_batch` is unused).
+
+    placement: rank of each stage, by [replica][stage].
+    """
     return placement[replica][stage + (1 if kind in _TO_NEXT_STAGE else -1)]
 
 
 @lru_cache(maxsize=8)
 def list_rank_steps(program: PipelineProgram, rank: int) -> list[Row]:
-    """Return the steps of a rank in execution order."""
+    """Return the steps of a rank in execution order, each as (index in program, kind, stage, replica, micro-batch)."""
     s, own = program.steps, program.steps.of_rank(rank)
     columns = (column[own.start : own.stop].tolist() for column in (s.kind, s.stage, s.replica, s.micro_batch))
     return list(zip(own, *columns, strict=True))

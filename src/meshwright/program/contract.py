@@ -18,8 +18,10 @@ _MAX_MEMORY = 4 << 30  # bytes of all contribution sets during a check
 
 
 def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: int, reduction: str, where: str) -> None:
-    """Raise `UserError` if a program with this header is invalid or too large to check. where: prefix of the
-    message."""
+    """Raise `UserError` if a collective program with these sizes and names is invalid or too large to check.
+
+    where: prefix of the message, such as the file's name. scratch: number of scratch slots. reduction: such as `sum`.
+    """
     if operation not in OPERATIONS:
         raise UserError(f"{where}: {unknown('operation', operation, OPERATIONS)}")
     if reduction not in REDUCTIONS:
@@ -56,12 +58,15 @@ class Memory:
 
 
 def list_ranks(words: NDArray[np.uint64]) -> list[int]:
-    """Return the ranks in a bit set: [ceil(ranks / 64)] words."""
+    """Return the ranks in a bit set of 64-bit words: [ceil(ranks / 64)], bit r % 64 of word r // 64 for rank r."""
     return [64 * word + bit for word, bits in enumerate(words.tolist()) for bit in range(64) if bits >> bit & 1]
 
 
 def make_singletons(rank: Integers, ranks: int) -> NDArray[np.uint64]:
-    """Return bit sets with one rank each: [...] ranks to [..., ceil(ranks / 64)] words."""
+    """Return, for each rank in `rank` [...], the bit set that has only it: [..., ceil(ranks / 64)] 64-bit words.
+
+    ranks: number of ranks.
+    """
     sets = np.zeros((*rank.shape, -(-ranks // 64)), np.uint64)
     bit = np.left_shift(np.uint64(1), (rank % 64).astype(np.uint64))
     np.put_along_axis(sets, (rank // 64)[..., None], bit[..., None], axis=-1)
@@ -69,7 +74,7 @@ def make_singletons(rank: Integers, ranks: int) -> NDArray[np.uint64]:
 
 
 def make_full_set(ranks: int) -> NDArray[np.uint64]:
-    """Return the bit set of all ranks: [ceil(ranks / 64)] words."""
+    """Return the bit set of all `ranks` ranks: [ceil(ranks / 64)] 64-bit words."""
     return np.asarray(np.bitwise_or.reduce(make_singletons(np.arange(ranks), ranks), axis=0))
 
 
@@ -104,8 +109,11 @@ def build_initial_memory(program: CollectiveProgram) -> Memory:
 
 @dataclass(frozen=True)
 class RequiredSlots:
-    """Postcondition as columns [entries]: the chunk a slot must hold, with the contribution of rank `origin` or of
-    `ALL`."""
+    """Slot contents that an operation requires at the end, as columns with one entry for each slot and contribution.
+
+    rank, slot: the slot. chunk: chunk of the vector that it must hold. origin: rank whose contribution it must have, or
+        `ALL`.
+    """
 
     rank: Integers
     slot: Integers

@@ -22,20 +22,32 @@ Sets: TypeAlias = NDArray[np.uint64]
 
 
 def make_step_error(program: CollectiveProgram, step: int, reason: str) -> ProgramError:
-    """Return a ProgramError that names the step with index `step`."""
+    """Return a ProgramError with the message `reason` that names the step with index `step` and its rank."""
     s = program.steps
     return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
 
 
 def expand_ranges(first: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """Expand the ranges first .. first + count; returns (index of the range, number), one entry for each number."""
+    """Write out the ranges first[i] .. first[i] + count[i] one after the other.
+
+    Returns two arrays with one entry a number: the i of its range, and the number. Ranges 3..5 and 7..8 give [0, 0, 1]
+        and [3, 4, 7].
+    """
     return np.repeat(np.arange(len(first)), count), concatenate_ranges(first, first + count)
 
 
 @dataclass(frozen=True)
 class SlotMoves:
-    """Reads and writes of transfers or local steps, one entry for each slot moved. Slots are numbered across all
-    ranks."""
+    """Moves of single slots by transfers or local steps of a collective program, as columns with one entry a move.
+
+    source, target: slot read and slot written, each numbered rank x slots per rank + slot.
+    reader, writer: index in the program of the step that reads (a send) and of the step that writes (a receive); equal
+        for a local step.
+    read_level, write_level: level of the posting order at which the source is read and the target is written; a
+        reduction is written only when all transfers of its group have ended.
+    reduces: True if the move adds to the target instead of overwriting it.
+    turn: number of earlier reductions of the same group into the same target, so that they are applied one by one.
+    """
 
     read_level: Integers  # level of the read
     write_level: Integers  # level of the write: a reduction waits for the whole group
@@ -47,16 +59,17 @@ class SlotMoves:
     writer: Integers  # index of the step that writes
 
     def select(self, index: Integers | Mask | slice) -> SlotMoves:
-        """Return the entries at an index, mask or slice."""
+        """Return the moves selected by an index array, a mask or a slice."""
         return SlotMoves(**{name: column[index] for name, column in vars(self).items()})
 
 
 def build_transfer_moves(
     program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, read_level: Integers
 ) -> SlotMoves:
-    """Return the slot moves of matched sends and receives, by level, reductions last.
+    """Return the slot moves of all transfers, sorted by read level and, within one, overwriting ones before reductions.
 
-    read_level: [transfers], the level of each transfer. Signals of a barrier are moves of its one slot.
+    sends, receives: [transfers], indices of the two steps of each transfer. order: levels of the groups.
+    read_level: [transfers], level at which each transfer runs. Signals of a barrier are moves of its one slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -84,7 +97,11 @@ def build_transfer_moves(
 
 
 def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) -> Integers:
-    """Return, for each move, the number of earlier reductions of its group into its slot: [moves]."""
+    """Return, for each move, the number of earlier reductions of its group into its slot: [moves]; 0 for others.
+
+    group: [moves], index of the group of the step that writes. target: [moves], slot written. reduces: [moves], True
+        for reductions.
+    """
     turn = np.zeros(len(target), np.int64)
     index = np.flatnonzero(reduces)
     index = index[np.lexsort((group[index], target[index]))]
@@ -95,7 +112,10 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Return the slot moves of copies and combines, by level, combines last."""
+    """Return the slot moves of all local copies and combines, sorted by level and, within one, copies before combines.
+
+    order: levels of the groups.
+    """
     s, slots = program.steps, program.slots
     step = np.flatnonzero(s.has_kind(LOCAL))
     step = step[np.lexsort((s.kind[step] == Kind.COMBINE, order.level[s.group_index[step]]))]
@@ -116,7 +136,10 @@ def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMo
 
 
 class ContributionTracker:
-    """Symbolic state of a running collective program; `memory` has the slot contents after the levels run so far."""
+    """Symbolic execution of a collective program: which chunk, with whose contributions, is in each slot.
+
+    Holds `memory`, the contents of all slots after the levels that `run` has executed so far.
+    """
 
     def __init__(self, program: CollectiveProgram) -> None:
         self.program, self.memory = program, contract.build_initial_memory(program)
@@ -125,8 +148,9 @@ class ContributionTracker:
         self._sets = self.memory.origins.reshape(len(self._chunk), -1)
 
     def run(self, across: SlotMoves, inside: SlotMoves, watch: Callable[[int], None] | None = None) -> None:
-        """Run all moves, level by level. watch: called after each level with its number.
+        """Execute all slot moves on `memory`, one level of the posting order after the other.
 
+        across: moves of transfers. inside: moves of local steps. watch: called with the number of each level after it.
         Raises `ProgramError` at the first step that reads an empty slot, reduces different chunks into each other, or
         reduces the contribution of a rank a second time.
         """
@@ -155,7 +179,11 @@ class ContributionTracker:
                 watch(level)
 
     def _read_slots(self, moves: SlotMoves) -> tuple[Chunks, Sets]:
-        """Return chunks and contribution sets at the sources of moves. Raises `ProgramError` for an empty slot."""
+        """Return the chunk [moves] and the set of contributing ranks [moves, words of 64 ranks] in the source of each
+        move.
+
+        Raises `ProgramError` for an empty slot.
+        """
         chunk = self._chunk[moves.source]
         if (chunk < 0).any():
             move = _find_first_failure(chunk < 0, moves.reader)
@@ -165,15 +193,20 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Read all moves' sources, apply those that overwrite; return the reductions, with the values that they
-        read."""
+        """Read the sources of all moves, and write those that overwrite their target.
+
+        Returns the reductions, which are not applied yet, with the chunks and contribution sets that they read.
+        """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # what overwrites stands before what reduces
         self._chunk[moves.target[:reduces]], self._sets[moves.target[:reduces]] = chunk[:reduces], sets[:reduces]
         return moves.select(slice(reduces, None)), chunk[reduces:], sets[reduces:]
 
     def _apply_reductions(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Apply reductions, those into one slot one after the other."""
+        """Add chunks and contribution sets read by `moves` to their targets, several into one slot one after the other.
+
+        chunk: [moves]; sets: [moves, words]: what each move has read.
+        """
         for turn in range(int(moves.turn.max(initial=-1)) + 1):
             turn = moves.turn == turn
             if turn.all():
@@ -182,7 +215,11 @@ class ContributionTracker:
                 self._accumulate(moves.select(turn), chunk[turn], sets[turn])
 
     def _accumulate(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Apply reductions whose target slots are all different."""
+        """Add contribution sets to the targets of `moves`, which are all different.
+
+        chunk: [moves]; sets: [moves, words]: what each move has read. Raises `ProgramError` for an empty target,
+            another chunk in it, or a contribution that it has already.
+        """
         there, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # hearing twice does no harm
             wrong, twice = there != chunk, (held & sets).any(axis=1)
@@ -202,12 +239,15 @@ class ContributionTracker:
         self._sets[moves.target] = held | sets
 
     def _format_slot(self, slot: np.int64) -> str:
-        """Format a slot given its number across all ranks."""
+        """Return the text of a slot, `data[3]`, given its number rank x slots per rank + slot."""
         return self.program.format_slots(int(slot) % self.program.slots)
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of the failing move whose step has the lowest index."""
+    """Return the index of the move, among those that are True in `bad`, whose step has the lowest index.
+
+    bad, step: [moves], True if the move is wrong, and the index of its step.
+    """
     candidates = np.flatnonzero(bad)
     return int(candidates[np.argmin(step[candidates])])
 

@@ -24,7 +24,12 @@ _COMPONENTS = 5
 
 @dataclass(frozen=True)
 class ValueReads:
-    """Reads of values as columns [reads]: the step that reads and the step that produces the value (-1: none)."""
+    """Reads of values (activations or gradients) by steps of a pipeline program, as columns with one entry a read.
+
+    reader, maker: index of the step that reads the value and of the step that produces it (-1: none does).
+    what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: that of the producing step.
+    between_stages: True if the value comes from another stage, and so perhaps from another rank.
+    """
 
     reader: Integers
     maker: Integers
@@ -38,8 +43,11 @@ class ValueReads:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Values of a pipeline program, their producers and readers. Stages, replicas and micro-batches must be in
-    range."""
+    """Data flow of a pipeline program: which step produces each value, and which steps read it.
+
+    A value is the output, the input gradient or the weight gradient of one micro-batch in one stage of one replica.
+    Stages, replicas and micro-batches of all steps must be in range.
+    """
 
     program: PipelineProgram
 
@@ -49,20 +57,23 @@ class Dataflow:
         return np.flatnonzero(self.program.steps.kind <= max(COMPUTING))
 
     def number_value(self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers) -> Integers:
-        """Return the number of a value: a mixed-radix index over (what, replica, stage, micro-batch)."""
+        """Return the number of each value: a mixed-radix index over (what, replica, stage, micro-batch).
+
+        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2).
+        """
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
     @cached_property
     def produced(self) -> Integers:
-        """Number of the value that each compute step produces (or a component of it): [compute steps]."""
+        """Number (`number_value`) of the value that each compute step produces in whole or in part: [compute steps]."""
         s, c = self.program.steps, self.computing
         return self.number_value(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps sorted by value and, within a value, in execution order of its components; masks of the first
-        and the last component of each value."""
+        """Indices of the compute steps sorted by value and, within a value, in execution order of its layer components;
+        and two masks over them: True for the first and for the last component of each value."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -71,16 +82,19 @@ class Dataflow:
 
     @cached_property
     def first(self) -> Integers:
-        """First step of each value's components, by value number; -1 if no step produces it."""
+        """Index of the first step that works on each value, by value number; -1 if no step produces it: [values]."""
         return self._tabulate_steps(1)
 
     @cached_property
     def last(self) -> Integers:
-        """Step that completes each value, by value number; -1 if no step produces it."""
+        """Index of the step that completes each value, by value number; -1 if no step produces it: [values]."""
         return self._tabulate_steps(2)
 
     def _tabulate_steps(self, which: int) -> Integers:
-        """Return a table value number -> step, of the steps in mask `which` (1 or 2) of `_ordered_components`."""
+        """Return the step index for each value number: [values], -1 for none.
+
+        which: 1 for the first component of each value, 2 for the last (position of the mask in `_ordered_components`).
+        """
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
         order, chosen = self._ordered_components[0], self._ordered_components[which]
@@ -102,7 +116,10 @@ class Dataflow:
         found = [(order[later], order[later - 1], own, s.stage[order[later]], np.zeros(len(later), np.bool_))]
 
         def reads(reader: Integers, what: int, ahead: int = 0) -> None:
-            """Add the reads of values `what` by the steps `reader`. ahead: stage offset of the value."""
+            """Add one read for each step index in `reader`.
+
+            what: OUTPUT or GRADIENT. ahead: stage that produces the value minus stage that reads it: -1, 0 or 1.
+            """
             stage = s.stage[reader] + ahead
             maker = self.last[self.number_value(what, s.replica[reader], stage, s.micro_batch[reader])]
             if what == GRADIENT and not ahead and s.component.any():
@@ -118,7 +135,11 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return the input gradient of the same component as each weight gradient; `whole` where it is not split."""
+        """Return, for each weight-gradient step, the input-gradient step of the same layer component: step indices.
+
+        weights: indices of the weight-gradient steps. whole: used where no step computes that component's input
+            gradient.
+        """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]
         have = (

@@ -52,9 +52,9 @@ class Durations:
     ) -> Durations:
         """Build durations from those of a rank's whole share of the model, of which each of its chunks takes 1/chunks.
 
-        shape: the program, or (ranks, chunks) for cyclic placement. Each duration is one number, one a rank, or one a
-            stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer: as in
-            `Durations`. Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks) for cyclic placement. forward ... overlapped: one number, one a rank, or
+            one a stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer:
+            one number, or one a stage boundary. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -64,7 +64,11 @@ class Durations:
         stages = len(placement[0])
 
         def by_stage(name: str, value: ArrayLike) -> Floats:
-            """Convert one duration to values by stage (or one number)."""
+            """Convert one argument to durations by stage [stages], or [replicas, stages] for different values by rank.
+
+            name: of the duration, for errors. value: one number, one a rank, or one a stage. Raises UserError for
+                another length.
+            """
             array = np.asarray(value, np.float64)
             if array.ndim == 0:
                 return np.full(stages, array / chunks)
@@ -86,8 +90,11 @@ class Durations:
         )
 
     def tabulate(self, name: str, program: PipelineProgram) -> Floats:
-        """Return one kind of duration as a table [replicas, stages]; for `transfer`, [replicas, stages - 1] by
-        boundary."""
+        """Return the field `name`, such as "forward", by replica and stage of the program: [replicas, stages].
+
+        For "transfer": [replicas, stages - 1], by stage boundary. Raises UserError for a wrong number of values, and
+        for negative or infinite ones.
+        """
         array = np.asarray(getattr(self, name), np.float64)
         columns = program.stages - (name == "transfer")
         if (array.ndim and array.shape[-1] != columns) or array.ndim > 2:

@@ -16,10 +16,10 @@ _MAX_CACHED = 4_000_000  # numbers cached by a FairSharing: 32 MB
 
 
 def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) -> Floats:
-    """Compute the max-min fair rate of each flow in bytes a second: [flows], by progressive filling.
+    """Return the max-min fair rate of each flow in bytes a second: [flows], by progressive filling.
 
     flow, link: [hops], flow and link of each hop of all routes, ordered by flow; every flow has at least one.
-        bandwidth: [all links], bytes a second.
+    flows: number of flows. bandwidth: [all links], bytes a second.
 
     A link's share is its remaining bandwidth divided by its flows without a rate. Shares only grow while flows get
     rates no higher than them, so a link whose share is the lowest on the routes of all its open flows saturates at that
@@ -46,8 +46,10 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
 
 
 class FairSharing:
-    """Fair rates for sets of concurrent routes on one network, with a cache of sets that recur (each round of a
-    ring)."""
+    """Computation of max-min fair rates of concurrent messages on one network, with a cache of sets that recur.
+
+    routes: all routes that messages can take. bandwidth: [links], bytes a second.
+    """
 
     def __init__(self, routes: Routes, bandwidth: Floats) -> None:
         self.routes, self.bandwidth = routes, bandwidth
@@ -55,7 +57,10 @@ class FairSharing:
         self._numbers = 0
 
     def compute_rates(self, route: Integers) -> Floats:
-        """Return the rate of each concurrent flow in bytes a second, given the route number of each: [flows]."""
+        """Return the rate in bytes a second of each of several concurrent messages: [flows].
+
+        route: [flows], number of each message's route in `routes`.
+        """
         order = np.argsort(route, kind="stable")
         together = route[order]
         key = together.tobytes()

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def to_json_dict(program: Program) -> dict[str, object]:
-    """Return the program as a JSON object; `from_json_dict` returns an equal program."""
+    """Return the program as a JSON object: a header, and one list a step column. `from_json_dict` reverses it."""
     dialect = "collective" if isinstance(program, CollectiveProgram) else "pipeline"
     header = {name: getattr(program, name) for name in (_COLLECTIVE if dialect == "collective" else _PIPELINE)}
     if "placement" in header:
@@ -59,7 +59,7 @@ def to_json_dict(program: Program) -> dict[str, object]:
 
 
 def format_json(program: Program) -> str:
-    """Format the JSON form with one line a column."""
+    """Return the program as JSON text, with one line for each step column."""
     value = to_json_dict(program)
     steps = value.pop("steps")
     assert isinstance(steps, dict)
@@ -90,7 +90,10 @@ def from_json_dict(value: object, where: str = "program") -> Program:
 
 
 def _build_collective(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> CollectiveProgram:
-    """Check the header and build a collective program."""
+    """Build a collective program from parsed JSON; raises `UserError` for invalid values.
+
+    header: keys such as `operation` and `ranks`. columns: step columns by name, [steps] each. where: prefix of errors.
+    """
     fields: dict[str, str | int] = {k: v for k, v in header.items() if isinstance(v, str | int)}
     ranks, algorithm = int(fields["ranks"]), str(fields["algorithm"])
     if algorithm != " ".join(algorithm.split()) or "#" in algorithm or not algorithm:
@@ -121,7 +124,10 @@ def _build_collective(header: Mapping[str, object], columns: dict[str, Integers]
 
 
 def _build_pipeline(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> PipelineProgram:
-    """Check the header and build a pipeline program."""
+    """Build a pipeline program from parsed JSON; raises `UserError` for invalid values.
+
+    header: keys such as `name` and `placement`. columns: step columns by name, [steps] each. where: prefix of errors.
+    """
     name, ranks, micro_batches = header["name"], header["ranks"], header["micro_batches"]
     assert isinstance(name, str) and isinstance(ranks, int) and isinstance(micro_batches, int)
     for key, number in (("ranks", ranks), ("micro_batches", micro_batches)):
@@ -141,7 +147,10 @@ def _build_pipeline(header: Mapping[str, object], columns: dict[str, Integers], 
 
 
 def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placement:
-    """Parse the placement: one list of ranks a replica, one entry a stage."""
+    """Return the placement [replica][stage] -> rank from JSON lists of ranks; raises `UserError` with prefix `where`.
+
+    ranks: number of ranks that exist.
+    """
     form = "should be one list of ranks for each replica, one entry a stage"
     if not isinstance(value, list) or not value or not all(isinstance(stages, list) and stages for stages in value):
         raise UserError(f"{where} {form}, not {_format_value(value)}")
@@ -157,7 +166,10 @@ def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placemen
 
 
 def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integers]:
-    """Parse the columns of the steps into arrays [steps]; words of enumerations become numbers."""
+    """Return the step columns by name, [steps] each, from the JSON object `value`; words such as `send` become numbers.
+
+    dialect: `collective` or `pipeline`. where: prefix of errors. Raises `UserError` for missing or invalid columns.
+    """
     table = _require_object(value, where)
     names = _COLUMNS[dialect]
     _refuse_unknown_keys(table, names, where)
@@ -183,12 +195,15 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
 
 
 def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
-    """Return the first entry that is not a key of `known`, as a list of at most one."""
+    """Return the first entry of `column` that is not a key of `known`, as a list of at most one."""
     return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 
 def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:
-    """Check that a column is within 0 .. size."""
+    """Raise `UserError` with prefix `where` unless all entries of the column `name` are in 0 .. size - 1.
+
+    columns: step columns by name.
+    """
     bad = (columns[name] < 0) | (columns[name] >= size)
     if bad.any():
         entry = int(np.argmax(bad))
@@ -198,7 +213,10 @@ def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: s
 
 
 def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
-    """Check that the groups of each rank are in execution order."""
+    """Raise `UserError` with prefix `where` if the group numbers of a rank decrease from a step to the next.
+
+    columns: step columns by name, of which `rank` and `group` are used.
+    """
     by_rank = np.argsort(columns["rank"], kind="stable")
     rank, group = columns["rank"][by_rank], columns["group"][by_rank]
     back = (np.diff(group, prepend=0) < 0) & (np.diff(rank, prepend=-1) == 0)
@@ -210,14 +228,17 @@ def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
 
 
 def _require_object(value: object, where: str) -> dict[str, object]:
-    """Return the value if it is a JSON object, else raise `UserError`."""
+    """Return the value if it is a JSON object, else raise `UserError`. where: name of the value in the message."""
     if not isinstance(value, dict):
         raise UserError(f"{where} should be a JSON object, not {_format_value(value)}")
     return value
 
 
 def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], where: str) -> None:
-    """Raise `UserError` for the first key that is not known, with the nearest known one."""
+    """Raise `UserError` for the first key of `table` that is not in `known`, with the nearest known one.
+
+    where: prefix of the message.
+    """
     known = list(known)
     for name in table:
         if name not in known:
@@ -225,7 +246,10 @@ def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], wher
 
 
 def _require_type(value: object, like: T, where: str) -> T:
-    """Return the value if it has the type of `like`, else raise `UserError`."""
+    """Return the value if it has the type of the example `like`, else raise `UserError`.
+
+    where: name of the value in the message.
+    """
     kind, words = {int: (int, "a whole number"), str: (str, "a text")}.get(type(like), (list, "a list"))
     if type(value) is not kind or (isinstance(value, int) and abs(value) > _MAX_INTEGER):
         raise UserError(f"{where} should be {words}, not {_format_value(value)}")

@@ -36,7 +36,11 @@ class MakespanCache:
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Compute the makespans under several durations together, faster than one by one; `get` then finds them."""
+        """Simulate the program under several sets of durations together, faster than one by one, and keep the
+        makespans.
+
+        `get` then returns them at once.
+        """
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))
@@ -54,7 +58,10 @@ def _make_key(durations: Durations) -> bytes:
 
 
 def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) -> Floats:
-    """Return `simulate_pipeline(program, each).makespan` for each set of durations; raises the same errors."""
+    """Return the makespan of the program under each set of durations, in their unit: [sets].
+
+    Equals `simulate_pipeline(program, each).makespan`, and raises the same errors.
+    """
     if program.has_transfers or program.ranks * len(durations) <= SERIAL_LIMIT:
         return np.array([simulate_pipeline(program, each).makespan for each in durations])
     _, wait = analyze_program(program)
@@ -82,11 +89,12 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
 
 
 class _WaveOrder(NamedTuple):
-    """Groups sorted by wave; fields other than `order` use positions in that order, with `len(order)` for "none".
+    """Groups of a program sorted into waves: those of a wave depend only on earlier waves, and so run at once.
 
-    bounds: end of each wave. before: predecessor of each group on its rank. needs: groups on other ranks that each
-        group waits for; one array for the first, one for the second ... crossings: the corresponding entries of
-        `RemoteReads` (-1: none).
+    order: [groups], group indices, wave by wave. All other fields use positions in `order`, with `len(order)` for none.
+    bounds: end of each wave. before: previous group on the same rank. needs: groups on other ranks that each group
+        waits for; one array for the first, one for the second ... crossings: the entries of `RemoteReads` that cause
+        these waits (-1: none).
     """
 
     order: Integers
@@ -98,7 +106,10 @@ class _WaveOrder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
-    """Sort the groups of a program into waves; raises ProgramError for a deadlock."""
+    """Sort the groups of a program into waves, each of which depends only on earlier ones; return their order.
+
+    Raises ProgramError for a deadlock.
+    """
     _, wait = analyze_program(program)
     s = program.steps
     groups, ranks = len(s.group_rank), program.ranks
@@ -141,9 +152,10 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
-    """List the groups on other ranks that each group waits for, and the entries of `RemoteReads` that cause the wait.
+    """List the groups on other ranks that each group waits for, and the reads that cause the wait.
 
-    Both: one array [groups] for the first of each group, one for the second ..., -1 for none.
+    wait: values that cross ranks. Returns two lists of arrays [groups]: in the first list groups, in the second indices
+        into `wait`; the first array has the first wait of each group, the second the second ..., -1 for none.
     """
     s = program.steps
     groups = len(s.group_rank)

@@ -16,13 +16,16 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 def sum_by_index(index: Integers, values: ArrayLike, length: int) -> Floats:
-    """Sum values by index: [length], for indices 0 to length - 1."""
+    """Return the sums of the values that share an index: [length]; entry i adds up values[j] where index[j] = i."""
     return np.bincount(index, np.asarray(values), minlength=length).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes in compressed rows: route i takes the links `link[first[i] : first[i + 1]]`, in order."""
+    """Routes of messages in a network; route i takes the links `link[first[i] : first[i + 1]]`, in order.
+
+    first: [routes + 1]. link: [hops of all routes], link numbers.
+    """
 
     first: Integers
     link: Integers
@@ -43,11 +46,12 @@ class Routes:
         return np.repeat(np.arange(len(self)), np.diff(self.first))
 
     def sum_over_links(self, of_link: Floats) -> Floats:
-        """Return the sum of a per-link quantity over the links of each route: [routes]."""
+        """Return, for each route, the sum of a quantity over its links: [routes]. of_link: [links], such as
+        latencies."""
         return sum_by_index(self.route, of_link[self.link], len(self))
 
     def select_links(self, routes: Integers) -> tuple[Integers, Integers]:
-        """Return, for a selection of routes, (position in `routes`, link), one entry for each hop."""
+        """Return all links of the selected routes as two arrays [hops]: position of the route in `routes`, and link."""
         start, end = self.first[routes], self.first[routes + 1]
         return np.repeat(np.arange(len(routes)), end - start), self.link[concatenate_ranges(start, end)]
 
@@ -92,7 +96,7 @@ class Network:
         return self.ranks + len(self.switches)
 
     def find_route(self, source: int, target: int) -> Integers:
-        """Return the links of a message from one rank to another, in order."""
+        """Return the links of a message from rank `source` to rank `target`, in order."""
         return self.find_routes(np.array([source]), np.array([target])).link
 
     def format_vertex(self, vertex: int) -> str:
@@ -109,8 +113,10 @@ class Network:
         )
 
     def compute_distances(self, rank: int, towards: bool = False) -> Floats:
-        """Return the lowest latency in seconds of any path from `rank` to each rank (`towards`: from each rank to it):
-        [ranks]."""
+        """Return the lowest latency in seconds of any path from `rank` to each rank: [ranks].
+
+        towards: of the paths from each rank to `rank` instead.
+        """
         tail, head = (self.link_to, self.link_from) if towards else (self.link_from, self.link_to)
         distance = np.full(self.vertices, np.inf)
         distance[rank] = 0.0

@@ -30,17 +30,18 @@ class ProgramError(CheckFailed):
 
 @dataclass(frozen=True)
 class UnmatchedTransfer(Exception):
-    """Send or receive without a counterpart. step: its index. is_send: True for a send."""
+    """Error for a send or receive without a counterpart. step: index of the step. is_send: True for a send."""
 
     step: int
     is_send: bool
 
 
 def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: Mask) -> tuple[Integers, Integers]:
-    """Match the k-th send from rank a to rank b with b's k-th receive from a.
+    """Match the k-th send from rank a to rank b with b's k-th receive from a, for all ranks.
 
-    rank, peer, is_send, is_receive: [steps], steps sorted by rank. Returns the indices of the sends and of their
-        receives, in the order of the sends. Raises `UnmatchedTransfer`.
+    rank: [steps], rank of each step, ascending. peer: [steps], rank at the other end. is_send, is_receive: [steps],
+        masks of sends and receives.
+    Returns the indices of the sends and of their receives, in the order of the sends. Raises `UnmatchedTransfer`.
     """
     sends, receives = np.flatnonzero(is_send), np.flatnonzero(is_receive)
     ranks = int(max(rank.max(initial=0), peer.max(initial=0))) + 1
@@ -63,7 +64,7 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 
 @dataclass(frozen=True)
 class PostingOrder:
-    """Order in which groups can be posted; columns have one entry a group.
+    """Order in which the groups of a program can be posted; columns have one entry a group.
 
     level: number of groups in the longest dependency chain before the group; a group depends on lower levels only.
     rounds: number of transfers in that chain.
@@ -77,16 +78,16 @@ class PostingOrder:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Cycle of groups: each waits for the next one, the last for the first."""
+    """Error for groups that wait for each other. groups: indices; each waits for the next, the last for the first."""
 
     groups: tuple[int, ...]
 
 
 def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> PostingOrder:
-    """Compute the order in which groups can be posted under synchronous sends.
+    """Compute the order in which the groups of all ranks can be posted if sends are synchronous.
 
-    rank: [groups], groups numbered rank by rank in posting order. group_a, group_b: [transfers], groups of the two
-        ends. Raises `Deadlock` with the cycle.
+    rank: [groups], rank of each group; groups are numbered rank by rank, on each in posting order. group_a, group_b:
+        [transfers], groups of the two ends of each transfer. Raises `Deadlock` with the cycle.
     """
     count = len(rank)
     has_transfer = np.zeros(count, np.bool_)
@@ -124,16 +125,18 @@ def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> 
 
 
 def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
-    """Return the concatenation of `arange(start, end)` over all pairs of starts and ends."""
+    """Return `arange(start, end)` for all pairs of starts and ends, concatenated: starts [3, 7], ends [5, 8] give [3,
+    4, 7]."""
     lengths = ends - starts
     offsets = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
     return offsets + np.arange(int(lengths.sum()))
 
 
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Return one cycle of groups that wait for each other: walk predecessors until a group repeats.
+    """Return the groups of one cycle in which each waits for the next, the last for the first.
 
-    before, after: [edges], the group waited for and the waiting group. stuck: [groups], True for those never posted.
+    before, after: [edges], the group waited for and the waiting group. stuck: [groups], True for groups that are never
+        posted.
     """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))

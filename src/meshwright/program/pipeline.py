@@ -70,6 +70,8 @@ class Steps(StepColumns):
     order.
 
     Steps of one group run together: transfers are posted at once, a forward and a backward overlap.
+    stage, replica, micro_batch: what the step works on; of an update, the last micro-batch whose gradients it applies.
+    component: 0 for a whole step, else the component of the layers (attention, dispatch, MLP, combine) it computes.
     """
 
     stage: Integers
@@ -80,10 +82,10 @@ class Steps(StepColumns):
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """Pipeline schedule of one training step (of several steps if asynchronous), written out for every rank.
+    """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
-    micro_batches: total over all replicas, numbered from 0; each runs through every stage of one replica.
-    placement: rank of each stage, by [replica][stage].
+    name: such as `1f1b`. micro_batches: total over all replicas, numbered from 0; each runs through every stage of one
+        replica. placement: rank of each stage, by [replica][stage].
     """
 
     name: str
@@ -160,7 +162,12 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 
 @dataclass
 class RankBuilder:
-    """Builder of one rank's steps, in execution order. `stage` may be omitted if the rank has one stage a replica."""
+    """Builder of one rank's steps, in execution order.
+
+    rank: number of the rank. stages: stages on this rank, by replica. rows: appended steps, as (group, kind, stage,
+        replica, micro-batch, component).
+    In all methods `stage` may be omitted if the rank has one stage of the replica.
+    """
 
     rank: int
     stages: tuple[tuple[int, ...], ...]  # of this rank, by replica
@@ -197,14 +204,18 @@ class RankBuilder:
         replica: int = 0,
         component: int = 0,
     ) -> None:
-        """Append a step of a `Kind`. component: a `Component`."""
+        """Append a step. kind: a `Kind`. component: a `Component`, 0 for a whole step. stage: None if the rank has only
+        one."""
         if stage is None:
             (stage,) = self.stages[replica]
         self.rows.append((self._group, kind, stage, replica, micro_batch, component))
         self._group += not self._overlapping
 
     def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
-        """Set all steps of the rank at once, as columns [steps]. Steps with equal numbers in `group` form one group."""
+        """Set all steps of the rank at once, as columns [steps]; none may have been appended.
+
+        Steps with equal numbers in `group` form one group. kind: a `Kind` each.
+        """
         assert not self.rows, "steps are appended one by one or set at once, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
 
@@ -252,9 +263,11 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a program from a step table [steps, 7]: rank, group, kind, stage, replica, micro-batch, component.
+    """Build a pipeline program from a step table `rows` [steps, 7]: rank, group, kind, stage, replica, micro-batch,
+    component.
 
     Steps of one rank are in execution order; ranks may be interleaved. Groups are renumbered from 0 on each rank.
+    placement: rank of each stage, by [replica][stage].
     """
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]

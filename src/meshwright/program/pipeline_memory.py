@@ -16,7 +16,8 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
     """Return the steps at whose start an activation is allocated, and the steps at whose end one is freed.
 
-    An activation lives from its forward's start to its weight gradient's end (the end of a full backward).
+    flow: data flow of the program. Both are step indices, in no common order. An activation lives from its forward's
+        start to its weight gradient's end (the end of a full backward).
     """
     program = flow.program
     values = program.replicas * program.stages * program.micro_batches
@@ -27,8 +28,10 @@ def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak number of saved activations of each rank [ranks], in units of its whole share of one micro-
-    batch."""
+    """Return the peak number of saved activations of each rank: [ranks].
+
+    flow: data flow of the program. Unit: the activations of one micro-batch on a rank's whole share of the model.
+    """
     program, s = flow.program, flow.program.steps
     born, freed = find_activation_lifetimes(flow)
     groups = len(s.group_rank)

@@ -75,7 +75,10 @@ def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
 
 
 class _Parser:
-    """Parser of the text form; holds the header and the current line number for errors."""
+    """Parser of the text form of a pipeline program; keeps header and current line number.
+
+    where: prefix of error messages, such as the file's name.
+    """
 
     def __init__(self, where: str) -> None:
         self.where, self.line = where, 0
@@ -144,7 +147,7 @@ class _Parser:
         return f'"{step}": there is no replica {replica}; {has}'
 
     def _parse_header(self, words: list[str]) -> None:
-        """Parse one header line."""
+        """Store the values of one header line, given its words."""
         name = words[0]
         if name not in _HEADER:
             if _STEP.fullmatch(name):
@@ -192,7 +195,7 @@ class _Parser:
                 raise self._make_error(f'the line "{name}" is missing; a program starts with {", ".join(_HEADER)}')
 
     def _parse_rank(self, words: list[str]) -> int:
-        """Parse a rank and check that it exists."""
+        """Return the rank of a line `rank 3`, given the words after `rank`; raise UserError if it does not exist."""
         if len(words) != 1:
             raise self._make_error(f'write "rank" and its number, not "{" ".join(["rank", *words])}"')
         rank = self._parse_number(words[0])
@@ -201,17 +204,17 @@ class _Parser:
         return rank
 
     def _parse_number(self, word: str) -> int:
-        """Parse an integer of up to 9 digits."""
+        """Return the integer of up to 9 digits that `word` is; raise UserError if it is none."""
         if not _NUMBER.fullmatch(word):
             raise self._make_error(f'"{word}" is not a number from 0 to 999999999')
         return int(word)
 
     def _make_error(self, reason: str) -> UserError:
-        """Return an error at the current line."""
+        """Return a UserError with the message `reason` about the current line."""
         return UserError(f"{self.where}, line {self.line}: {reason}")
 
 
 def _format_count(what: str, count: int) -> str:
-    """Format a count with its index range: `4 stages (0 to 3)`."""
+    """Return a count with its index range: `4 stages (0 to 3)`. what: noun in the plural, such as `stages`."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"

@@ -13,20 +13,20 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def make_step_error(program: PipelineProgram, step: int, reason: str) -> ProgramError:
-    """Return a ProgramError that names the step with index `step`."""
+    """Return a ProgramError with the message `reason` that names the step with index `step` and its rank."""
     s = program.steps
     return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
 
 
 def locate_step(program: PipelineProgram, step: int) -> str:
-    """Format a step with its rank: `rank 2, step 7 (1F3)`."""
+    """Return the text of the step with index `step`, with its rank: `rank 2, step 7 (1F3)`."""
     s = program.steps
     return f"rank {s.rank[step]}, step {s.group[step]} ({program.describe(step)})"
 
 
 @dataclass(frozen=True)
 class RemoteReads:
-    """Values that cross ranks, as columns [values].
+    """Values that steps read from other ranks, as columns [values].
 
     reader, maker: indices of the steps that read and produce the value. leaves, arrives: indices of its send and its
         receive; the maker and the reader themselves if transfers are not explicit. boundary: s for a value between
@@ -41,10 +41,10 @@ class RemoteReads:
 
 
 def find_remote_reads(flow: Dataflow) -> RemoteReads:
-    """Find all values that cross ranks.
+    """Return all values that a step reads from another rank, with the steps that produce, send and receive them.
 
-    Raises ProgramError if a value is never produced, sent or received, or if a step runs before what it reads from its
-    own rank.
+    flow: data flow of the program. Raises ProgramError if a value is never produced, sent or received, or if a step
+        runs before what it reads from its own rank.
     """
     program, needs, s = flow.program, flow.reads, flow.program.steps
     missing = np.flatnonzero(needs.maker < 0)
@@ -77,9 +77,10 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Find the sends (kind SEND_FORWARD) or receives (kind RECEIVE_FORWARD) of outputs and gradients.
+    """Return the steps that send or receive the given values: indices, -1 where there is none.
 
-    what: OUTPUT or GRADIENT. stage: the stage that sends or receives. Returns step indices, -1 where there is none.
+    kind: SEND_FORWARD to find the sends of all values, gradients too; RECEIVE_FORWARD to find the receives.
+    what: OUTPUT or GRADIENT of each value. stage: the stage that sends or receives. All arrays are [values].
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
@@ -90,7 +91,10 @@ def find_transfers(
 
 
 def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -> None:
-    """Raise for the first of `later` whose step in `earlier` is not in an earlier group of the same rank."""
+    """Raise ProgramError unless each step of `earlier` is in an earlier group of the same rank than that of `later`.
+
+    earlier, later: [pairs], step indices.
+    """
     s = program.steps
     wrong = np.flatnonzero((s.rank[earlier] != s.rank[later]) | (s.group[earlier] >= s.group[later]))
     if len(wrong):
@@ -110,9 +114,9 @@ def run_groups(
 ) -> tuple[list[float], list[float], list[int]]:
     """Run the groups of every rank in order, each as soon as its inputs have arrived.
 
-    duration: [groups], time that each group occupies its rank. delay: [values of wait], time of each message. Returns
-        start and end of every group, and the groups in dependency order. Raises ProgramError with the cycle for a
-        deadlock.
+    wait: values that cross ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
+        time of each message. Returns start and end of every group, and the groups in dependency order. Raises
+        ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)
@@ -173,7 +177,8 @@ def run_groups(
 def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: dict[int, int]) -> ProgramError:
     """Return the error for a deadlock: each rank of the cycle with the step it waits for, from the lowest rank on.
 
-    position: [ranks], group at which each rank is blocked. awaits: blocked rank -> group it waits for.
+    position: [ranks], index of the group at which each rank is blocked. awaits: blocked rank -> index of the group it
+        waits for.
     """
     s = program.steps
     rank, path = min(awaits), list[int]()
@@ -185,7 +190,7 @@ def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: 
     circle = circle[lowest:] + circle[:lowest]
 
     def step_of(group: int) -> int:
-        """Return the step that stands for a group in the message."""
+        """Return the index of the step that stands for the group with index `group` in the message."""
         return int(np.searchsorted(s.group_index, group))
 
     links = [

@@ -26,7 +26,10 @@ _SAME_TIME = 1e-11  # relative tolerance within which events are simultaneous
 
 
 class MatchedCollective(Protocol):
-    """Interface of a program with matched sends and receives, as far as a simulation needs it."""
+    """Interface of a program with matched sends and receives, as far as a simulation needs it.
+
+    sends, receives: [transfers], step indices of the two ends of each transfer.
+    """
 
     @property
     def program(self) -> CollectiveProgram: ...
@@ -38,7 +41,10 @@ class MatchedCollective(Protocol):
 
 @dataclass(frozen=True)
 class UncheckedCollective:
-    """Matched program without verification, for the simulation of many generated programs."""
+    """Matched program without verification, for the simulation of many generated programs.
+
+    sends, receives: [transfers], step indices of the two ends of each transfer.
+    """
 
     program: CollectiveProgram
     sends: Integers
@@ -53,10 +59,11 @@ class UncheckedCollective:
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """Result of a simulation; times in seconds from the start.
+    """Result of the simulation of a collective program on a network; times in seconds from the start.
 
-    start, end: [transfers], in the order of the program's `sends`: when both ends are posted, when the last byte has
-        arrived. bytes_sent: [ranks]. link_bytes: [links of the network].
+    seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: when both ends are
+        posted, when the last byte has arrived. bytes_sent: [ranks]. link_bytes: [links of the network], bytes over
+        each.
     """
 
     seconds: float
@@ -83,14 +90,17 @@ def simulate_collective(
 ) -> CollectiveTiming:
     """Simulate a program on a network.
 
-    total_bytes: size of the full vector. reduce_bytes_per_second: rate of local reductions, at the end of a group
-        (default: infinite).
+    checked: program with matched sends and receives. total_bytes: size of the full vector. reduce_bytes_per_second:
+        rate of local reductions, at the end of a group (default: infinite).
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
 
 class CollectiveSimulator:
-    """Simulator of one program on one network; the preparation is shared by runs with several sizes."""
+    """Simulator of one program on one network; what does not depend on the vector's size is computed once.
+
+    reduce_bytes_per_second: rate of local reductions, at the end of a group (default: infinite).
+    """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
         program, steps = checked.program, checked.program.steps
@@ -124,7 +134,7 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, the number of earlier messages of its group over the same first link:
+        """Return, for each message, the number of earlier messages of its group that leave over the same link:
         [messages]."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
@@ -160,7 +170,11 @@ class _EventKind(IntEnum):
 
 
 class _SimulationState:
-    """State of one simulation: posted groups, messages in flight, queue of events."""
+    """State of one simulation of a collective program: posted groups, messages in flight, queue of events.
+
+    plan: simulator with program, network and routes. message_bytes: [messages]. local_seconds: [groups], time of each
+        group's local reductions and copies.
+    """
 
     def __init__(self, plan: CollectiveSimulator, message_bytes: Floats, local_seconds: Floats) -> None:
         self.plan, self.bytes, self.local_seconds = plan, message_bytes, local_seconds
@@ -210,7 +224,10 @@ class _SimulationState:
         return self.start, self.end, self.last
 
     def _finish_messages(self, messages: Integers) -> None:
-        """Mark messages as arrived now, and continue the groups that wait for no further message."""
+        """Mark messages as arrived now, and start the local work of groups whose last message this was.
+
+        messages: indices.
+        """
         if len(messages) == 0:
             return
         self.end[messages] = self.now
@@ -219,21 +236,26 @@ class _SimulationState:
         self._reduce_groups(_sort_unique(ends[self.open_messages[ends] == 0]))
 
     def _reduce_groups(self, groups: Integers) -> None:
-        """Start the local reductions of groups whose messages have all arrived; groups without reductions end at
-        once."""
+        """Start the local reductions of groups whose messages have all arrived; groups without reductions end at once.
+
+        groups: indices.
+        """
         local = self.local_seconds[groups]
         at_once = local == 0
         self._finish_groups(groups[at_once])
         self._schedule_events(groups[~at_once], local[~at_once], _EventKind.GROUPS_END)
 
     def _finish_groups(self, groups: Integers) -> None:
-        """End groups now, and post their successors."""
+        """End the groups with these indices now, and post the next group of each of their ranks."""
         if len(groups):
             self.last = self.now
             self._post_groups(groups[~self.plan._is_last[groups]] + 1)
 
     def _post_groups(self, groups: Integers) -> None:
-        """Post groups now: start messages whose other end is posted, and the local work of groups without messages."""
+        """Post groups now: start messages whose other end is posted, and the local work of groups without messages.
+
+        groups: indices.
+        """
         if len(groups) == 0:
             return
         plan = self.plan
@@ -246,7 +268,10 @@ class _SimulationState:
         self._schedule_events(alone, self.local_seconds[alone], _EventKind.GROUPS_END)
 
     def _schedule_events(self, which: Integers, delay: Floats, kind: _EventKind) -> None:
-        """Schedule one event for each distinct delay. which: groups or messages. delay: seconds, one each."""
+        """Schedule an event for each group or message, those with equal delay as one.
+
+        which: indices of groups (kind GROUPS_END) or messages (BYTES_FLOW). delay: seconds from now, one each.
+        """
         if len(which) and (delay == delay[0]).all():
             self._push_event(float(delay[0]), kind, which)
             return
@@ -255,6 +280,9 @@ class _SimulationState:
             self._push_event(value, kind, which[index == number])
 
     def _push_event(self, delay: float, kind: _EventKind, which: Integers) -> None:
-        """Add an event `delay` seconds from now."""
+        """Add one event `delay` seconds from now.
+
+        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups or messages.
+        """
         self.pushed += 1
         heapq.heappush(self.events, (self.now + delay, self.pushed, kind, which))

@@ -20,9 +20,10 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 
 @dataclass(frozen=True, eq=False)
 class PipelineTiming:
-    """Result of a simulation; times are in the unit of the durations.
+    """Result of the simulation of a pipeline program; times are in the unit of the durations.
 
-    start, end: [steps]. order: groups in dependency order.
+    start, end: [steps]; of a send or receive, when it is posted and when the message has arrived. order: [groups],
+        groups in dependency order. flow: data flow of the program.
     """
 
     program: PipelineProgram
@@ -154,7 +155,7 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
 
 @lru_cache(maxsize=32)
 def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
-    """Return the data flow and the values that cross ranks, cached for repeated simulations."""
+    """Return the data flow of a program and the values that cross ranks, cached for repeated simulations."""
     flow = Dataflow(program)
     return flow, find_remote_reads(flow)
 

@@ -25,11 +25,13 @@ ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One step on a track, from `start` to `end`. lane of lanes: its share of the track's height, where several
-    overlap.
+    """Box on a track of a drawn timeline: one step, from time `start` to `end`.
 
-    kind: decides the colour. label: a few letters to write on it. name: full description. shade: 0 for the first model
-    chunk, 1 for the last. mirrored: of the second replica.
+    track: index of the track. kind: word that decides the colour, such as `forward`. label: a few letters to write on
+        it. name: full description.
+    shade: 0 for the first model chunk, 1 for the last. mirrored: True for the second replica.
+    lane, lanes: where spans overlap, the position of this one and their number, among which the track's height is
+        shared.
     """
 
     track: int
@@ -46,7 +48,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A transfer that leaves track `source` at `start` and arrives on track `target` at `end`."""
+    """Transfer in a drawn timeline that leaves track `source` at `start` and arrives on track `target` at `end`.
+
+    source, target: track indices. name: full description.
+    """
 
     source: int
     start: float
@@ -57,8 +62,12 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated program ready to draw: tracks, spans on them, transfers. levels: by track, (time, value from then
-    on)."""
+    """Simulated program ready to draw. tracks: their titles. spans: steps on the tracks. arrows: transfers between
+    them.
+
+    levels: track -> curve of a quantity over time, as (time, value from then on). level_name: the quantity, such as
+        `activations`. notes: text beside each track.
+    """
 
     title: str
     tracks: tuple[str, ...]
@@ -89,9 +98,10 @@ def pipeline_timeline(
     notes: Sequence[str] = (),
     levels: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> Timeline:
-    """Return the compute steps of a simulated pipeline, one track a rank; overlapped steps share the track's height.
+    """Return the compute steps of a simulated pipeline as a timeline, one track a rank.
 
-    notes: text beside each track; levels: a quantity over time by track, such as activations.
+    Overlapped steps share the track's height. notes: text beside each track. levels: rank -> curve of a quantity such
+    as activations, as (time, value from then on).
     """
     s = program.steps
     columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]
@@ -131,7 +141,7 @@ def pipeline_timeline(
 
 
 class StepNames:
-    """Names the compute steps of a program for drawings and traces."""
+    """Names of a program's compute steps for drawings and traces."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas
@@ -149,7 +159,11 @@ class StepNames:
         return self._chunks[replica][stage]
 
     def of(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
-        """Return the short label and the full description of a step. part: a layer component."""
+        """Return the short label of a step, `F3`, and its full description, `forward of micro-batch 3, stage 1`.
+
+        kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case for a rank's
+            later stages.
+        """
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
         if self.chunk(stage, replica):
             letter = letter.lower()
@@ -163,9 +177,10 @@ class StepNames:
 def collective_timeline(
     program: CollectiveProgram, sends: Integers, receives: Integers, start: Reals, end: Reals
 ) -> Timeline:
-    """Return the transfers of a simulated collective on the tracks of their senders; concurrent ones share a track.
+    """Return the transfers of a simulated collective as a timeline: each a span on the track of its sender.
 
-    sends, receives: step indices; start, end: seconds, [transfers] each.
+    Concurrent ones share the track's height. sends, receives: [transfers], step indices of the two ends. start, end:
+    [transfers], seconds.
     """
     s = program.steps
     assert set(s.kind[sends].tolist()) <= set(COLLECTIVE_SENDING)

@@ -10,10 +10,10 @@ from meshwright.program.timeline import Timeline
 def trace_events(
     timeline: Timeline, seconds_per_unit: float = 1.0, *, process: int = 0, first_thread: int = 0, start: float = 0.0
 ) -> dict[str, Any]:
-    """Convert a timeline to a Chrome trace: a thread for each track, slices, transfers as flows, levels as counters.
+    """Return a timeline as a Chrome trace: a thread for each track, slices, transfers as flows, levels as counters.
 
-    A time of 1 in the timeline is `seconds_per_unit` seconds of the trace, which counts microseconds; time 0 is at
-    `start` microseconds. process, first_thread: its numbers in a trace with others.
+    seconds_per_unit: seconds of one unit of the timeline. start: microseconds of the trace at the timeline's time 0.
+    process, first_thread: process number, and number of the first track's thread, in a trace with others.
     """
     scale = 1e6 * seconds_per_unit
     events: list[dict[str, Any]] = [process_event(process, timeline.title)]
@@ -45,12 +45,12 @@ def trace_events(
 
 
 def process_event(process: int, name: str) -> dict[str, Any]:
-    """Return the event that names a process."""
+    """Return the Chrome-trace event that gives the process with number `process` its name."""
     return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
 
 
 def thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    """Return the events that name a thread and sort threads by number."""
+    """Return the Chrome-trace events that name a thread of a process, and sort threads by number."""
     common = {"ph": "M", "pid": process, "tid": thread}
     return [
         {**common, "name": "thread_name", "args": {"name": name}},
@@ -61,7 +61,10 @@ def thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
 def slice_event(
     process: int, thread: int, start: float, length: float, label: str, kind: str, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Something that lasts, from `start`, for so long (microseconds). Slices of one thread must nest."""
+    """Return the Chrome-trace event of a slice: something that lasts `length` microseconds from `start` on.
+
+    label: text on the slice. kind: its category. args: details to show. Slices of one thread must nest.
+    """
     return {
         "ph": "X", "pid": process, "tid": thread, "ts": start, "dur": length, "name": label, "cat": kind, "args": args,
     }  # fmt: skip

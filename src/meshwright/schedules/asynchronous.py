@@ -17,7 +17,7 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     A backward uses the weights of its forward, which are stashed until then; gradients on rank r are p - 1 - r updates
     stale.
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: p - r on rank r
@@ -45,7 +45,7 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     is used; the update step is where the rank switches to it, just before the first forward that uses it.
 
     Needs at least `ranks` micro-batches (`UserError`); they are split into as many near-equal batches of at least
-    `ranks` as possible. Costs:
+    `ranks` as possible. Costs, for p ranks:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: 2

@@ -44,8 +44,11 @@ EFFORT = 4_000_000  # task runs that the search times for each placement: one to
 
 @dataclass(frozen=True)
 class Candidate:
-    """Simulated program. peak: [ranks], peak activations in micro-batches of a rank's whole share. fits: within
-    memory."""
+    """Simulated program that the search of `auto` compares with others.
+
+    name: named schedule or kind of search. makespan: in the unit of the durations. peak: [ranks], peak activations, in
+        micro-batches of a rank's whole share. fits: True if all peaks are within the memory limits.
+    """
 
     name: str
     program: PipelineProgram
@@ -56,8 +59,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search, with all candidates. Times are in the unit of the durations.
+    """Result of the search of `auto`. Times are in the unit of the durations.
 
+    winner: best candidate; program: its program, renamed `auto`. candidates: all, by makespan, those that fit into
+        memory first. refused: named schedule -> why it does not accept these sizes.
     lower_bound: of the makespan over all programs with the searched placements, within the memory; None if candidates
         were allowed that it does not cover (two replicas, or overlap that saves time).
     """
@@ -104,7 +109,12 @@ def find_schedule(
     seconds: float | None = None,
     weight_copies: int = 1,
 ) -> PipelineProgram:
-    """Search a schedule and return only its program; arguments and errors as in `search_schedule`."""
+    """Search a schedule with a small makespan and return only its program.
+
+    durations: of one micro-batch on a rank's whole share. memory: maximum activations of a rank, in micro-batches of
+        its share. chunks: stages of a rank (None: 1 and 2 are tried). seconds: wall time to improve for. weight_copies:
+        2 allows schedules with two replicas. Errors as in `search_schedule`.
+    """
     return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
 
 
@@ -175,7 +185,11 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan; among equals the smallest peak, then a named one."""
+    """Choose the candidate with the smallest makespan that fits; among equals the smallest peak, then a named schedule.
+
+    refused: named schedule -> why it does not accept the sizes. bound: lower bound of the makespan; both go into the
+        result.
+    """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
     equal = [one for one in fitting if one.makespan <= least * (1 + 1e-9)]
@@ -190,7 +204,11 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return durations by number of chunks to try: the requested one, the one that lists by stage fix, or 1 and 2."""
+    """Return chunks per rank -> durations of the stages, for all numbers of chunks that the search tries.
+
+    That is `chunks` if given, else the number for which durations by stage are listed, else 1 and 2. Raises UserError
+    for invalid or contradictory numbers.
+    """
     for what, number in (
         ("ranks", ranks),
         ("micro-batches", micro_batches),
@@ -221,8 +239,10 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Return the memory limit of each rank. At least 1: a rank holds all its activations of a micro-batch before its
-    backward."""
+    """Return the memory limit of each rank, in micro-batches of its whole share: [ranks], infinite for memory=None.
+
+    Raises UserError for a limit below 1: a rank holds all its activations of a micro-batch before its backward.
+    """
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
         raise UserError(f"memory: {array.size} values; right is 1 or {ranks} (one a rank)")
@@ -237,7 +257,10 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
 
 
 def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, chunks) of the named schedules to try."""
+    """Yield (name, chunks per rank) of the named synchronous schedules to try.
+
+    counts: numbers of chunks to try. weight_copies: 2 to include schedules with two replicas.
+    """
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
         if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
             continue
@@ -247,7 +270,8 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (candidate name, rank of each stage) of the placements to search."""
+    """Yield (candidate name, rank of each stage) of the placements to search. counts: numbers of chunks per rank to
+    try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -255,7 +279,7 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 
 
 def _split_durations(program: PipelineProgram, durations: Durations) -> Durations:
-    """Return durations by stage for a program's placement."""
+    """Convert durations of a rank's whole share into durations by stage, for the program's placement."""
     return Durations.per_rank(
         program,
         durations.forward,
@@ -269,7 +293,7 @@ def _split_durations(program: PipelineProgram, durations: Durations) -> Duration
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a program and compare its peaks with the limits."""
+    """Return the candidate `name` with simulated makespan and peaks. limits: [ranks], memory in micro-batches."""
     timing = simulate_pipeline(program, _split_durations(program, durations))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
@@ -280,9 +304,10 @@ def _simulate_candidate(
 
 
 def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
-    """Return the best makespan and orders that about `effort` task runs find for one placement.
+    """Search task orders for one placement; return the best as (makespan, orders by rank).
 
-    Ends early at the lower bound. known: makespan to beat; candidates far above it are not improved further.
+    named: orders of named schedules to start from. known: makespan to beat; candidates far above it are not improved
+        further. effort: about how many task runs to simulate. Ends early at the lower bound.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
@@ -313,12 +338,16 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
 
 
 def _get_makespan(timed: Timed) -> float:
-    """Return the makespan of a timed order, as a sort key."""
+    """Return the makespan of a pair (makespan, orders by rank), as a sort key."""
     return timed[0]
 
 
 def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
-    """Build list schedules for `trials` parameter sets, most successful ones first; ends at the lower bound."""
+    """Build orders by list scheduling with up to `trials` different parameters; return (makespan, orders by rank) of
+    each.
+
+    The most successful parameters come first. Ends early when a makespan reaches the lower bound.
+    """
     s, ranks = problem.stages, range(problem.ranks)
     found = []
     depths = [problem.micro_batches * problem.chunks, s, 2 * s - 1, 3 * s // 2]
@@ -334,7 +363,11 @@ def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
 
 
 def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
-    """Build feasible periodic orders, with periods from the shortest on and random delays."""
+    """Build up to `trials` orders in which a fixed pattern of tasks repeats once a micro-batch; return (makespan,
+    orders by rank) of each that fits into memory.
+
+    The period grows from the shortest possible one; later trials also delay the pattern's tasks at random (fixed seed).
+    """
     found, draw = [], Random(0)
     least, v = compute_shortest_period(problem), problem.chunks
     stretch = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0)
@@ -352,7 +385,11 @@ def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
 def _improve_until(
     problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
 ) -> tuple[float, str, list[Order]]:
-    """Improve the best orders until the deadline or the lower bound."""
+    """Improve task orders by local search until the deadline or the lower bound.
+
+    problems: candidate name -> its scheduling problem. best: makespan, candidate name, and orders by rank; returned
+        improved. deadline: value of `time.monotonic()`.
+    """
     makespan, name, orders = best
     problem, seed = problems[name], 1
     stop: Callable[[], bool] = lambda: time.monotonic() >= deadline  # noqa: E731

@@ -54,7 +54,10 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Yield the groups that replace one group."""
+    """Yield the groups of steps that replace one group: each whole step is split into its layer components.
+
+    The components of an overlapped forward and backward are paired, one of each in a group.
+    """
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
         yield tuple(step for step in group if step not in whole)
@@ -66,10 +69,11 @@ def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
 
 @dataclass(frozen=True)
 class ComponentDurations:
-    """Durations of the components of one stage on one micro-batch, in any unit of time.
+    """Durations of the layer components of one stage on one micro-batch, in any unit of time.
 
-    forward, input_gradient: of attention, dispatch, MLP, combine. weight_gradient: of attention and MLP. A full
-        backward takes the sum of both gradients. transfer: as in `Durations`.
+    forward, input_gradient: times of attention, dispatch (all-to-all), MLP, combine (all-to-all).
+    weight_gradient: times of attention and MLP. A full backward takes the sum of both gradients.
+    transfer: time of a message between adjacent stages.
     """
 
     forward: tuple[float, float, float, float]
@@ -78,7 +82,8 @@ class ComponentDurations:
     transfer: float = 0.0
 
     def tabulate(self) -> Floats:
-        """Return durations [4, 4] by kind (forward, backward, input gradient, weight gradient) and component."""
+        """Return the durations as a table [4, 4]: forward, full backward, input gradient, weight gradient by attention,
+        dispatch, MLP, combine."""
         weights = np.array([self.weight_gradient[0], 0.0, self.weight_gradient[1], 0.0])
         inputs = np.array(self.input_gradient)
         return np.array([self.forward, inputs + weights, inputs, weights], np.float64)
@@ -95,7 +100,12 @@ class ComponentDurations:
         return float(np.maximum(forward, backward[::-1]).sum())
 
     def to_durations(self) -> Durations:
-        """Return durations for whole and split steps; a whole pair takes `overlapped`."""
+        """Return the same durations in the form that `simulate_pipeline` takes, for whole steps and for steps split
+        into components.
+
+        The times of a whole forward and backward are sums over the components; an overlapped pair takes
+        `self.overlapped`; `parts` has each component's share [4, 4].
+        """
         table = self.tabulate()
         whole = table.sum(axis=1)
         shares = table / np.where(whole > 0, whole, 1.0)[:, np.newaxis]
@@ -105,10 +115,11 @@ class ComponentDurations:
 
 @dataclass(frozen=True, eq=False)
 class ComponentTiming:
-    """Simulated times of components.
+    """Simulated times of a pipeline program whose steps are split into layer components, in the unit of the durations.
 
-    timing: by group. start, end: [steps], on the step's stream. exposed: [ranks], time in which all-to-all is not
-        hidden. all_to_all: [ranks], total time of all-to-all.
+    timing: result of the simulation, where all steps of a group start and end together. start, end: [steps], each
+        step's own times. exposed: [ranks], all-to-all time not hidden by computation. all_to_all: [ranks], total
+        all-to-all time.
     """
 
     timing: PipelineTiming
@@ -119,7 +130,10 @@ class ComponentTiming:
 
 
 def simulate_components(program: PipelineProgram, durations: ComponentDurations) -> ComponentTiming:
-    """Simulate a program, whole or split, with two streams a rank. Raises the errors of `simulate_pipeline`."""
+    """Simulate a program with two streams a rank: computation, and the all-to-alls of dispatch and combine.
+
+    Steps that are not split into layer components are split first. Raises the errors of `simulate_pipeline`.
+    """
     cut = with_components(program)
     timing = simulate_pipeline(cut, durations.to_durations())
     s = cut.steps

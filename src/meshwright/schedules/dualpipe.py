@@ -42,10 +42,10 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
-    """Write one rank's order under DualPipe or DualPipeV, which depends only on the distance from the pipeline's end.
+    """Append one rank's steps under DualPipe or DualPipeV, which depend only on the distance from the pipeline's end.
 
-    chunks: the rank's two chunks, first the one that data reaches sooner. half: distance in ranks from an end of the
-        pipeline to its middle.
+    rank: builder of the rank. chunks: the rank's two stages, first the one that data reaches sooner. half: distance in
+        ranks from an end of the pipeline to its middle.
     """
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)

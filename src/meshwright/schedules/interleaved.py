@@ -18,7 +18,8 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
     """Generate interleaved 1F1B, depth first (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure
     4).
 
-    Any number of ranks and micro-batches (see `split_into_rounds`). Costs:
+    Any number of ranks and micro-batches (see `split_into_rounds`). Costs, for p ranks, m micro-batches, v chunks, and
+    F, B, I and W the times of a rank's forward, full backward, input gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of g > p
     micro-batches, g - (g + 1 - 2p) / v on rank 0
@@ -42,7 +43,8 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
     """Generate interleaved ZB-H1 (PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
+    a rank's forward, full backward, input gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + I - W) / v, for m >= p
     - peak activations: if p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
     - weight copies: 1
@@ -74,7 +76,8 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
     A rank uses the weights of one chunk at a time: sharded weights are all-gathered once a chunk and pass, not once a
     round.
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
+    a rank's forward, full backward, input gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: m micro-batches on every rank
     - weight copies: 1
@@ -104,8 +107,11 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return a rank's forwards and backwards, each as (micro-batch, stage) in order: one round through every chunk,
-    then the next."""
+    """Return a rank's forwards and backwards, each as (micro-batch, stage) in order: one round through every stage of
+    the rank, then the next round.
+
+    stages: of the rank, in ascending order. rounds: consecutive micro-batches of each round.
+    """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]
     return forwards, backwards

@@ -45,7 +45,8 @@ def generate(
 
 
 def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
-    """Return the pipeline program of a layout; on one rank, forward and backward of one micro-batch after the other.
+    """Return the pipeline program that a layout names; on one rank, forward and backward of one micro-batch after the
+    other.
 
     durations: of the model's stages, for `auto` (default: all equal); equal ones give the same program. For a model use
         `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and for a file
@@ -82,8 +83,10 @@ def _generate_cached(
     durations: StageDurations | None,
     version: tuple[int, int] | None,
 ) -> PipelineProgram:
-    """Call `generate` with a cache. version: modification time and size of the file, which is read again after a
-    change."""
+    """Return the program of a named schedule or file, from a cache if it was asked for before.
+
+    chunks: stages of a rank. version: modification time and size of the file, which is read again after a change.
+    """
     return generate(name, ranks, micro_batches, chunks, durations)
 
 
@@ -94,7 +97,11 @@ def search_auto(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> SearchResult:
-    """Search a schedule for `auto`; returns the result with all candidates. Arguments and errors as in `generate`."""
+    """Search a schedule for the name `auto`; return the result with all candidates.
+
+    chunks: stages of a rank (default: 1 and 2 are tried). memory: maximum activations of a rank, in whole
+        micro-batches. Raises UserError for invalid numbers.
+    """
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 
@@ -112,7 +119,11 @@ def load_schedule(path: str) -> PipelineProgram:
 def _check_agreement(
     program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
 ) -> PipelineProgram:
-    """Return a loaded program if it has the requested numbers, else raise UserError."""
+    """Return a loaded program if it has the requested ranks, micro-batches and chunks (None: any), else raise
+    UserError.
+
+    name: the file, for the message.
+    """
     for what, asked, has in (
         ("ranks", ranks, program.ranks),
         ("micro-batches", micro_batches, program.micro_batches),

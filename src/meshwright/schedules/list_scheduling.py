@@ -17,14 +17,19 @@ from meshwright.schedules.orders import Order, Problem
 
 @dataclass
 class PartialOrders:
-    """State of all ranks during list scheduling. A rule may read the past and what is in flight."""
+    """State of all ranks during list scheduling, which a rule reads to choose a rank's next task.
+
+    A task is one number: kind x stages + stage, with kinds forward, input gradient, weight gradient. ends: [tasks + 1],
+        list of the end times of each task's runs so far; the last list is zeros, the predecessor of the first forward.
+        used: [ranks], activations held, in stages.
+    """
 
     problem: Problem
     ends: list[list[float]]  # [tasks + 1], end times of the runs so far; the last list is zeros, for the first forward
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of the task's next run arrives; infinite if not yet known."""
+        """Return the time at which the input of the next run of task `task` arrives; infinite if not yet known."""
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 
@@ -34,8 +39,12 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
-    """Run a rule for all ranks; returns makespan and orders. The makespan is infinite if the rule lets ranks wait for
-    ever."""
+    """Build the task orders of all ranks by asking `rule` for each rank's next task; return makespan and orders by
+    rank.
+
+    rule: (rank, time) -> (task, 0) to run now, or (-1, time at which to ask again). state: end times and memory,
+        updated. The makespan is infinite if the rule lets ranks wait for ever.
+    """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
     free = [0.0] * problem.ranks
@@ -68,7 +77,7 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 
 @dataclass(frozen=True)
 class GreedyParameters:
-    """Parameters of the greedy rule.
+    """Parameters of greedy list scheduling.
 
     cap: [ranks], maximum activations, in stages. forward_first: prefer forwards to input gradients. deep_first: prefer
         forwards of later stages. hold: wait for an input gradient that arrives within this fraction of a forward's
@@ -83,7 +92,7 @@ class GreedyParameters:
 
 
 def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
-    """Build orders by the greedy rule; returns makespan and orders.
+    """Build task orders by the greedy rule with parameters `greed`; return makespan and orders by rank.
 
     Input gradients run as they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is
     full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the rank can still pass through all
@@ -140,11 +149,11 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
 def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
-    """Reorder given orders as out-of-order execution would; returns makespan and orders.
+    """Reorder task orders as out-of-order execution would; return makespan and orders by rank.
 
-    One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if at least the fraction
-    `patience` of it ends before one of them can start, and the memory limit still holds for all tasks that it
-    overtakes.
+    orders: task orders by rank. One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if at
+        least the fraction `patience` of it ends before one of them can start, and the memory limit still holds for all
+        tasks that it overtakes.
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

@@ -18,7 +18,11 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
-    """Return the blocks of one critical path, from the end of the program to its start."""
+    """Return the blocks of one critical path, from the end of the program to its start.
+
+    A block is (rank, first position, last position): tasks of a rank that run without idle time between them. orders:
+    task orders by rank. clock: their end times.
+    """
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
     blocks, hair = [], 1e-9 * clock.makespan
@@ -48,17 +52,18 @@ def improve_orders(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, list[Order]]:
-    """Improve orders by local search; returns makespan and orders, no worse than those given.
+    """Improve task orders by local search; return makespan and orders by rank, no worse than those given.
 
-    runs: number of trials. Deterministic for a seed. Trials of equal value are accepted, to leave plateaus. Ends early
-        at the lower bound or when `stop()` is true.
+    runs: number of moves to try. seed: of the random moves; equal seeds give equal results. stop: ends the search early
+        when it returns True, as does reaching the lower bound. Moves that leave the value equal are accepted, to leave
+        plateaus.
     """
     draw, middle = Random(seed), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
 
     def worth(clock: TaskTimes) -> float:
-        """Return the makespan, plus a small term for the end of the middle and last micro-batch to rank equal
-        makespans."""
+        """Return the value to minimise: the makespan, plus a small term for the ends of the middle and last
+        micro-batch, which ranks equal makespans. clock: end times of the tasks."""
         stages = range(2 * problem.stages)
         return clock.makespan + 5e-4 * sum(clock.by_task[x][-1] + clock.by_task[x][middle] for x in stages) / len(
             stages
@@ -88,7 +93,11 @@ def improve_orders(
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a rank and a new feasible order for it; the order is None if ten random moves all fail."""
+    """Draw a random move of one task in a critical block; return a rank and its new feasible order.
+
+    orders: task orders by rank. blocks: (rank, first position, last position) each. draw: random numbers. The order is
+        None if ten moves all fail.
+    """
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]
         order = orders[rank]

@@ -41,14 +41,22 @@ MAX_STEPS = 4_000_000  # a few seconds and a gigabyte
 
 
 def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
-    """Generate a schedule of `SCHEDULES`; arguments and errors as in `library.generate`."""
+    """Generate the program of a named schedule, such as `1f1b`. chunks: stages of a rank (None: the schedule's
+    default).
+
+    Raises UserError for unknown names, missing numbers, and numbers that the schedule does not accept.
+    """
     ranks, micro_batches, count = check_sizes(name, ranks, micro_batches, chunks)
     least, most = SCHEDULE_CHUNKS[name][1:]
     return SCHEDULES[name](ranks, micro_batches, *([] if least == most else [count]))
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Return ranks, micro-batches and chunks of a schedule, with defaults applied; UserError if they are invalid."""
+    """Return ranks, micro-batches and chunks (stages of a rank) of the named schedule, with its default for
+    chunks=None.
+
+    Raises UserError if a number is missing or the schedule does not accept it.
+    """
     ranks = _check_positive(name, "ranks", "on", ranks)
     micro_batches = _check_positive(name, "micro-batches", "with", micro_batches)
     count = _check_chunks(name, chunks)
@@ -59,7 +67,10 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 
 
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
-    """Return a required number; UserError if it is missing or below 1."""
+    """Return `number` if it is 1 or more, else raise UserError.
+
+    name, what, preposition: words of the message: schedule, quantity such as `ranks`, and the word before it.
+    """
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")
     if number < 1:
@@ -68,7 +79,8 @@ def _check_positive(name: str, what: str, preposition: str, number: int | None) 
 
 
 def _check_chunks(name: str, chunks: int | None) -> int:
-    """Return the number of chunks or its default; UserError if the schedule does not accept it."""
+    """Return `chunks` (stages of a rank), or the default of the schedule `name` for None; UserError if it does not
+    accept it."""
     default, least, most = SCHEDULE_CHUNKS[name]
     if chunks is None:
         return default

@@ -25,11 +25,13 @@ KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class Problem:
-    """Scheduling problem: placement of the stages, durations of the tasks, memory of the ranks.
+    """Scheduling problem of a pipeline: find an order of tasks for each rank with a small makespan, within its memory.
 
-    placement: [stages], rank of each stage. duration: [tasks]. hop: [stages - 1], transfer time at each stage boundary,
-        0 inside a rank. limit: [ranks], maximum number of activations in units of one stage (a rank's whole share of
-        one micro-batch is `chunks` units).
+    A task is one number: kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient; it runs once
+        a micro-batch. placement: [stages], rank of each stage. duration: [tasks]. hop: [stages - 1], transfer time at
+        each stage boundary, 0 inside a rank.
+    limit: [ranks], maximum number of activations in units of one stage (a rank's whole share of one micro-batch is
+        `chunks` units).
     """
 
     ranks: int
@@ -48,8 +50,10 @@ class Problem:
         durations: Durations,
         memory: tuple[float, ...],
     ) -> Problem:
-        """Build the problem from durations by stage. memory: [ranks], in micro-batches of a rank's whole share; may be
-        infinite."""
+        """Build the problem. placement: rank of each stage. durations: by stage.
+
+        memory: [ranks], maximum activations in micro-batches of a rank's whole share; may be infinite.
+        """
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())
         names = ("forward", "input_gradient", "weight_gradient")
@@ -155,8 +159,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """End times of all task runs: `by_task[task][k]`, with a last row of zeros for the first forward, and
-    `by_rank[rank][position]`."""
+    """End times of all task runs for given task orders.
+
+    makespan: infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k, with a last row of
+        zeros, the predecessor of the first forward. by_rank: [rank][position in its order].
+    """
 
     makespan: float  # infinite for a deadlock
     by_task: list[list[float]]
@@ -166,10 +173,11 @@ class TaskTimes:
 def time_orders(
     problem: Problem, orders: list[Order], before: TaskTimes | None = None, since: float = 0.0
 ) -> TaskTimes:
-    """Simulate the given orders: return the end time of every task run, each as early as its rank and its input allow.
+    """Simulate task orders by rank: return the end time of every task run, each as early as its rank and its input
+    allow.
 
-    before: times of a similar set of orders, reused for task runs that end before `since`, the end of the first
-    run that differs.
+    before: times of a similar set of orders, reused for task runs that end before `since`, the end of the first run
+        that differs.
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -210,7 +218,8 @@ def time_orders(
 
 
 def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
-    """Return True if a rank's order respects its memory limit and the dependencies between its own tasks."""
+    """Return True if the task order of rank `rank` respects its memory limit and the dependencies between its own
+    tasks."""
     stages, limit, needs, on = problem.stages, problem.limit[rank], problem.predecessor, problem.rank
     count, used = [0] * (3 * stages), 0
     for x in order:
@@ -228,8 +237,10 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
 
 
 def extract_orders(program: PipelineProgram) -> list[Order]:
-    """Return the task orders of a program with one replica: backwards are split in two; groups and micro-batches are
-    dropped."""
+    """Return the task orders by rank of a program with one replica, as numbers kind x stages + stage.
+
+    Full backwards become two tasks, input gradient and weight gradient; groups and micro-batch numbers are dropped.
+    """
     stages, orders = program.stages, []
     kinds = {int(kind): number for number, kind in enumerate(KINDS)}
     for rank in range(program.ranks):
@@ -246,7 +257,7 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the program that runs these orders."""
+    """Return the pipeline program `name` in which each rank runs the tasks of its order. orders: by rank."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

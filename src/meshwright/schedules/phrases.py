@@ -16,7 +16,8 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stage of one replica on a rank, and its micro-batches in order."""
+    """One stage on a rank, with the micro-batches that run through it, in order. replica: copy of the model it belongs
+    to."""
 
     stage: int
     micro_batches: range
@@ -24,11 +25,13 @@ class Chunk:
 
 
 class PhraseWriter:
-    """Writer of phrases for one rank; every chunk runs its micro-batches in order, forwards and backwards alike.
+    """Writer of one rank's pipeline steps from texts in the notation of papers, such as `F0 F1 F0&B1`.
 
     F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the chunk number. `W` without
         a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and backward.
-        Steps beyond the last micro-batch are dropped. `finish` must be called last.
+    rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk number. Every
+        chunk runs its micro-batches in order, forwards and backwards alike; steps beyond the last micro-batch are
+        dropped.
     """
 
     def __init__(self, rank: RankBuilder, chunks: Sequence[Chunk]) -> None:
@@ -36,11 +39,11 @@ class PhraseWriter:
         self._written: list[Integers] = []
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """Append a phrase `times` times in a row (never for a number below 1)."""
+        """Append the steps of a text such as `F0 F0&B1`, `times` times in a row (never for a number below 1)."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
-        """Assign micro-batches to all written steps and hand them to the rank builder.
+        """Assign micro-batches to all written steps and add them to the rank's builder; to be called once, at the end.
 
         Either all weight gradients or none must have a chunk number.
         """
@@ -72,7 +75,8 @@ class PhraseWriter:
 
 @lru_cache(maxsize=128)
 def _parse_phrase(phrase: str) -> Integers:
-    """Parse a phrase into steps [steps, 3]: kind, chunk (-1: any), 1 if joined to the step before."""
+    """Parse a text such as `F0 F0&B1` into steps [steps, 3]: kind, chunk number (-1: any), 1 if joined by `&` to the
+    step before."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)
         for word in phrase.split()

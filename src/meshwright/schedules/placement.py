@@ -16,10 +16,10 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 
 def format_placement(program: PipelineProgram, layers: int | None = None) -> str:
-    """Format the placement as a table: one line a rank, one column for each of its stages, with layers, embedding and
+    """Return the placement as a text table: one line a rank, one column for each of its stages, with layers, embedding,
     head.
 
-    layers: of the model (default: one a stage). Raises UserError for fewer layers than stages.
+    layers: number of layers of the model (default: one a stage). Raises UserError for fewer layers than stages.
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:
@@ -37,7 +37,7 @@ def format_placement(program: PipelineProgram, layers: int | None = None) -> str
 
 
 def _format_stage(stage: int, held: list[range]) -> str:
-    """Format one stage: `stage 0: embedding, layers 0-3`."""
+    """Return the text of one stage: `stage 0: embedding, layers 0-3`. held: layers of each stage of the model."""
     layers = held[stage]
     what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
     first = "embedding, " if stage == 0 else ""

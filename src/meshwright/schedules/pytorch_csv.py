@@ -36,10 +36,10 @@ Step = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
-    """Parse a CSV into a program. Empty cells and those of sharded parameters are ignored.
+    """Parse a PyTorch schedule CSV into a program. Empty cells and cells about sharded parameters are ignored.
 
-    The highest stage number gives the number of stages, the stage with the most forwards that of micro-batches;
-    `check_pipeline` finds inconsistencies. Raises UserError with row and cell for invalid text.
+    where: prefix of errors. The highest stage number gives the number of stages, the stage with the most forwards that
+        of micro-batches; `check_pipeline` finds inconsistencies. Raises UserError with row and cell for invalid text.
     """
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
@@ -74,13 +74,16 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
 
 
 def _add_step(rank: RankBuilder, step: Step) -> None:
-    """Add one parsed step to a rank."""
+    """Append one parsed step (kind, stage, micro-batch) to the rank's builder."""
     kind, stage, micro_batch = step
     rank.add(kind, micro_batch, stage)
 
 
 def _parse_cell(cell: str, where: str) -> list[Step]:
-    """Parse a cell into its steps: one, several that overlap, or none."""
+    """Parse a CSV cell such as `2F5` into steps (kind, stage, micro-batch): one, several that overlap, or none.
+
+    where: prefix of errors.
+    """
     cell = cell.strip()
     if overlap := OVERLAP.fullmatch(cell):
         return [step for part in overlap[1].split(";") for step in _parse_cell(part, where)]
@@ -93,8 +96,10 @@ def _parse_cell(cell: str, where: str) -> list[Step]:
 
 
 def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
-    """Return the rank of each stage: the one that computes it. UserError if that is not unique and equal for all
-    ranks."""
+    """Return the placement: the rank that computes each stage. UserError if that is not unique and equal for all ranks.
+
+    computing: (rank, step) of all compute steps. ranks: number of ranks. where: prefix of errors.
+    """
     home: dict[int, int] = {}
     for rank, (_, stage, _) in computing:
         if home.setdefault(stage, rank) != rank:
@@ -129,7 +134,7 @@ def to_csv(program: PipelineProgram) -> str:
 
 
 def _format_row(program: PipelineProgram, rank: int) -> list[str]:
-    """Format the cells of one rank."""
+    """Return the CSV cells of one rank, in execution order."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]

@@ -23,10 +23,10 @@ from meshwright.schedules.transfers import with_transfers
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """A checked schedule with its simulation; times are in the unit of the durations.
+    """Checked pipeline schedule with its simulation; times are in the unit of the durations.
 
-    program: compute steps; complete: with sends and receives; parts: simulation by layer component, if asked for;
-    found: search result of `auto`.
+    program: compute steps, as generated or loaded; complete: with sends and receives; timing: simulated times; parts:
+        simulation by layer component, if asked for; found: search result of `auto`, else None.
     """
 
     program: PipelineProgram  # as generated or loaded
@@ -187,7 +187,11 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Return component durations of one stage from those of a rank's share."""
+    """Return the component durations of one stage, given those of a rank's share, which has `chunks` stages.
+
+    parts: attention, dispatch, MLP, combine in a forward. transfer: one number for all stages. Raises UserError
+        otherwise.
+    """
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")
     if not isinstance(transfer, (int, float)):

@@ -11,20 +11,21 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the period: the work of the busiest rank on one micro-batch, or the limit that memory
-    sets."""
+    """Return a lower bound of the time a micro-batch in a steady state: the work of the busiest rank on one, or the
+    limit that memory sets."""
     s, t = problem.stages, problem.duration
     work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)
     return max(work, *(lives / limit for lives, limit in zip(problem.activation_lifetime, problem.limit, strict=True)))
 
 
 def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
-    """Build the orders of one block of tasks that repeats with period `every`.
+    """Build task orders by rank in which the tasks of one micro-batch repeat with period `every`.
 
     Forwards and input gradients start as soon as their input arrives and their rank is free at this phase of the
-    period; weight gradients fill the rest. delays: [2 x chunks], added before each forward by chunk, then before each
-    input gradient by chunk; they shift conflicts on a rank. If a period has no free interval for a task, it starts at
-    once, and later timing of the orders shifts what follows.
+    period; weight gradients fill the rest. If a period has no free interval for a task, it starts at once, and later
+    timing of the orders shifts what follows.
+    delays: [2 x chunks], times added before each forward by chunk, then before each input gradient by chunk; they move
+        tasks that collide on a rank.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank

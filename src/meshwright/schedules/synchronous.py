@@ -12,7 +12,8 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, figure 2c; in PyTorch's
     order).
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F and B the times of a rank's
+    forward and full backward:
     - bubble: (p - 1)(F + B)
     - peak activations: m micro-batches on every rank
     - weight copies: 1
@@ -31,7 +32,8 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate 1F1B: PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan et al.
     2021, arXiv 2007.01045, section 3).
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F and B the times of a rank's
+    forward and full backward:
     - bubble: (p - 1)(F + B), as GPipe
     - peak activations: min(m, p - r) micro-batches on rank r
     - weight copies: 1

@@ -12,14 +12,14 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
     """Return the program with a send and a receive for every value that crosses ranks; it ends even with synchronous
     sends.
 
+    durations: times by which steps are ordered (default: 1 for each forward, input gradient and weight gradient of a
+        rank). A program with transfers is returned unchanged. Raises ProgramError for a program that deadlocks.
+
     All compute steps and transfers are sorted into one order, by start time of a step and production time of a value; a
     send and its receive take the transfer's position in that order on both ranks. The first pending transfer of the
     order can therefore always complete. Transfers of a rank without computation between them are posted together, which
     only relaxes the order. Values leave when they are produced and their receives are posted before they are needed: in
     simulation no step is later than with implicit transfers.
-
-    durations: for the times (default: 1 for each forward, input gradient and weight gradient of a rank). A program with
-        transfers is returned unchanged. Raises ProgramError for a program that deadlocks.
     """
     if program.has_transfers:
         return program

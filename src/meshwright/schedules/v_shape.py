@@ -64,9 +64,10 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a program by repeating a block, slot by slot; each rank runs at most one step a slot.
+    """Build a program in which every micro-batch runs through the same block of steps, started at a fixed interval of
+    slots; each rank runs at most one step a slot.
 
-    most_held: maximum activations of a rank, in chunks; the block itself must not need more.
+    name: of the program. most_held: maximum activations of a rank, in chunks; the block itself must not need more.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -84,8 +85,11 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 
 
 class _RankState:
-    """Remaining steps of a rank. A micro-batch makes 4 x ranks stops: down and up, then down and up with its
-    gradient."""
+    """Remaining steps of one rank while a V schedule is built slot by slot.
+
+    A micro-batch makes 4 x ranks stops: down and up the ranks, then down and up with its gradient. writer: builder of
+    the rank's steps. dues: slots at which micro-batch 0 makes its four stops on this rank.
+    """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
         rank, self.writer = writer.rank, writer
@@ -104,7 +108,7 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Add the rank's next step; returns the micro-batch that made a stop by it, or None.
+        """Append the rank's next step that can run; return the micro-batch that made a stop by it, or None.
 
         stops_made: [micro-batches], stops so far. most_held: maximum activations, in chunks.
         """
@@ -127,10 +131,11 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the indices in `waiting` of steps that can run now, earliest due first.
+        """Yield the positions in `self.waiting` of steps that can run now, earliest due first.
 
         A step is ready if its input is available and, for a forward, the steps that it overtakes still fit into memory
         after it. In the steady state nothing overtakes: a step ahead of the block's order would cause idle time later.
+        stops_made: [micro-batches], stops so far. most_held: maximum activations, in chunks.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held

@@ -12,7 +12,8 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclical
 def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate ZB-H1: the memory of 1F1B and, for equal times, a third of its bubble (section 2.1, figure 3 top).
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F, I and W the times of a rank's
+    forward, input gradient and weight gradient:
     - bubble: (p - 1)(F + I - W), for m >= p
     - peak activations: min(m, p) micro-batches on every rank
     - weight copies: 1
@@ -27,7 +28,8 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
     Rank r starts and ends r forwards after rank 0, so a single step still lasts m(F + I + W) + (p - 1)F: the bubble
     vanishes over many steps, when ranks do not synchronize between them.
 
-    Any number of ranks and micro-batches. Costs:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F, I and W the times of a rank's
+    forward, input gradient and weight gradient:
     - bubble: (p - 1)(F + I - 2W) on rank 0, for m >= 2p - 1
     - peak activations: min(m, 2p - 1) micro-batches on every rank
     - weight copies: 1
