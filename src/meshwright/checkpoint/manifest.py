@@ -98,7 +98,10 @@ def _parse_record(name: str, found: Any) -> FileRecord:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise `Damaged` for a missing or truncated file, or an altered small one (all but tensors)."""
+    """Check the files of the checkpoint directory `path` against its manifest, without reading tensors. Raises
+    `Damaged` for a missing file, a file of another size, or a non-tensor file (anything but .safetensors) with
+    another SHA-256.
+    """
     for name, record in manifest.files.items():
         try:
             size = (path / name).stat().st_size

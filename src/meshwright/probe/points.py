@@ -143,9 +143,11 @@ class Effort:
 
 
 class Yardstick:
-    """A small product timed beside every measurement, to correct for the processor's momentary speed.
+    """Clock of the processor's momentary speed: a small matrix product (256 x 512 by 512 x 512, float32) timed beside
+    every measurement, by which that is corrected. Cores shared with other tenants lose a third of their speed for
+    seconds.
 
-    Cores shared with other tenants lose a third of their speed for seconds, which would distort what is measured then.
+    device: on any but a CPU nothing is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -153,7 +155,9 @@ class Yardstick:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Measure seconds of the product, median of five; 1.0 on devices other than CPUs."""
+        """Measure the present duration of the small product in seconds (median of five calls); return 1.0,
+        unmeasured, on devices other than CPUs.
+        """
         if not self._processor:
             return 1.0
         with torch.no_grad():

@@ -24,8 +24,12 @@ __all__ = ["Box", "Initial", "ParameterTable", "Row", "Tensor", "parameter_table
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """All parameter entries (`rows`), engine tensors (`tensors`) and FSDP units (`units`) of a model, in forward order
-    of the units and, within a unit, in the order of its flat buffer. `tied`: the head uses the embedding matrix."""
+    """List of all parameters of a model, in forward order of its FSDP units and, within a unit, in the order of its
+    flat buffer.
+
+    rows: entries, one for each tensor on disk. tensors: engine tensors, each one or several entries concatenated
+    (query, key and value, or all experts). units: names of the FSDP units. tied: the head uses the embedding matrix.
+    """
 
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]

@@ -124,7 +124,9 @@ def _tensor_layouts() -> list[Layout]:
 
 
 def _expert_layouts() -> list[Layout]:
-    """Return layouts of expert parallelism over every other axis: ep, etp and both."""
+    """Return layouts of expert parallelism (ep, etp or both), alone and combined with every ZeRO stage, hybrid
+    sharding and tensor parallelism.
+    """
     layouts = [Layout(dp=dp, ep=dp, recompute=recompute) for dp, recompute in ((2, "none"), (3, "selective"))]
     layouts += [Layout(dp=2, etp=2, micro_batches=2), Layout(dp=4, ep=2, etp=2, recompute="full")]
     layouts += [Layout(dp=4, zero=zero, ep=2, micro_batches=1 + zero % 2) for zero in (1, 2, 3)]
