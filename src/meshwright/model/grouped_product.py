@@ -75,7 +75,9 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
 
 
 def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if PyTorch's grouped_mm supports the operands `a` and `b`: CUDA, bf16, strides aligned to 16 bytes."""
+    """Return True if PyTorch's grouped_mm supports the operands `a` and `b`: CUDA, bf16 and strides aligned to 16
+    bytes.
+    """
     aligned = all(size * a.element_size() % ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[1:]))
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
