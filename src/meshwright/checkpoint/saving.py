@@ -54,9 +54,9 @@ class SaveCancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
-    """Settings shared by all saves of a run.
-
-    outcomes: on rank 0, "done" or the reason by save. timeout_seconds: longest wait for another rank.
+    """Settings shared by all saves of a run. directory: of the checkpoints. rank, ranks: this rank and their number.
+    table: parameter table. files: plan of the model files. dtype: of the exported weights. keep, keep_best:
+    checkpoints to retain. timeout_seconds: longest wait for another rank. log: receives lines for the user.
     """
 
     directory: Path

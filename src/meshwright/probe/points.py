@@ -165,7 +165,7 @@ class Yardstick:
 
 
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
-    """Return powers of two with exponents from `first` to `last` in steps."""
+    """Return the powers of two with exponents `first`, `first` + `step` ... up to `last`."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
 
 
@@ -204,14 +204,16 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: Point, device: torch.device, seconds: float) -> float:
-    """Measure seconds of one call (for a piece, of one kernel): median of batches within about `seconds`."""
+    """Return the seconds of one call of the point (for a piece, of one of its kernels): median of batches within
+    about `seconds`.
+    """
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Measure seconds of any call: median of at least three batches within about `seconds`, or a single call if it
-    takes longer.
+    """Return the seconds of one call of `call`: median of at least three batches within about `seconds`, or a single
+    call if it takes longer.
 
     A batch repeats the call to fill the time between synchronizations.
     """
