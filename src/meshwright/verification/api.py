@@ -95,8 +95,9 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """Return the failure in one line: the first layout that disagrees, else the first missed fault; None if all
-    passed."""
+    """Return the failure in the result document in one line: the first layout that disagrees, else the first missed
+    fault; None if all passed.
+    """
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

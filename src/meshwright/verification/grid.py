@@ -33,7 +33,9 @@ def grid() -> list[Layout]:
 
 
 def _features(layout: Layout) -> set[tuple[str, ...]]:
-    """Return the features that a layout covers: each single one, each pair, and the full set if it has at most two."""
+    """Return the features of a layout that the grid is to cover (each feature a tuple of names): each single one,
+    each pair, and the full set if it has at most two.
+    """
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
     sets |= {f"zero{layout.zero}"} if layout.zero else set()

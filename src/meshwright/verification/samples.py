@@ -97,7 +97,9 @@ def _count_pairs(number: int) -> int:
 
 
 class SyntheticRows:
-    """Drop-in replacement for `PackedDataset`: sequences [first, first + sequences) of a problem as one split."""
+    """Drop-in replacement for `PackedDataset`: the sequences numbered [first, first + sequences) of a problem as one
+    split.
+    """
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         """Define the split; sequences are generated when read."""

@@ -100,7 +100,7 @@ class ModuleTask:
         self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: measures are computed in validation only."""
+        """Return no metrics (measures are computed in validation only); `means` is ignored."""
         return Metrics()
 
     # --- around steps
@@ -190,8 +190,9 @@ class ModuleTask:
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
-        """Return a micro-batch on the device with its item count. number: of the first sample; content: the collated
-        batch."""
+        """Return a micro-batch on the device with the number of its loss items. number: global number of its first
+        sample; samples: their count; content: the collated batch.
+        """
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:
