@@ -61,7 +61,9 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
 
 
 def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
-    """Return the table that checkpoints save: the trained parameters and the buffers and frozen parameters (`kept`)."""
+    """Return the table that checkpoints save: the trained parameters of `table` and the buffers and frozen parameters
+    `kept`.
+    """
     rows = [_replicated_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     return ParameterTable((*table.rows, *rows), table.tensors, table.units)
 
@@ -97,7 +99,9 @@ def _foreign_tensor(parameter: ForeignParameter) -> Tensor:
 
 
 def _replicated_row(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> Row:
-    """Return a parameter-table entry that is replicated on every rank; `kept`: the dtype if it is not trained."""
+    """Return a parameter-table entry that is replicated on every rank. unit: name of its FSDP unit; decay: weight
+    decay applies; `kept`: the dtype if it is a buffer or frozen, None if it is trained.
+    """
     return Row(
         name=name,
         shape=shape,
