@@ -30,8 +30,8 @@ LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells th
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A checkpoint directory that was intact when opened. step: optimizer steps done. validation_loss: in nats per
-    token, None if not measured.
+    """A checkpoint directory that was intact when opened. path: of the directory. step: optimizer steps done.
+    validation_loss: in nats per token, None if not measured.
     """
 
     path: Path

@@ -38,7 +38,9 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One planned safetensors file. header: complete, length prefix included. size: of the file in bytes."""
+    """One planned safetensors file. name: in the checkpoint. header: complete, length prefix included. size: of the
+    file in bytes.
+    """
 
     name: str
     header: bytes

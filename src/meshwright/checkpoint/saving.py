@@ -168,6 +168,7 @@ class Save:
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
+            """Write `data` at byte `offset` of the model file named `file`, opened at its first use."""
             self._writing = file
             if file not in descriptors:
                 descriptors[file] = os.open(self.partial / file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -18,8 +18,9 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """A trained parameter: its name in `named_parameters`, its shape, its FSDP unit, and True if weight decay
-    applies."""
+    """A trained parameter of a user's module. name: in `named_parameters`. shape: its shape. unit: name of its FSDP
+    unit. decay: weight decay applies.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,8 +29,9 @@ class ForeignParameter(NamedTuple):
 
 
 class KeptValue(NamedTuple):
-    """A buffer or frozen parameter, saved in checkpoints but not trained; `dtype` as torch and numpy name it
-    ("int64")."""
+    """A buffer or frozen parameter of a user's module, saved in checkpoints but not trained. name: in the module.
+    shape: its shape. dtype: as torch and numpy name it ("int64").
+    """
 
     name: str
     shape: tuple[int, ...]

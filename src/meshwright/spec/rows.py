@@ -55,7 +55,9 @@ def kept_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of a tensor: normal with mean 0 and standard deviation `std`, all ones, or all zeros."""
+    """Initial values of a tensor. kind: "normal" with mean 0 and standard deviation `std`, all "ones", or all
+    "zeros".
+    """
 
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
@@ -63,8 +65,9 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a parameter entry that a rank holds: its start in the entry (engine orientation), its shape, and
-    its start in the rank's shard of the engine tensor."""
+    """A rectangle of a parameter entry that a rank holds. start: index of its first element in the entry (engine
+    orientation). shape: its shape. local_start: index of its first element in the rank's shard of the engine tensor.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -83,7 +86,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A parameter entry: one tensor as stored on disk.
+    """A parameter entry: one tensor as stored on disk. ``name``, ``shape``: those on disk. ``initial``: its initial values.
+    ``decay``: weight decay applies.
 
     ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); all that follows is in
     the engine's orientation, [output, input] for matrices. The entry begins at index ``offset`` of dim 0 of the engine

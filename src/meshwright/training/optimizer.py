@@ -24,8 +24,8 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 class _ShardSlice(NamedTuple):
     """Slice of a shard whose elements have the same weight decay. shard: index of the shard. where: the slice.
-    master, state: views of its master weights and optimizer state. updates: update count that torch uses for bias
-    correction.
+    weight_decay: factor. master, state: views of its master weights and optimizer state. updates: update count that
+    torch uses for bias correction.
     """
 
     shard: int

@@ -28,6 +28,7 @@ class Verification:
         mutations: Faults planted, caught, neutral and missed; None unless asked for.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
+        document: All of this and more as JSON, the document of `meshwright verify --json`.
     """
 
     passed: bool

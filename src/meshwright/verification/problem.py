@@ -53,9 +53,10 @@ ADAMW = Training(
 class Problem:
     """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
-    dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default: dtype). preference:
-    the loss of pairs of responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces
-    NaN activations. resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
+    config: the model. dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default:
+    dtype). training: optimizer settings. seed: of initial values and data. preference: the loss of pairs of
+    responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces NaN activations.
+    resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
     fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as in large models.
     """
 

@@ -24,8 +24,10 @@ MOST_PAIRS = 2  # of responses in a sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of sequences: tokens, targets (-100: ignored) and a document number per token, all [B, S] int64.
-    `reference`: reference log-probabilities of paired responses, float64 [B, 2 x MOST_PAIRS]."""
+    """A batch of sequences. tokens, targets (-100: ignored), document_ids (a document number per token): all [B, S]
+    int64. reference: reference log-probabilities of paired responses, float64 [B, 2 x MOST_PAIRS]; None without
+    pairs.
+    """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]

@@ -166,6 +166,7 @@ class _Duplicates:
         code = 1 + RULES.index(rule)
 
         def chunks() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+            """Yield for each segment (keys, document numbers) of the documents that no other rule dropped."""
             for segment in self._segments:
                 codes = self.codes[segment.first : segment.first + segment.documents]
                 asked = np.flatnonzero((codes == KEPT) | (codes == code))

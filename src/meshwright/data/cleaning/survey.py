@@ -104,6 +104,7 @@ class Survey:
         """Return the document with masks applied to all of its texts."""
 
         def rewrite(text: str) -> str:
+            """Return one text of the document with masks applied."""
             return self.rewriter.rewrite_text(text, document.name)[0]
 
         if document.example is None:
@@ -141,6 +142,7 @@ def survey_corpus(
         cleaner = Cleaner(recipe.clean)
 
         def cleaned(longest: int) -> Cleaned:
+            """Run the cleaning pass with texts cut at `longest` characters."""
             reader = make_reader(recipe, longest)
             return run_cleaning_pass(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 

@@ -87,6 +87,7 @@ def _compute_powers_of_two(bits: int) -> tuple[Hashes, Hashes]:
     """Return the powers 0 to 2^bits - 1 of the hash base and of its inverse modulo 2^64."""
 
     def powers(base: int) -> Hashes:
+        """Return the powers 0 to 2^bits - 1 of `base` modulo 2^64."""
         values = np.full(1 << bits, base, np.uint64)
         values[0] = 1
         return np.cumprod(values, dtype=np.uint64)

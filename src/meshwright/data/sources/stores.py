@@ -143,6 +143,7 @@ class _BlockReader(io.RawIOBase):
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
         def load() -> memoryview:
+            """Return the bytes of the block. Raises `OSError` if fewer arrive."""
             data = memoryview(self._file.filesystem.cat_file(self._file.place, start=begin, end=end))
             if len(data) != end - begin:
                 raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")

@@ -95,8 +95,8 @@ def _convert_panics(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Bytes of an existing tokenizer's tokenizer.json and tokenizer_config.json, EOS token always named in
-    the latter.
+    """Files of an existing tokenizer as bytes. tokenizer: tokenizer.json. config: tokenizer_config.json, which always
+    names the EOS token.
     """
 
     tokenizer: bytes
