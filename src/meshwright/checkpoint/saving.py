@@ -266,12 +266,14 @@ class Save:
     # --- meeting the other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        """Leave this rank's marker `what` with JSON content."""
+        """Write this rank's marker file of the kind `what` ("written", "hashed") with JSON content for rank 0."""
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait until `there()` contains all ranks of `all_of_them`. what: for the time-out message."""
+        """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act
+        for the time-out message, such as "written its part".
+        """
         deadline = time.monotonic() + self.target.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -323,7 +325,9 @@ class Save:
     # --- when it cannot be done
 
     def _clean_up(self, line: str) -> None:
-        """Remove this rank's files and report the failure; rank 0 removes the whole directory."""
+        """Remove this rank's files and report the failure `line` to the other ranks; rank 0 removes the whole
+        directory.
+        """
         if self.target.rank:
             with suppress(OSError):  # rank 0 was faster, or the disk takes nothing: the training loop tells the others
                 (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)

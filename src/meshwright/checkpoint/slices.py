@@ -220,7 +220,7 @@ def plan_reads(
 
 
 def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """Return the common elements of two ranges as rectangles (row, end row, column, end column)."""
+    """Return the common elements of two ranges of one matrix as rectangles (row, end row, column, end column)."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():

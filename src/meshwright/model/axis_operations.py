@@ -45,7 +45,8 @@ class TensorOperations:
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every rank (all-gathered with sequence
-        parallelism)."""
+        parallelism). `site`: label of the call in traces.
+        """
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
@@ -100,7 +101,9 @@ class ContextOperations:
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]."""
+        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]. `visible`:
+        mask that `visibility` returned.
+        """
         return attend(q_BNSD, k_BKSD, v_BKSD, visible)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:

@@ -60,10 +60,10 @@ def token_cross_entropy(
     compiled: bool = False,
 ) -> torch.Tensor:
     """Return each token's -log softmax(hidden weightᵀ)[target] (nats), [T], float32 or float64; 0 where the target is
-    -100.
+    -100. `weight_VH`: this rank's vocabulary slice from token ID `first_token` on; `widest`: most token IDs on any
+    rank; `compiled`: use torch.compile.
 
-    Arguments as in `linear_cross_entropy`. Backward recomputes the logits; saved are `hidden_TH` and two numbers per
-    token.
+    Backward recomputes the logits; saved are `hidden_TH` and two numbers per token.
     """
     head = _Head(weight_VH, None, first_token, tensor, compiled, widest or len(weight_VH))
     return _TokenCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())

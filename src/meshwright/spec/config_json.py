@@ -101,7 +101,9 @@ def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """Return the family named by ``model_type``; ``UserError`` with the list of known families for any other."""
+    """Return the family named by ``model_type`` in a configuration; ``UserError`` with the list of known families for
+    any other. ``where``: name of the configuration in errors.
+    """
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:

@@ -86,8 +86,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A parameter entry: one tensor as stored on disk. ``name``, ``shape``: those on disk. ``initial``: its initial values.
-    ``decay``: weight decay applies.
+    """A parameter entry: one tensor as stored on disk. ``name``, ``shape``: those on disk. ``initial``: its initial
+    values. ``decay``: weight decay applies.
 
     ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); all that follows is in
     the engine's orientation, [output, input] for matrices. The entry begins at index ``offset`` of dim 0 of the engine

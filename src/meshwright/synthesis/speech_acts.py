@@ -162,8 +162,8 @@ def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the standard name of a speech act, given any of its names in the literature, in any case. Raises
-    `UserError` that begins with `where` if unknown.
+    """Return the standard name of a speech act, given any of its names in the literature (`word`), in any case.
+    Raises `UserError` that begins with `where` if unknown.
     """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name

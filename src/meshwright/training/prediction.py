@@ -94,7 +94,7 @@ def _devices_per_node(ranks: int, most: int) -> int:
 
 
 def _select_devices(whole: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with only `ranks` of its devices."""
+    """Return the cluster `whole` with only `ranks` of its devices."""
     return replace(whole, devices=ranks, devices_per_node=_devices_per_node(ranks, whole.devices_per_node))
 
 
@@ -141,7 +141,9 @@ def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
 
 
 def _unexplained_share(machine: Cluster | None) -> float:
-    """Return the fraction by which finished runs exceeded their predicted memory, 0 without calibration."""
+    """Return the fraction by which finished runs on `machine` exceeded their predicted memory, 0
+    without calibration.
+    """
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 

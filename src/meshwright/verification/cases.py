@@ -126,7 +126,7 @@ class CaseBuilder:
 
 
 def another_layout(layout: Layout) -> Layout:
-    """Return a layout on the same number of ranks that has as little as possible in common with this one."""
+    """Return a layout on the same number of ranks that has as little as possible in common with `layout`."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

@@ -41,7 +41,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if this method was called with the same object before."""
+        """Return True if this method was called with the object `thing` before."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met

@@ -24,7 +24,9 @@ _FORWARD = (
 
 
 def backward_order(reference: Reference) -> list[str]:
-    """Return the names of all parameter entries in the order in which the backward pass computes their gradients."""
+    """Return the names of all parameter entries of the reference's model in the order in which the backward pass
+    computes their gradients.
+    """
     places = []
     for tensor in reference.table.tensors:
         module = tensor.name.rpartition(".")[0]

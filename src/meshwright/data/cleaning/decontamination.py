@@ -107,7 +107,7 @@ def _iterate_examples(file: SourceFile) -> Iterator[str]:
 
 
 def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the records of a JSON Lines or Parquet file."""
+    """Yield the records of a JSON Lines or Parquet file. stream: its decompressed bytes."""
     for record in iterate_file_records(file, stream, None, "utf-8"):
         if record.problem is not None:
             raise UserError(f"{_KEY}: {record.where} {record.problem}")
@@ -115,7 +115,9 @@ def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
 
 
 def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the elements of a JSON list, or another JSON document as a whole."""
+    """Yield the elements of a JSON list, or another JSON document as a whole. stream: the file's
+    decompressed bytes.
+    """
     try:
         value = json.loads(stream.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

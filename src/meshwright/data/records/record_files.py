@@ -34,7 +34,8 @@ class FileRecord(NamedTuple):
 def iterate_file_records(
     file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
 ) -> Iterator[FileRecord]:
-    """Yield the records of a file in order. columns: read only these of a Parquet file (None: all).
+    """Yield the records of a JSON, JSON Lines or Parquet file in order. stream: its decompressed bytes. columns: read
+    only these of a Parquet file (None: all). encoding: of JSON text.
 
     Bytes that do not decode become lone surrogates. A line that is not JSON yields a record with a problem. Raises
     `UserError` for a truncated or damaged file, or Parquet without any of the columns.
