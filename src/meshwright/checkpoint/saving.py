@@ -130,8 +130,7 @@ class Save:
 
     def _write(self) -> None:
         """Write this rank's slices and its parts of the model files, mark them written, and wait for the
-        other ranks.
-        """
+        other ranks."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -272,8 +271,7 @@ class Save:
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
         """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act
-        for the time-out message, such as "written its part".
-        """
+        for the time-out message, such as "written its part"."""
         deadline = time.monotonic() + self.target.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -326,8 +324,7 @@ class Save:
 
     def _clean_up(self, line: str) -> None:
         """Remove this rank's files and report the failure `line` to the other ranks; rank 0 removes the whole
-        directory.
-        """
+        directory."""
         if self.target.rank:
             with suppress(OSError):  # rank 0 was faster, or the disk takes nothing: the training loop tells the others
                 (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
@@ -396,7 +393,6 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
     """Yield (start, elements) of a slice in chunks, to keep converted copies small; a transposed one whole, since its
-    chunks would be many short runs on disk.
-    """
+    chunks would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))
