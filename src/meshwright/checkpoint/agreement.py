@@ -13,22 +13,26 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """Agreement of all ranks of `mesh` by small all-reduces."""
+    """Small decisions on which all ranks of `mesh` agree, by all-reduces. Every method is collective."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def all_true(self, mine: bool) -> bool:
-        """Return whether `mine` is true on all ranks."""
+        """Return True, on every rank, if `mine` is true on all ranks."""
         return self._sum([int(not mine)]) == [0]
 
     def broadcast_numbers(self, values: Sequence[int], *, count: int) -> list[int]:
-        """Broadcast rank 0's non-negative integers, at most `count`."""
+        """Return rank 0's first `count` values on every rank; non-negative integers. Other ranks' `values` are
+        ignored.
+        """
         mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
         return [value for value in self._sum(mine) if value >= 0]
 
     def first_text(self, text: str | None) -> tuple[int, str] | None:
-        """Return (rank, text) of the lowest rank whose text is not None, on every rank; None if there is none."""
+        """Return, on every rank, (rank, text) of the lowest rank whose `text` is not None; None if there is none.
+        Texts are cut at 2048 bytes.
+        """
         size, rank = self._mesh.world_size, self._mesh.rank
         speaking = self._sum([int(place == rank and text is not None) for place in range(size)])
         if not any(speaking):
@@ -39,7 +43,7 @@ class Agreement:
         return speaker, everything.rstrip(b"\0").decode(errors="replace")
 
     def _sum(self, values: list[int]) -> list[int]:
-        """All-reduce integers, [n]."""
+        """Return the integers summed over the ranks, [n]."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
         collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
         return tensor.tolist()

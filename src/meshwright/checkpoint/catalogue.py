@@ -30,7 +30,9 @@ LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells th
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A checkpoint directory that was intact when opened."""
+    """A checkpoint directory that was intact when opened. path: of the directory. step: optimizer steps done.
+    validation_loss: in nats per token, None if not measured.
+    """
 
     path: Path
     step: int
@@ -50,7 +52,7 @@ class CheckpointPath:
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of the checkpoint after `step` steps."""
+    """Return the directory name of the checkpoint after `step` steps, such as "step-000020"."""
     return f"step-{step:06d}"
 
 
@@ -125,7 +127,7 @@ def newest(
 ) -> CheckpointPath | None:
     """Return the newest intact checkpoint in `directory`, or None; `log` receives a line for each newer damaged one.
 
-    open_it: opens a checkpoint, raising `Damaged`.
+    open_it: opens and checks a checkpoint directory; raises `Damaged` if it is not intact.
     """
     for path in list_candidates(Path(directory)):
         try:
@@ -181,7 +183,8 @@ def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
 
 
 def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
-    """Delete all intact checkpoints but the newest `keep` and, with `keep_best`, the best one.
+    """Delete all intact checkpoints in `directory` but the newest `keep` and, with `keep_best`, the one with the
+    lowest validation loss.
 
     saved: step just saved. Later checkpoints stay and do not count: the run found them damaged and trained past them.
     """
@@ -198,7 +201,7 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
 
 
 def move_into_place(partial: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its final name, replacing an older (damaged) one."""
+    """Rename the complete checkpoint directory `partial` to `final`, replacing an older (damaged) one."""
     old = final.with_name(f".{final.name}.replaced")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -41,10 +41,10 @@ _MAXIMUM_CANDIDATES = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """Model-dependent contents of a checkpoint.
+    """What the checkpoints of one model consist of beside optimizer state.
 
-    table: parameter table. small_files: configuration and tokenizer files by name. check: raises `UserError` for the
-    directory of a checkpoint with another model.
+    table: parameter table. small_files: configuration and tokenizer files, content by name. check: raises `UserError`
+    if the checkpoint directory it is given holds another model.
     """
 
     table: ParameterTable
@@ -105,16 +105,19 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the snapshot memory for such slices now instead of in the first save."""
+        """Allocate the host memory for snapshots of `slices`, master weights and optimizer state of this rank, now
+        instead of in the first save.
+        """
         self._buffers.reserve(slices)
 
     def save(
         self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Snapshot `slices` (those this rank owns; over all ranks the whole state) and write the checkpoint of `step`
-        in the background.
+        """Copy `slices` (master weights and optimizer state that this rank owns; over all ranks the whole state) to
+        host memory and write the checkpoint of `step` in the background.
 
-        state: JSON-serializable; rank 0's is written. Waits for an earlier save first. `failed` reports the outcome.
+        state: content of state.json; rank 0's is written. validation_loss: in nats per token, if measured. Waits for
+        an earlier save first. `failed` reports the outcome.
         """
         self.wait()
         self.failed()
@@ -186,7 +189,8 @@ class Checkpointer:
         return catalogue.best(self.directory)
 
     def load(self, path: CheckpointPath | Path | str, slices: Sequence[TensorSlice]) -> dict[str, Any]:
-        """Load a checkpoint into `slices` (all that this rank needs) and return its state. Not collective.
+        """Load a checkpoint into the tensors of `slices` (all that this rank needs) and return the content of its
+        state.json. Not collective.
 
         Raises `UserError` if it is damaged or holds another model. See `load_newest` for all ranks.
         """
@@ -283,7 +287,7 @@ class Checkpointer:
         return token
 
     def _wait_for_file(self, marker: Path) -> bool:
-        """Return whether the file appears on this rank within `_SHARED_SECONDS`."""
+        """Return whether the file `marker` appears on this rank's file system within `_SHARED_SECONDS`."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
@@ -295,7 +299,9 @@ class Checkpointer:
 
 
 def make_model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> Contents:
-    """Return the checkpoint contents for one of Meshwright's models."""
+    """Return the checkpoint contents for one of Meshwright's models. dtype: of the exported weights ("float32",
+    "bfloat16"). tokenizer_directory: whose files each checkpoint includes, if any.
+    """
     small_files = _make_small_files(config, dtype, tokenizer_directory)
     return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
@@ -317,7 +323,9 @@ def _check_config(config: ModelConfig, path: Path) -> None:
 
 
 def _make_small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
-    """Return configuration and tokenizer files by name, as in a Hugging Face directory."""
+    """Return configuration and tokenizer files, content by name, as in a Hugging Face directory. dtype: of the
+    exported weights. tokenizer_directory: whose files are included, if any.
+    """
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

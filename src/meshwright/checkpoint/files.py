@@ -14,7 +14,9 @@ CHUNK_BYTES = 16 * 2**20
 
 
 def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callable[[], None] = lambda: None) -> None:
-    """Write all of `data` at byte `offset`. keep_going: called between chunks; may raise to stop."""
+    """Write all of `data` to an open file (`descriptor`) from byte `offset` on. keep_going: called between chunks;
+    may raise to stop.
+    """
     written = 0
     while written < len(data):
         keep_going()
@@ -23,7 +25,7 @@ def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callabl
 
 @contextmanager
 def open_descriptor(path: Path, flags: int) -> Iterator[int]:
-    """Open a file descriptor inside a context."""
+    """Open a file with the flags of `os.open` inside a context; yields the file descriptor."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -39,7 +41,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace the file at `path` atomically: readers, and a crash, see the old or the new content."""
+    """Replace the content of the file at `path` by `data` atomically: readers, and a crash, see the old or the new
+    content. sync: flush to disk.
+    """
     fresh = path.with_name(f".{path.name.lstrip('.')}.new-{os.getpid()}")
     try:
         with open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:

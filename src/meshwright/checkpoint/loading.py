@@ -40,7 +40,9 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One block of a file to read and verify, and the elements to copy from it."""
+    """One block of a file to read and verify, and the elements to copy from it. file: name. block: number of the
+    block. copies: (read, first element of the read, number of elements, byte in the block at which they begin).
+    """
 
     file: str
     block: int
@@ -48,7 +50,8 @@ class _Task:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Load the checkpoint directory `path` into `slices`, verifying the blocks read and this rank's share of the rest.
+    """Load the checkpoint directory `path` into the tensors of `slices`, verifying the blocks read and this rank's
+    share of all others. rank, ranks: this rank and their number.
 
     Raises `Damaged` (slices are then partly overwritten), `UserError` for a kind of state that the checkpoint lacks.
     """
@@ -79,6 +82,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
     buffers = threading.local()
 
     def run(task: _Task) -> None:
+        """Read and verify one block and copy its elements into the slices."""
         if not hasattr(buffers, "memory"):
             buffers.memory = np.empty(BLOCK_BYTES, dtype=np.uint8)
         data = _read_block(path, task, manifest.files[task.file], buffers.memory)
@@ -93,7 +97,9 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
-    """Copy the common elements of two 1-D tensors, given the range of one matrix that each holds."""
+    """Copy the common elements of two 1-D tensors that hold parts of the same matrix. has: range of the matrix in
+    `source`; wants: that in `destination`.
+    """
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))
@@ -102,7 +108,9 @@ def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wan
 
 
 def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:
-    """Read a block into `memory` and verify its hash; returns its bytes. Raises `Damaged`."""
+    """Read the task's block of a file into `memory` and verify its hash; returns the bytes read. path: checkpoint
+    directory. record: expected hashes of the file. Raises `Damaged`.
+    """
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]

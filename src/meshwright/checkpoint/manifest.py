@@ -29,7 +29,9 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Expected size in bytes and hex SHA-256 of a file and of each block of `BLOCK_BYTES`."""
+    """Expected content of a file. size: in bytes. sha256: hex, of the whole file. blocks: hex SHA-256 of each block
+    of `BLOCK_BYTES`.
+    """
 
     size: int
     sha256: str
@@ -38,7 +40,9 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of a checkpoint. validation_loss: nats per token at this step, or None."""
+    """List of a checkpoint's files. step: optimizer steps done. validation_loss: nats per token at this step, or
+    None. files: expected size and hashes by name.
+    """
 
     step: int
     validation_loss: float | None
@@ -98,7 +102,10 @@ def _parse_record(name: str, found: Any) -> FileRecord:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise `Damaged` for a missing or truncated file, or an altered small one (all but tensors)."""
+    """Check the files of the checkpoint directory `path` against its manifest, without reading tensors. Raises
+    `Damaged` for a missing file, a file of another size, or a non-tensor file (anything but .safetensors) with
+    another SHA-256.
+    """
     for name, record in manifest.files.items():
         try:
             size = (path / name).stat().st_size
@@ -111,7 +118,9 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise `Damaged` for the first of the files `names` with an altered byte."""
+    """Read the files `names` of the checkpoint directory `path`; raise `Damaged` for the first one with an altered
+    byte.
+    """
     for name in names:
         blocks = manifest.files[name].blocks
         try:
@@ -154,7 +163,9 @@ def block_count(size: int) -> int:
 
 
 def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
-    """Hash a whole file and its blocks in one pass."""
+    """Return size and hashes of a file and of its blocks, read in one pass. keep_going: called between reads; may
+    raise to stop.
+    """
     size = path.stat().st_size
     whole, blocks = hash_blocks(path, True, range(block_count(size)), keep_going)
     assert whole is not None
@@ -164,7 +175,8 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Hash the whole file, if `whole`, and the given blocks, reading no more than needed; returns both.
+    """Return (hex SHA-256 of the whole file, if `whole`, else None; hex SHA-256 by number of the given blocks),
+    reading no more than needed.
 
     keep_going: called between reads; may raise to stop.
     """
@@ -189,7 +201,8 @@ def hash_blocks(
 
 
 def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[bool, list[int]]]]:
-    """Distribute the hashing of files over the ranks: for each rank, file -> (whether the whole, blocks).
+    """Distribute the hashing of files over the ranks. sizes: bytes by file. Returns for each rank, by file, (True if
+    it hashes the whole file, numbers of the blocks that it hashes).
 
     The hash of a whole file is one rank's work; the largest tasks go first, to the least loaded rank.
     """
@@ -212,7 +225,7 @@ def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, t
 
 
 def _read_chunks(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes [start, stop) in reads of at most `_READ_BYTES`."""
+    """Yield the bytes [start, stop) of an open file in reads of at most `_READ_BYTES`."""
     while start < stop:
         part = os.pread(descriptor, min(_READ_BYTES, stop - start), start)
         if not part:
@@ -222,7 +235,7 @@ def _read_chunks(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _format_block_range(block: int, size: int) -> str:
-    """Return the byte range of a block as text."""
+    """Return the byte range of block number `block` in a file of `size` bytes as text."""
     return f"between bytes {block * BLOCK_BYTES} and {min((block + 1) * BLOCK_BYTES, size)}"
 
 

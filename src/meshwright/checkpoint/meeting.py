@@ -20,9 +20,11 @@ _BEGIN = ".begin"
 
 
 class SaveMarkers:
-    """Marker files of the save `attempt`, written and read by one rank.
+    """Marker files by which the ranks of one save meet in the checkpoint's directory, as read and written by one
+    rank.
 
-    partial: the hidden directory. outcomes: on rank 0, the outcome of each save of the run, extended by
+    partial: the hidden directory of the unfinished checkpoint. attempt: unique id of the save. rank, ranks: this rank
+    and their number. outcomes: on rank 0, "done" or the error of each save of the run by id, extended by
     `record_outcome`. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
     """
 
@@ -30,7 +32,7 @@ class SaveMarkers:
         self.partial, self.attempt, self.rank, self.ranks, self.outcomes = partial, attempt, rank, ranks, outcomes
 
     def begin(self) -> None:
-        """Allow the other ranks to write (rank 0)."""
+        """Write the marker that lets the other ranks write their files (rank 0 alone calls this)."""
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
@@ -41,25 +43,27 @@ class SaveMarkers:
             return set()
 
     def marker_name(self, what: str) -> str:
-        """Return the name of this rank's marker `what`."""
+        """Return the file name of this rank's marker of the kind `what`: "written" on rank 3 gives ".written-3"."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
-        """Leave this rank's marker `what`, with JSON content for rank 0."""
+        """Write this rank's marker of the kind `what` ("written", "hashed"). content: JSON value for rank 0."""
         replace_file(self.partial / self.marker_name(what), json.dumps(content).encode(), sync=False)
 
     def read(self, what: str, rank: int) -> Any:
-        """Read the content of another rank's marker."""
+        """Return the JSON content of another rank's marker of the kind `what` ("written", "hashed")."""
         return json.loads((self.partial / f".{what}-{rank}").read_bytes())
 
     def ranks_with(self, what: str) -> set[int]:
-        """Return the ranks that have left the marker `what`."""
+        """Return the ranks that have written a marker of the kind `what` ("written", "hashed", "failed")."""
         prefix = f".{what}-"
         names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
 
     def fail(self, line: str) -> None:
-        """Leave a failure marker with the reason. Never raises: the directory may be gone, or the disk full."""
+        """Write this rank's failure marker with the reason `line`. Never raises: the directory may be gone, or the
+        disk full.
+        """
         marker = self.partial / self.marker_name("failed")
         with suppress(OSError):
             replace_file(marker, line.encode(), sync=False)
@@ -67,21 +71,27 @@ class SaveMarkers:
             marker.touch()  # an empty file may still fit on a full disk
 
     def find_failure(self) -> tuple[int, str] | None:
-        """Return another rank that failed, and its reason (perhaps empty), or None. Never raises."""
+        """Return (rank, reason, perhaps empty) of the lowest other rank that wrote a failure marker, or None. Never
+        raises.
+        """
         with suppress(OSError):  # the directory is gone, or not there yet
             if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Record the outcome of this save for the other ranks (rank 0), beside those of the last saves."""
+        """Publish how this save ended, "done" or the reason of failure, for the other ranks (rank 0 alone calls
+        this), beside the outcomes of the last saves.
+        """
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}
             replace_file(self.partial.parent / LAST_SAVE, to_json_bytes(last), sync=False)
 
     def read_outcome(self) -> str | None:
-        """Return the recorded outcome: "done" or the reason of failure; None if there is none yet. Never raises."""
+        """Return how rank 0 says this save ended: "done" or the reason of failure; None if it has not yet. Never
+        raises.
+        """
         try:
             outcomes: dict[str, str] = read_json(self.partial.parent / LAST_SAVE)
         except (OSError, ValueError):

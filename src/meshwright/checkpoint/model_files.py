@@ -38,7 +38,9 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One safetensors file: its complete header (length prefix included) and its size in bytes."""
+    """One planned safetensors file. name: in the checkpoint. header: complete, length prefix included. size: of the
+    file in bytes.
+    """
 
     name: str
     header: bytes
@@ -47,7 +49,9 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Location of a parameter entry: its file and the byte at which its elements begin."""
+    """Where a parameter entry is in the model files. file: name. offset: byte at which its elements begin. row: the
+    entry.
+    """
 
     file: str
     offset: int
@@ -56,7 +60,9 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """All files of the model's weights. index: text of the index file if there are several files."""
+    """All files of the model's weights. places: location of each parameter entry by name. index: content of the index
+    file (`model.safetensors.index.json`) if there are several files, else None.
+    """
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -89,8 +95,8 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 
 
 def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
-    """Plan the files for all parameter entries of `table` in `dtype` ("float32", "bfloat16"; `kept` entries in their
-    own).
+    """Plan the model files that hold all parameter entries of `table` in `dtype` ("float32", "bfloat16"; buffers and
+    frozen parameters of a foreign module in their own).
 
     shard_bytes: most tensor bytes in a file (a larger tensor has its own file). Entries stay in the table's order,
     wider dtypes first, so that elements are aligned.
@@ -123,11 +129,12 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
 def split_disk_runs(
     row: Row, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Yield the contiguous runs (first element on disk, values) of elements [start, start + len(values)) of a parameter
-    entry, or of its `columns`, flattened in engine orientation.
+    """Cut a slice of a parameter entry into runs that are contiguous on disk; yields (index on disk of the run's
+    first element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`,
+    flattened in engine orientation.
 
-    An entry that is not transposed is one run, or one per matrix row for some columns. In a transposed one, disk row i
-    holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
+    An entry that is not transposed is one run, or one per matrix row for some columns. In a transposed one, disk row
+    i holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
     """
     stop = start + len(values)
     if not row.transposed:
@@ -163,8 +170,8 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write part of a parameter entry or of its `columns` (flat, engine orientation, from element `start`, disk dtype)
-    by calls of `write(file, bytes, offset)`.
+    """Write part of the parameter entry at `place` by calls of `write(file, bytes, offset)`. values: its elements, or
+    those of its `columns`, from element `start` on, flat in engine orientation, in the dtype on disk.
     """
     for first, run in split_disk_runs(place.row, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

@@ -54,9 +54,9 @@ class SaveCancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
-    """Settings shared by all saves of a run.
-
-    outcomes: on rank 0, "done" or the reason by save. timeout_seconds: longest wait for another rank.
+    """Settings shared by all saves of a run. directory: of the checkpoints. rank, ranks: this rank and their number.
+    table: parameter table. files: plan of the model files. dtype: of the exported weights. keep, keep_best:
+    checkpoints to retain. timeout_seconds: longest wait for another rank. log: receives lines for the user.
     """
 
     directory: Path
@@ -130,8 +130,7 @@ class Save:
 
     def _write(self) -> None:
         """Write this rank's slices and its parts of the model files, mark them written, and wait for the
-        other ranks.
-        """
+        other ranks."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -168,6 +167,7 @@ class Save:
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
+            """Write `data` at byte `offset` of the model file named `file`, opened at its first use."""
             self._writing = file
             if file not in descriptors:
                 descriptors[file] = os.open(self.partial / file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -265,12 +265,13 @@ class Save:
     # --- meeting the other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        """Leave this rank's marker `what` with JSON content."""
+        """Write this rank's marker file of the kind `what` ("written", "hashed") with JSON content for rank 0."""
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait until `there()` contains all ranks of `all_of_them`. what: for the time-out message."""
+        """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act
+        for the time-out message, such as "written its part"."""
         deadline = time.monotonic() + self.target.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -322,7 +323,8 @@ class Save:
     # --- when it cannot be done
 
     def _clean_up(self, line: str) -> None:
-        """Remove this rank's files and report the failure; rank 0 removes the whole directory."""
+        """Remove this rank's files and report the failure `line` to the other ranks; rank 0 removes the whole
+        directory."""
         if self.target.rank:
             with suppress(OSError):  # rank 0 was faster, or the disk takes nothing: the training loop tells the others
                 (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
@@ -391,7 +393,6 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
     """Yield (start, elements) of a slice in chunks, to keep converted copies small; a transposed one whole, since its
-    chunks would be many short runs on disk.
-    """
+    chunks would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

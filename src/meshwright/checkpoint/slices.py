@@ -24,9 +24,11 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements [start, stop) of the parameter entry `name`, or of its `columns`, flattened in engine orientation.
+    """Where a slice of the state is stored: elements [start, stop) of the parameter entry `name`, or of its
+    `columns`, flattened in engine orientation.
 
-    kind: "master", "exp_avg" ... They lie in `file` from byte `offset` on, as safetensors dtype `code`.
+    kind: "master" (weights), "exp_avg" ... file: name of the file; offset: byte in it at which the elements begin;
+    code: their safetensors dtype, such as "F32".
     """
 
     kind: str
@@ -41,7 +43,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, stop) of the flattened columns [first, first + width) of a matrix."""
+    """Elements [start, stop) of the flattened columns [first, first + width) of a matrix; the whole matrix's width
+    need not be known.
+    """
 
     start: int
     stop: int
@@ -64,14 +68,16 @@ class Range:
         ]
 
     def index_of(self, row: int, column: int) -> int:
-        """Return the index in the range of a matrix element, counted from the range's start."""
+        """Return the index of the matrix element (row, column) in this range, counted from the range's start."""
         return row * self.width + column - self.first - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Elements to read: those of `source` lie in a file from byte `offset` on; those that are also in `wanted` go to
-    slice number `destination`, which has these."""
+    """One read from a file. source: range of the matrix that lies in the file. offset: byte in the file at which it
+    begins. code: safetensors dtype. wanted: range that slice number `destination` holds; the elements common to both
+    are to be copied there.
+    """
 
     offset: int
     code: str
@@ -85,18 +91,22 @@ class Read:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> Range:
-        """Return the range of `count` elements of the source from the `first` on."""
+        """Return the range of `count` consecutive elements of the source, beginning with its
+        element number `first`.
+        """
         start = self.source.start + first
         return Range(start, start + count, self.source.first, self.source.width)
 
 
 def slice_file_name(rank: int, ranks: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the file name of a rank's slices, such as "training/rank-00001-of-00004.safetensors"."""
     return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """Return the name of a slice inside its safetensors file."""
+    """Return the tensor name of a slice in its safetensors file: "exp_avg:model.norm.weight[0:64]". kind: of state;
+    name: of the parameter entry; start, stop: its elements; columns: those of the matrix that it is cut from.
+    """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 
@@ -123,7 +133,9 @@ def read_index(path: Path) -> list[Slice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> Slice:
-    """Parse one entry of the index. Raises `ValueError` for values that no slice has."""
+    """Build a slice from one entry of the index. columns: nothing, or (first, end, number of columns). Raises
+    `ValueError` for values that no slice has.
+    """
     part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -175,8 +187,8 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
 def plan_reads(
     slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
 ) -> dict[str, list[Read]]:
-    """Plan the reads by file for wanted (kind, name, start, stop, columns). Raises `Damaged` if an element is in no
-    file.
+    """Plan the reads, by file, that fetch the wanted elements. slices: those on disk. wanted: (kind, name of the
+    parameter entry, start, stop, columns) of each destination. Raises `Damaged` if an element is in no file.
     """
     by_row: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
@@ -208,7 +220,7 @@ def plan_reads(
 
 
 def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """Return the common elements of two ranges as rectangles (row, end row, column, end column)."""
+    """Return the common elements of two ranges of one matrix as rectangles (row, end row, column, end column)."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():
@@ -219,7 +231,9 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) of both in the common matrix; of a one-column matrix if they are split alike."""
+    """Return (first column, width) of two column ranges (None: all columns) in one matrix that suits both: with equal
+    ranges a matrix of one column.
+    """
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -233,7 +247,9 @@ def list_kinds(slices: Iterable[Slice]) -> set[str]:
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split reads at block boundaries: block -> (read, first element of the read, elements, byte in the block)."""
+    """Split reads at the boundaries of blocks of `block_bytes`. Returns, by block number, (read, first element of the
+    read, number of elements, byte in the block at which they begin).
+    """
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

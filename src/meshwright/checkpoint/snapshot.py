@@ -12,9 +12,9 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State slices in host memory, contiguous in `buffers` in this order, wider dtypes first.
-
-    ready: on CUDA the event after the last copy; the buffers may be read after it.
+    """Copy of state slices in host memory. slices: with their names and original tensors. buffers: their elements one
+    after another, wider dtypes first. ready: on CUDA the event after the last copy, which must have passed before the
+    buffers are read.
     """
 
     slices: tuple[TensorSlice, ...]
@@ -64,7 +64,9 @@ class SnapshotBuffers:
         return Snapshot(tuple(copied), tuple(used), ready)
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
-        """Return the buffer for slices of one dtype, allocated or enlarged if needed; pinned for CUDA."""
+        """Return the host buffer for all slices of one dtype (`group`), allocated or enlarged if needed; pinned for
+        CUDA.
+        """
         pinned = any(item.tensor.is_cuda for item in group)
         size = sum(item.stop - item.start for item in group)
         buffer = self._buffers.get((dtype, pinned))

@@ -15,7 +15,7 @@ _JOINS = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]).__getstat
 
 
 def measure_xz_bits_per_byte(texts: Iterable[str]) -> float:
-    """Measure `xz -9` on the concatenated `texts`: compressed bits per UTF-8 byte. nan for no text."""
+    """Return the bits per UTF-8 byte to which `xz -9` compresses the concatenated `texts`; nan for no text."""
     compressor = lzma.LZMACompressor(format=lzma.FORMAT_XZ, preset=9)
     plain = packed = 0
     for text in texts:
@@ -27,10 +27,11 @@ def measure_xz_bits_per_byte(texts: Iterable[str]) -> float:
 
 
 def count_token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
-    """Count the UTF-8 bytes of text that each token id stands for, [vocabulary]; special tokens count 0.
+    """Return the number of UTF-8 bytes of text that each token id stands for, [vocabulary]; special tokens count 0.
 
-    With them, bits per byte is exact for any tokens, not only for whole documents. None unless decoding concatenates
-    the tokens' bytes: byte-level tokenizers, and those that decode byte fallback tokens and join the rest.
+    With these numbers bits per byte is exact for any tokens, not only for whole documents. None unless decoding
+    concatenates the tokens' bytes: byte-level tokenizers, and those that decode byte fallback tokens and join the
+    rest.
     """
     plain = isinstance(tokenizer.decoder, decoders.Sequence) and tokenizer.decoder.__getstate__() == _JOINS
     if not plain and not isinstance(tokenizer.decoder, decoders.ByteLevel):

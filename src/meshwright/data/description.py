@@ -53,7 +53,10 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
 
 
 def _mark_trained_tokens(row: dict[str, Any], data: PreparedData, tokens: NDArray[Any], targets: NDArray[Any]) -> None:
-    """Add `parts` to each document of a sample of records, and remove its padding from `documents` in place."""
+    """Add to each document in `row`, the JSON description of one sample of records, its `parts`: runs of tokens that
+    are, or are not, targets. Takes padding out of its `documents` and counts it in `padding`. tokens, targets: of the
+    sample, [S].
+    """
     trained = np.append(False, targets[:-1] != NO_TARGET)  # [S]: token i is the target of position i - 1
     row["padding"] = 0
     last = row["documents"][-1]

@@ -43,8 +43,8 @@ def sync_directory(directory: Path) -> None:
 
 
 class AtomicFile:
-    """A file written under a temporary name and renamed to `path` by `finish`; otherwise deleted when the context
-    exits.
+    """Context manager that writes a file under a temporary name; `finish` renames it to `path`. Without `finish` it
+    is deleted when the context exits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,9 +103,9 @@ def read_json(path: Path) -> Any | None:
 
 
 def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | None:
-    """Compare a file with its record `{"bytes", "sha256"}`; returns what is wrong with it, or None.
+    """Compare a file with its record `{"bytes", "sha256"}`; returns what is wrong with it as text, or None.
 
-    contents: compare the SHA-256 too, which reads the whole file.
+    contents: compare the SHA-256 too, which reads the whole file; else the size alone.
     """
     try:
         size = path.stat().st_size

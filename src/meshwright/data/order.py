@@ -15,12 +15,13 @@ _ROUNDS = 8
 
 
 class SampleOrder:
-    """Endless epochs over `sequences` samples, each epoch shuffled by its own permutation, computed without storing it.
+    """Order of training samples: endless epochs over `sequences` samples, each shuffled by a permutation of its own,
+    which is computed without storing it.
 
-    An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys from the
-    SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls inside: cycle walking
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2). source: number of the source in a
-    mixture, which gets an order of its own.
+    seed: of the run. sequences: number of samples. source: number of the source in a mixture, which gets an order of
+    its own. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys
+    from the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls inside: cycle
+    walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
     """
 
     def __init__(self, seed: int, sequences: int, source: int = 0) -> None:
@@ -31,7 +32,9 @@ class SampleOrder:
         self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the sample index, in [0, sequences), at each global sample number >= 0; same shape as `numbers`."""
+        """Return the index of the sample, in [0, sequences), that training reads as its n-th, for each n >= 0 of
+        `numbers`; same shape as `numbers`.
+        """
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
         epochs, places = np.divmod(wanted.ravel(), self.sequences)
@@ -42,11 +45,13 @@ class SampleOrder:
         return samples.reshape(wanted.shape)
 
     def epoch(self, number: int) -> int:
-        """Return the epoch, from 0, of a global sample number."""
+        """Return the epoch, from 0, to which the n-th sample of training (`number`, from 0) belongs."""
         return number // self.sequences
 
     def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Apply an epoch's permutation to positions in [0, sequences)."""
+        """Return the permuted positions, in [0, sequences), of the positions `places` under an
+        epoch's permutation.
+        """
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS
@@ -56,7 +61,7 @@ class SampleOrder:
         return result
 
     def _apply_feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the Feistel network to values in [0, 4^h), one round per key."""
+        """Apply the Feistel network to values in [0, 4^h); keys: one for each round."""
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
@@ -87,7 +92,9 @@ class MixtureOrder:
             self._before[self._sources == source] = np.arange(count)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the sample index at each global sample number >= 0; same shape as `numbers`."""
+        """Return the index of the sample (over the samples of all sources) that training reads as its n-th, for each
+        n >= 0 of `numbers`; same shape as `numbers`.
+        """
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
         periods, places = np.divmod(wanted.ravel(), len(self._sources))
@@ -122,11 +129,12 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
 
 
 def interleave_evenly(counts: Sequence[int]) -> list[int]:
-    """Interleave the numbers k in [0, K) as evenly as possible: a list of length sum(counts) with counts[k] entries k.
+    """Return a list of length sum(counts) in which each number k in [0, K) stands counts[k] times, spread as evenly
+    as possible: [2, 1] gives 0, 1, 0.
 
-    Entry j of number k, j from 0, may stand at times t with 1/(2K-2) <= w t - j and w (t-1) - j <= 1 - 1/(2K-2), where
-    w is the share of k. Of the entries whose interval has begun, the one whose interval ends first is taken; every
-    entry then meets its interval (Tijdeman 1980, theorem 1).
+    Entry j of number k, j from 0, may stand at times t with 1/(2K-2) <= w t - j and w (t-1) - j <= 1 - 1/(2K-2),
+    where w is the share of k. Of the entries whose interval has begun, the one whose interval ends first is taken;
+    every entry then meets its interval (Tijdeman 1980, theorem 1).
     """
     total, number = sum(counts), len(counts)
     if number == 1:

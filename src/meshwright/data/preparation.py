@@ -93,7 +93,9 @@ def prepare(
 
 
 class _Preparation:
-    """Preparation of one recipe: its input files, cache key and directory, and the steps that fill the directory."""
+    """Prepares the data of one recipe: finds input files, cache key and directory, and runs the steps that fill the
+    directory. keep_text: keep the text of the training split too.
+    """
 
     def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
         self.recipe, self.log, self.keep_text = recipe, log, keep_text
@@ -259,7 +261,9 @@ class _Preparation:
         return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
     def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
-        """Return the tokenizer, trained or copied if it is not cached, and its files' `{"bytes", "sha256"}` by name."""
+        """Return the tokenizer, trained or copied if it is not cached, and its files' `{"bytes", "sha256"}` by name.
+        result: the survey.
+        """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
         if record is None or any(find_damage(directory / name, said, contents=True) for name, said in record.items()):
@@ -288,8 +292,8 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts that the tokenizer is trained on: the training split, or an even sample of `TRAINING_TEXT`
-        bytes of it.
+        """Yield the texts that the tokenizer is trained on: those of the training split, or an even sample of
+        `TRAINING_TEXT` bytes of them. result: the survey.
         """
         share = TRAINING_TEXT / max(1, result.bytes["train"])
         for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
@@ -300,7 +304,9 @@ class _Preparation:
     def _pack_split(
         self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
     ) -> list[list[Shard]]:
-        """Tokenize and pack one split; returns its shards, one list per source."""
+        """Tokenize and pack one split ("train" or "validation"); returns its shards, one list per source. result: the
+        survey. tokenizer_record: `{"bytes", "sha256"}` of the tokenizer's files by name.
+        """
         reader, total = self._make_reader(result), result.bytes[split]
         packer = Packer(
             self.directory / split,
@@ -327,15 +333,15 @@ class _Preparation:
         return shards
 
     def _sum_by_source(self, counts: Sequence[int]) -> list[int]:
-        """Sum per-file counts over the files of each source, [sources]."""
+        """Return the sums over the files of each source, [sources]. counts: one number per file."""
         totals = [0] * len(self.recipe.all_sources)
         for file, count in zip(self.files, counts, strict=True):
             totals[file.source] += count
         return totals
 
     def _split_ends(self, result: Survey, split: str) -> list[int]:
-        """Return for each source the exclusive end of the split's document numbers up to and including this source,
-        [sources].
+        """Return for each source, [sources], where its documents end in a split ("train" or "validation"): 1 + the
+        number of the last document of the split in this source, or in the sources before it if it has none.
         """
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
         for count in self._sum_by_source(result.pieces):
@@ -345,7 +351,7 @@ class _Preparation:
         return ends
 
     def _make_reader(self, result: Survey) -> Reader:
-        """Return the reader that cuts long texts where the survey did."""
+        """Return the reader that cuts long texts where the survey `result` did."""
         return make_reader(self.recipe, result.longest)
 
 

@@ -75,7 +75,8 @@ class PreparedData:
         )
 
     def split(self, name: str) -> PackedDataset:
-        """Open the packed dataset of the split "train" or "validation" (empty if data.validation_fraction is 0).
+        """Return the packed dataset of the split `name`, "train" or "validation" (empty if data.validation_fraction
+        is 0).
 
         With source weights, each source is a token stream of its own in "train", so that no sample mixes two sources.
         """
@@ -122,7 +123,9 @@ class PreparedData:
         return self.split(split).iterate_texts()
 
     def make_sample_order(self) -> SampleOrder | MixtureOrder:
-        """Return the order in which training reads the samples of the training split."""
+        """Return the order in which training reads the samples of the training split: sample number -> index of a
+        packed row.
+        """
         split = self.split("train")
         if self.weights is None:
             return SampleOrder(self.seed, split.sequences)
@@ -210,7 +213,9 @@ class PreparedData:
         return said
 
     def check_lengths(self, validation_fraction: float) -> None:
-        """Raise `UserError` if a split, or a weighted source, is too short for a single sample."""
+        """Raise `UserError` if a split, or a weighted source, is too short for a single sample. validation_fraction:
+        that of the recipe; 0: the validation split may be empty.
+        """
         for name in SPLITS if validation_fraction else SPLITS[:1]:
             split = self.split(name)
             if not split.sequences:

@@ -31,6 +31,7 @@ class Evaluation:
         lossy_documents: Documents that do not survive encoding and decoding; None for records.
         xz_bits_per_byte: The same bytes compressed by `xz -9`; None without `with_xz`.
         checkpoint: Directory of the model.
+        document: All of this and more as JSON, the document of `meshwright evaluate --json`.
     """
 
     loss: float

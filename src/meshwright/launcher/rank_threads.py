@@ -105,8 +105,10 @@ def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
 
 
 def share_this_host(place: Place) -> bool:
-    """Return True if all ranks are on this rank's host and share its cores: `local_threads` then equals
-    `agree_on_threads`."""
+    """Return True if all ranks of the run are on this rank's host and share its cores (SLURM gave no rank cores of
+    its own). The thread count can then be computed without asking other ranks. place: this rank's number, the number
+    of ranks, and of ranks on its host.
+    """
     return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
 
 

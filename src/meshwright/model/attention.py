@@ -48,9 +48,10 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position, None
-        with learned positions; `visible`: attention mask of `visibility` (encoder: of `bidirectional_mask`); `cache`:
-        KV cache whose layer `layer` is extended."""
+        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position,
+        None with learned positions; `visible`: attention mask that `visibility` (encoder: `bidirectional_mask`)
+        returns, None: plain causal (encoder: all visible); `cache`: KV cache whose layer `layer` is extended.
+        """
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

@@ -19,7 +19,9 @@ Function = Callable[..., Any]
 
 
 class TokenAxis(Protocol):
-    """A parallel axis whose ranks hold different tokens of the same sequences."""
+    """A parallel axis whose ranks hold different tokens of the same sequences. name: "tp" or "cp". size: number of
+    ranks.
+    """
 
     name: str
     size: int
@@ -43,7 +45,8 @@ class TensorOperations:
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every rank (all-gathered with sequence
-        parallelism)."""
+        parallelism). `site`: label of the call in traces.
+        """
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
@@ -52,23 +55,33 @@ class TensorOperations:
         return x_BSH
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged."""
+        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
+        call in traces.
+        """
         return x
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along `dim`; backward returns this rank's slice of the summed gradient."""
+        """Return the ranks' `x` concatenated along `dim`; backward returns this rank's slice of the summed gradient.
+        `site`: label of the call in traces.
+        """
         return x
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks."""
+        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks. `site`: label of
+        the call in traces.
+        """
         return x_BSH
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Invert `split_tokens`: return the ranks' token slices concatenated, [B, S, H]."""
+        """Return the ranks' token slices [B, S / size, H] concatenated, [B, S, H]. `site`: label of the call in
+        traces.
+        """
         return x_BSH
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
-        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd."""
+        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd. `site`: label
+        of the call in traces.
+        """
 
 
 class ContextOperations:
@@ -88,7 +101,9 @@ class ContextOperations:
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]."""
+        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]. `visible`:
+        mask that `visibility` returned.
+        """
         return attend(q_BNSD, k_BKSD, v_BKSD, visible)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
@@ -116,7 +131,9 @@ class TokenDispatcher(Protocol):
 
 
 class Recompute:
-    """Activation checkpointing of a block. This base class recomputes nothing: autograd saves what it needs."""
+    """Activation checkpointing of functions of a block. This base class recomputes nothing: autograd saves what it
+    needs.
+    """
 
     kind = "none"
 
@@ -126,8 +143,9 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`; if `compile_options` are given, compiled by torch.compile with them and wrapped by
-        `around`."""
+        """Return `function` (with checkpointing in subclasses); if `compile_options` are given, compiled by
+        torch.compile with them and then wrapped by `around`.
+        """
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_parts(
@@ -137,14 +155,18 @@ class Recompute:
         compile_options: dict[str, Any],
         around: Callable[[Function], Function],
     ) -> tuple[Function, Function]:
-        """Wrap two consecutive parts of a function, of which only `first` can be compiled; return both."""
+        """Return both of two functions that run one after the other, compiled and wrapped as far as possible: only
+        `first` can be compiled, with `compile_options`, and then wrapped by `around`.
+        """
         return self.wrap(first, compile_options, around), self.wrap(second)
 
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """All communication of a model, and its activation checkpointing. `dispatcher`: None where experts are split by
-    columns over the tensor axis, as any MLP."""
+    """All communication of a model, and its activation checkpointing. `tensor`, `context`: operations of tensor and
+    context parallelism (default: one device). `dispatcher`: of expert parallelism; None where experts are split by
+    columns over the tensor axis, as any MLP. `recompute`: activation checkpointing.
+    """
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

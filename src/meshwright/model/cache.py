@@ -11,8 +11,9 @@ from meshwright.spec.config import ModelConfig
 
 
 class KeyValueCache:
-    """KV cache of every layer, in buffers whose capacity (tokens) doubles when they are full. All sequences have the
-    same length. `rows`: number of sequences."""
+    """KV cache of every layer for generation, in buffers that double when they are full. All sequences have the same
+    length. `rows`: number of sequences. `capacity`: tokens in the first buffers.
+    """
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0  # tokens that every layer has seen; the transformer advances it after its last layer
@@ -43,8 +44,9 @@ class KeyValueCache:
 
 
 def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
-    """Return a cache buffer with at least `needed` tokens: `old` if it is large enough, else a larger copy of its
-    `used` tokens."""
+    """Return a cache buffer with room for at least `needed` tokens: `old` if it is large enough, else a larger copy
+    of its `used` tokens with the shape and dtype of `new`. `capacity`: smallest number of tokens.
+    """
     if old is not None and old.shape[2] >= needed:
         return old
     size = max(capacity, needed if old is None else max(needed, 2 * old.shape[2]))

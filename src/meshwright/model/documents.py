@@ -59,7 +59,7 @@ class Documents:
         return Documents(starts_BS, places_C, pairs)
 
     def at(self, places_C: torch.Tensor) -> Documents:
-        """Return the documents for a context-parallel rank that holds the tokens at sequence indices `places_C`."""
+        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `places_C` [C]."""
         return Documents(self.starts_BS, places_C, None if self.pairs is None else self.pairs.at(places_C))
 
     def in_pairs(self, pairs: Pairs) -> Documents:

@@ -42,7 +42,9 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Return the block's output [B, S, H]. `added`: additive attention mask of `bidirectional_mask`, or None."""
+        """Return the block's output [B, S, H]. `added`: additive attention mask (0 or a large negative number), None:
+        every token attends to every other.
+        """
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 

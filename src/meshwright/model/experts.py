@@ -54,8 +54,9 @@ class Mixture(nn.Module):
     def _forward_expert_parallel(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the layer with expert parallelism; only the shared expert is tensor-parallel. Returns what `forward`
-        does."""
+        """Run the layer with expert parallelism; only the shared expert is tensor-parallel. Return the output [B, S,
+        H] and the load-balancing loss (None without `counted_B`, the number of targets of each sequence).
+        """
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._forward_routed(own_BSH, counted_B)
@@ -69,8 +70,9 @@ class Mixture(nn.Module):
     def _forward_routed(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Route the tokens through their experts; return the output [B, S, H] and the load-balancing loss (None without
-        `counted_B`)."""
+        """Route the tokens through their experts; return the output [B, S, H] and the load-balancing loss (None
+        without `counted_B`, the number of targets of each sequence).
+        """
         x_TH = x_BSH.flatten(0, 1)
         scores_TE = self.router.scores(x_TH)
         weights_TK, chosen_TK = self.router.choose(scores_TE)
@@ -110,7 +112,9 @@ class Router(nn.Module):
         return F.linear(x_TH, self.weight).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights [T, K] and the indices [T, K] of each token's experts."""
+        """Return the weights [T, K] and the expert indices [T, K] of each token's K experts, given its scores for all
+        E.
+        """
         count = self.config.experts_per_token
         if self.bias is None:
             weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
@@ -168,7 +172,8 @@ class Experts(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's expert outputs, [T, H]. `weights_TK`, `chosen_TK`: weights and
-        indices of its experts."""
+        expert indices of its K experts.
+        """
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
         inverse_N = invert_permutation(order_N)
@@ -185,14 +190,18 @@ class Experts(nn.Module):
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Apply to each token copy the MLP of its expert (of the local experts; this rank's partial sum, where widths
-        are split). `ends_E`: end index of each expert's copies."""
+        """Return the MLP output [N, H] of each of the N token copies (sorted by expert) under its expert, of those on
+        this rank; a partial sum where experts are cut over ranks. `ends_E`: exclusive end index of each expert's
+        copies.
+        """
         gate_NF, up_NF = _expert_linear(x_NH, self.up, ends_E).chunk(2, dim=-1)
         return _expert_linear(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
 
 
 def _expert_linear(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiply each token copy by its expert's matrix of `stacked`; `ends_E`: end index of each expert's copies."""
+    """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W. `stacked`: layer whose
+    weight holds all W, [E x Y, X]; `ends_E`: exclusive end index of each expert's copies.
+    """
     return grouped_linear(x_NX, stacked.weight, ends_E, stacked.weight_gradients)
 
 
@@ -221,8 +230,9 @@ class _CopyToExperts(torch.autograd.Function):
     def forward(
         context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, chosen: int
     ) -> torch.Tensor:
-        """Return `x_TH` copied `chosen` times per token and sorted by expert, [N, H]. `order_N`: sorting permutation,
-        `inverse_N`: its inverse."""
+        """Return each token copied once for each of its `chosen` experts, sorted by expert, [N, H]. `order_N`:
+        permutation that sorts the copies; `inverse_N`: its inverse.
+        """
         context.save_for_backward(inverse_N)
         context.chosen = chosen
         return x_TH.index_select(0, order_N // chosen)

@@ -21,14 +21,18 @@ ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multi
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ of each token copy with its expert's matrix W, [N, Y]."""
+    """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W; differentiable.
+    `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies, int32.
+    """
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
 def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Compute `grouped_product` without autograd."""
+    """Return x Wᵀ, [N, Y], as `grouped_product`, without autograd. `ends_E`: exclusive end index of each expert's
+    token copies.
+    """
     if _supports_grouped_mm(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
@@ -42,7 +46,9 @@ _forward = custom_operator("meshwright::grouped_product")(_compute_grouped_produ
 
 @custom_operator("meshwright::grouped_product_input")
 def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return dy W, the gradient of the input, [N, X]."""
+    """Return dy W, [N, X], the gradient of the grouped product's input. `ends_E`: exclusive end index of each
+    expert's token copies.
+    """
     if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
@@ -53,7 +59,9 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 
 @custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return dyᵀ x over the token copies of each expert, [E, Y, X]."""
+    """Return for each expert dyᵀ x over its token copies, [E, Y, X]; 0 without copies. `ends_E`: exclusive end index
+    of each expert's copies.
+    """
     if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
@@ -67,13 +75,17 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
 
 
 def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if PyTorch's grouped_mm supports these operands: CUDA, bf16, aligned strides."""
+    """Return True if PyTorch's grouped_mm supports the operands `a` and `b`: CUDA, bf16 and strides aligned to 16
+    bytes.
+    """
     aligned = all(size * a.element_size() % ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[1:]))
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
 def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has token copies, with the slice of its copies."""
+    """Yield (expert index, slice of its token copies) for each expert that has any. `ends_E`: exclusive end index of
+    each expert's copies.
+    """
     start = 0
     for expert, stop in enumerate(ends_E.tolist()):
         if stop > start:

@@ -66,7 +66,7 @@ class CheckpointFiles:
             return tuple(self._open(self._place[name]).get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
-        """Read an unsharded tensor in its dtype on disk."""
+        """Read the unsharded tensor of this name in its dtype on disk."""
         with _convert_read_errors(self._place[name], name):
             return self._open(self._place[name]).get_tensor(name)
 
@@ -172,7 +172,9 @@ def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[st
 
 
 class _convert_read_errors:
-    """Context manager that converts safetensors and file-system errors to a UserError naming the file."""
+    """Context manager that converts safetensors and file-system errors to a UserError naming the file `path` and the
+    tensor `name`.
+    """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name

@@ -12,8 +12,9 @@ from meshwright.spec.rows import Row
 
 
 def initial_value(row: Row, seed: int) -> torch.Tensor:
-    """Return the unsharded initial value of a parameter entry, float32 on the CPU, in its shape on disk
-    (`row.shape`)."""
+    """Return the unsharded initial value of a parameter entry (`row`), float32 on the CPU, in its shape on disk
+    (`row.shape`).
+    """
     if row.initial.kind == "zeros":
         return torch.zeros(row.shape)
     if row.initial.kind == "ones":
@@ -33,13 +34,16 @@ def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
 
 
 def place_row(tensor: torch.Tensor, row: Row, value: torch.Tensor) -> None:
-    """Copy the value of a parameter entry, oriented as on disk, into its slice of the unsharded (fused) model parameter
-    `tensor`."""
+    """Copy the value of a parameter entry (`row`), oriented as on disk, into its slice of the unsharded (fused) model
+    parameter `tensor`.
+    """
     part = tensor[row.offset : row.offset + row.engine_shape[0]]
     part.copy_(value.T if row.transposed else value)
 
 
 def take_row(tensor: torch.Tensor, row: Row) -> torch.Tensor:
-    """Return a view of a parameter entry, oriented as on disk, in the unsharded (fused) model parameter `tensor`."""
+    """Return a view of a parameter entry (`row`), oriented as on disk, in the unsharded (fused) model parameter
+    `tensor`.
+    """
     part = tensor[row.offset : row.offset + row.engine_shape[0]]
     return part.T if row.transposed else part

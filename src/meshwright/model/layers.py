@@ -18,7 +18,10 @@ from meshwright.spec.config import ModelConfig
 
 
 class Linear(nn.Module):
-    """Linear layer y = x Wᵀ + b with W [Y, X]; parameters are uninitialised. `x`, `y`: input and output size."""
+    """Linear layer y = x Wᵀ + b with W [Y, X]; parameters are uninitialised. `x`, `y`: input and output size.
+    weight_gradients: queue that gets the weight gradient in backward, None for autograd. taps: dummy inputs of the
+    running compiled call, through whose gradients it gets there.
+    """
 
     weight_gradients: WeightGradients | None = None  # where they are left for later, if they may be
     taps: Taps | None = None  # of the call that runs, where it is compiled

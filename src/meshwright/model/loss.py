@@ -60,17 +60,20 @@ def token_cross_entropy(
     compiled: bool = False,
 ) -> torch.Tensor:
     """Return each token's -log softmax(hidden weightᵀ)[target] (nats), [T], float32 or float64; 0 where the target is
-    -100.
+    -100. `weight_VH`: this rank's vocabulary slice from token ID `first_token` on; `widest`: most token IDs on any
+    rank; `compiled`: use torch.compile.
 
-    Arguments as in `linear_cross_entropy`. Backward recomputes the logits; saved are `hidden_TH` and two numbers per
-    token.
+    Backward recomputes the logits; saved are `hidden_TH` and two numbers per token.
     """
     head = _Head(weight_VH, None, first_token, tensor, compiled, widest or len(weight_VH))
     return _TokenCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
 
 
 class _Head(NamedTuple):
-    """This rank's vocabulary slice of the output head, and options of its computation."""
+    """This rank's vocabulary slice of the output head, and how to compute with it. weight_VH, bias_V: slice from
+    token ID `first_token` on. tensor: communication over tp. compiled: use torch.compile. widest: largest number of
+    token IDs on any rank.
+    """
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
@@ -94,8 +97,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
         keep: bool,
     ) -> torch.Tensor:
-        """Return the summed loss (nats, scalar). `keep`: compute the gradients now; else backward recomputes the
-        logits."""
+        """Return the summed loss (nats, scalar). `differentiable`: backward may follow; `keep`: compute the gradients
+        now and save them; else backward recomputes the logits.
+        """
         wanted = tuple(differentiable and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and keep else None
@@ -135,7 +139,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         head: _Head,
         differentiable: bool,
     ) -> torch.Tensor:
-        """Return each token's loss (nats), [T]."""
+        """Return each token's loss (nats), [T]. `differentiable`: backward may follow."""
         losses, known = [], []
         for chunk in _logit_chunks(hidden_TH, targets_T, head):
             losses.append(chunk.losses_C)
@@ -177,8 +181,9 @@ def _scale_gradients(
 
 
 class _Gradients:
-    """Accumulates the gradients of the summed loss over chunks: of hidden states, head weight and head bias, None where
-    not required."""
+    """Sums the gradients of the loss over chunks of tokens: of hidden states, head weight and head bias, None where
+    not required. `of_hidden`, `of_weight`, `of_bias`: which ones are.
+    """
 
     def __init__(self, hidden_TH: torch.Tensor, head: _Head, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
         self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
@@ -291,7 +296,9 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor) -> None:
-    """Overwrite the logits with softmax * `counted_C`."""
+    """Overwrite the logits with softmax * `counted_C` (weight of each token, 0 for ignored ones). `log_sum_C`:
+    log-sum-exp of each token.
+    """
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
 
 

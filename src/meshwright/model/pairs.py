@@ -47,7 +47,7 @@ class Pairs:
         return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
 
     def at(self, places_C: torch.Tensor) -> Pairs:
-        """Return the pairs for a context-parallel rank that holds the tokens at sequence indices `places_C`."""
+        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `places_C` [C]."""
         return replace(self, response_BC=self.response_BC[:, places_C])
 
     @property

@@ -18,7 +18,7 @@ class Permuted(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
-        """Return x[order], [N, H]. `inverse_N`: inverse permutation of `order_N`."""
+        """Return x[order], [N, H]. `order_N`: permutation of dim 0; `inverse_N`: its inverse."""
         context.save_for_backward(inverse_N)
         return x_NH.index_select(0, order_N)
 

@@ -117,8 +117,9 @@ def _backward(
 def scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a tile's masked scores minus `less_PX1` (if given), [P, X, L], in the dtype of `wide_k_PSD`. `shape`:
-    [sequences, heads, G, queries, D]."""
+    """Return the scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the dtype of
+    the keys `wide_k_PSD`. P: sequences x KV heads; X: G x queries. `shape`: [sequences, heads, G, queries, D].
+    """
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -134,8 +135,10 @@ def scores(
 def groups(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Yield slices of sequences and of key-value heads, with their tiles, such that a tile's scores fit in cache.
-    `first_BS`: first visible index of each query."""
+    """Yield (slice of sequences, slice of key-value heads, tiles to compute for them), cut such that a tile's scores
+    fit in cache. `span`: range of queries and of keys; `first_BS`: first visible sequence index of each query, None:
+    no lower limit.
+    """
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -155,9 +158,10 @@ def groups(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a span's queries into tiles of len(`triangle`) queries, each with the range of keys visible to any of them;
-    tiles without visible keys are omitted. `triangle`: additive causal mask; `first_RS`: first visible index of each
-    query."""
+    """Cut a range of queries and keys into tiles of len(`triangle`) queries, each with the range of keys visible to
+    any of them; tiles without visible keys are omitted. `triangle`: additive causal mask; `first_RS`: first visible
+    sequence index of each query, None: no lower limit.
+    """
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
@@ -189,12 +193,16 @@ def _full_span(q_BKGSD: torch.Tensor) -> Span:
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """Return a view [B, K, G, S, D] that groups query heads by the key-value head they read."""
+    """Return a view [B, K, G, S, D] of `x_BNSD` that groups the N query heads by the key-value head they read, one of
+    the K of `k_BKSD`.
+    """
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
 def pairs(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, X, D]."""
+    """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
+    without that dim).
+    """
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 

@@ -69,7 +69,9 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + attention(norm(x)) and its norm, the input of the MLP, [B, S, H] each."""
+        """Return x + attention(norm(x)) and its norm, the input of the MLP, [B, S, H] each. `rotation`: cosine and
+        sine of each token's position; `visible`: attention mask; `cache`: KV cache whose layer `layer` is extended.
+        """
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
         return x_BSH, self.mlp_norm(x_BSH)
 

@@ -10,19 +10,23 @@ X = TypeVar("X", torch.Tensor, None)
 
 
 class Units(Protocol):
-    """Hooks that the model calls around each FSDP unit; the returned tensor replaces `x`, so that hooks of backward run
-    in reverse order."""
+    """Hooks that the model calls around each FSDP unit, to gather its parameters before use and free them after; the
+    returned tensor replaces `x`, so that hooks of backward run in reverse order.
+    """
 
     def enter(self, unit: str, x: X) -> X:
-        """Called before the first use of the unit's parameters. `x`: the unit's input, None before the embedding;
-        returned, possibly wrapped."""
+        """Called before the first use of the parameters of the FSDP unit named `unit`. Return `x`, the unit's input
+        (None before the embedding), possibly wrapped.
+        """
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Called after the last use of the unit's parameters. `x`: the unit's output; returned, possibly wrapped."""
+        """Called after the last use of the parameters of the FSDP unit named `unit`. Return `x`, the unit's output,
+        possibly wrapped.
+        """
 
 
 class NoUnits:
-    """Hooks that do nothing: all parameters stay unsharded."""
+    """Hooks around FSDP units that do nothing, for a model whose parameters are all unsharded."""
 
     def enter(self, unit: str, x: X) -> X:
         """Return `x`."""

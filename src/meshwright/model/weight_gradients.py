@@ -47,7 +47,7 @@ class _Product:
     operands: tuple[torch.Tensor, ...]
 
     def add_to(self, sums: Sums) -> None:
-        """Compute the gradient and add it to `sums`."""
+        """Compute this gradient and add it to the accumulation buffers `sums`."""
         if self.multiply is None:
             sums.accumulate_product(self.parameter, *self.operands)
         else:
@@ -65,8 +65,9 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Context in which backward passes defer their weight gradients until `run(key)`; outside they compute them at
-        once."""
+        """Context in which backward passes queue their weight gradients under `key`, any hashable name of the pass,
+        until `run(key)`; outside of it they compute them at once.
+        """
         assert self._collects is None and key not in self._queues, key
         self._collects = self._queues[key] = deque()
         try:
@@ -75,8 +76,10 @@ class WeightGradients:
             self._collects = None
 
     def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """Add to `sums`, or queue, the parameter's gradient `multiply(*operands)`, of any shape with its number of
-        elements; multiply=None: dyᵀ x."""
+        """Add a parameter's gradient to the accumulation buffers, at once or, inside `collecting`, when `run` is
+        called. The gradient is `multiply(*operands)`, reshaped to the parameter; multiply=None: dyᵀ x of the two
+        operands (dy, x).
+        """
         product = _Product(parameter, multiply, operands)
         if self._collects is None:
             product.add_to(self._sums)
@@ -84,11 +87,15 @@ class WeightGradients:
             self._collects.append(product)
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
-        """Return the parameters with queued gradients, in the order in which `run` computes them."""
+        """Return the parameters whose gradients are queued under `key` (that of `collecting`), in the order in which
+        `run` computes them.
+        """
         return [product.parameter for product in self._queues[key]]
 
     def run(self, key: Hashable) -> None:
-        """Compute the queued gradients of `key`, freeing operands as they are used."""
+        """Compute the gradients queued under `key` (that of `collecting`) and add them to the accumulation buffers,
+        freeing operands as they are used.
+        """
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
@@ -96,8 +103,9 @@ class WeightGradients:
 
 
 def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Route the weight gradients of linear layers with at least `smallest` weight elements to `queue`; queue=None: back
-    to autograd."""
+    """Let all linear layers of `model` with at least `smallest` weight elements hand their weight gradients to
+    `queue` in backward; smaller ones, and all for queue=None, leave them to autograd.
+    """
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
             elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -105,7 +113,9 @@ def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, small
 
 
 class Taps(NamedTuple):
-    """Zero-stride zeros whose gradients are a linear layer's output gradient [..., Y] and its input [..., X]."""
+    """Dummy inputs (zero-stride zeros) of a linear layer in a compiled graph; `dy` [..., Y] gets the layer's output
+    gradient as its gradient in backward, `x` [..., X] the layer's input.
+    """
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -118,8 +128,10 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b for x [..., X] and W [Y, X], its weight gradient routed to `queue`. `taps`: those of this call,
-    where it is compiled."""
+    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: gets the weight gradient in backward;
+    None: autograd does. `taps`: in a compiled graph, the two tensors through whose gradients dy and x reach the
+    queue; None: this layer is left out of the graph.
+    """
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -136,7 +148,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ + b. `queue`: receives the weight gradient in backward."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X]. `queue`: gets the weight gradient in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)
@@ -154,7 +166,9 @@ class _Linear(torch.autograd.Function):
 
 
 class _TappedLinear(torch.autograd.Function):
-    """Linear layer whose backward returns dy and x as gradients of its taps."""
+    """Linear layer for compiled graphs whose backward hands dy and x out as the gradients of two extra inputs (taps),
+    so that the caller can queue the weight gradient dyᵀ x.
+    """
 
     @staticmethod
     def forward(
@@ -165,7 +179,9 @@ class _TappedLinear(torch.autograd.Function):
         dy_tap: torch.Tensor,
         x_tap: torch.Tensor,
     ) -> torch.Tensor:
-        """Return x Wᵀ + b; the taps are not read."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X]. `dy_tap` [..., Y] and `x_tap` [..., X] are not read: in backward
+        they get dy and x as their gradients.
+        """
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
@@ -179,13 +195,17 @@ class _TappedLinear(torch.autograd.Function):
 
 
 class _MakeTaps(torch.autograd.Function):
-    """Creates the taps of a linear layer with input [*rows, X]; its backward puts their gradients into the queue."""
+    """Creates the two taps of a linear layer in a compiled graph: dummy inputs whose gradients are the layer's dy and
+    x; its backward puts the weight gradient dyᵀ x into a queue.
+    """
 
     @staticmethod
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return two zero-stride tensors of zeros, [*rows, Y] and [*rows, X]."""
+        """Return two zero-stride tensors of zeros, [*rows, Y] and [*rows, X], for a linear layer of weight [Y, X]
+        with input [*rows, X]. `queue`: gets the weight gradient in backward.
+        """
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
@@ -197,7 +217,10 @@ class _MakeTaps(torch.autograd.Function):
 
 
 class Tapped(Protocol):
-    """Linear layer that can hand its weight gradient over through taps when compiled."""
+    """Linear layer that can hand its weight gradient to a queue when compiled. weight: [Y, X]. weight_gradients: the
+    queue, None for autograd. taps: dummy inputs of the running call whose gradients are dy and x; None outside of a
+    compiled call.
+    """
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None
@@ -206,8 +229,9 @@ class Tapped(Protocol):
 
 @contextmanager
 def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context in which compiled forwards route the weight gradients of the linear layers `products` to their queues.
-    `rows`: leading shape of their inputs [*rows, X]."""
+    """Context in which the compiled linear layers `products` hand their weight gradients to their queues. `rows`:
+    shape of their inputs [*rows, X] without the last dim, such as (batch, tokens).
+    """
     products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
@@ -221,8 +245,10 @@ def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]
 def grouped_linear(
     x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
 ) -> torch.Tensor:
-    """Return x Wᵀ of each token copy with its expert's W; `weight` [E x Y, X] stacks them, `ends_E`: end index of each
-    expert's copies (model/grouped_product.py)."""
+    """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W. `weight` [E x Y, X]:
+    the experts' W stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: gets the weight gradient
+    in backward; None: autograd does.
+    """
     if queue is None or not torch.is_grad_enabled():
         return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
@@ -230,7 +256,7 @@ def grouped_linear(
 
 
 def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """View a stacked weight [E x Y, X] as [E, Y, X]."""
+    """View the E experts' weights stacked along dim 0, [E x Y, X], as [E, Y, X]. `ends_E`: any tensor of length E."""
     return weight.view(len(ends_E), -1, weight.shape[1])
 
 
@@ -241,14 +267,17 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ of each token copy with its expert's W, [N, Y]."""
+        """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W. `weight` [E x Y,
+        X]: the experts' W stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: gets the weight
+        gradient in backward.
+        """
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
         return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_NX`; put that of the stacked weight into the queue."""
+        """Return the gradient of `x_NX`; put that of the stacked experts' weight into the queue of `forward`."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
@@ -267,8 +296,10 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude linear layers that write to a queue without taps from compiled graphs, where a compiled backward could
-    not queue. Call it right before the first compilation: it loads the compiler, over a second."""
+    """Make linear layers with a queue but without taps run outside of compiled graphs from now on, since a compiled
+    backward cannot write to a queue. Call it right before the first compilation: it imports the compiler, which takes
+    over a second.
+    """
     global _uncompiled
     if _uncompiled is _apply_function:
         _uncompiled = torch.compiler.disable(_apply_function)

@@ -110,7 +110,9 @@ class GradientAccumulator:
             paused.early.setdefault(self._place[each[0]][0], []).append(each)
 
     def end(self) -> None:
-        """End the running pass; parameters without a gradient took no part in the loss."""
+        """End the running backward pass: count parameters that got no gradient as complete, and reduce the remaining
+        FSDP units (ZeRO-0 and 1: only after a unit's last pass).
+        """
         assert self._running is not None
         self.skip(self._running.order)
         self._running = None

@@ -36,8 +36,8 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 
 
 def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
-    """Measure seconds per call of a collective on a vector of `size` bytes (the whole vector), [BATCHES], for this
-    rank.
+    """Return the seconds per call, [BATCHES], on this rank, of a collective ("all-reduce", "all-gather",
+    "reduce-scatter", "all-to-all", "send-receive") on a float32 vector of `size` bytes (the whole vector).
 
     seconds: time budget. Collective call with equal arguments; all groups of the axis run at once.
     """
@@ -71,15 +71,15 @@ def choose_precision(mesh: Mesh) -> str:
 
 
 def slowest_median(by_rank: list[list[float]]) -> float:
-    """Return the duration of a collective in seconds: the median over batches of the slowest rank. by_rank
-    [ranks][batches].
+    """Return a collective's duration in seconds: the slowest rank's in each batch, and of these the median. by_rank:
+    seconds per call, [ranks][batches].
     """
     return statistics.median(max(batch) for batch in zip(*by_rank, strict=True))
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return a call of the operation on float32 vectors with equal shares, and the number of operations it makes in
-    sequence.
+    """Return a function that runs the collective `operation` on a float32 vector of `size` bytes with equal shares,
+    and the number of transfers that it makes one after another (2 for send-receive, else 1).
     """
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)

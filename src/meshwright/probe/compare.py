@@ -16,8 +16,8 @@ THRESHOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """A rank or node that is slower than the others by `ratio`, at "products" or "memory". rank: None for a
-    whole node.
+    """A rank or node that is slower than the others. what: "products" or "memory". host: its name. rank: None for a
+    whole node. ratio: its time over that of the others.
     """
 
     what: str
@@ -34,7 +34,9 @@ class SlowRank:
 
 
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
-    """Return the slow nodes and ranks. seconds [ranks][points]: of the same points on each rank. hosts [ranks]."""
+    """Return the nodes and ranks that are slower than the others. what: "products" or "memory". seconds
+    [ranks][points]: duration of the same measurements on each rank. hosts [ranks]: name of each rank's host.
+    """
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
     nodes = [
@@ -54,8 +56,8 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return each one's slowdown, [n]: the median over the points of its time over the median of the others'; 1 for a
-    single one.
+    """Return the slowdown of each rank or node, [n]: its time over the median of the others', and of these ratios the
+    median over the points; 1 for a single one. seconds [n][points]: duration of the same measurements on each.
     """
     if len(seconds) < 2:
         return [1.0] * len(seconds)

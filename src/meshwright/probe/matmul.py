@@ -17,8 +17,8 @@ TURNS = 4
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
-    """Measure the best sustained FLOP/s of `torch.nn.functional.linear` in `dtype` over a few shapes, in about
-    `seconds`.
+    """Return the best sustained FLOP/s of `torch.nn.functional.linear` in `dtype` over a few shapes, measured in
+    about `seconds`.
 
     Best of the shapes' medians, so that MFU is not flattered. Uses this process's present number of threads.
     """
@@ -48,7 +48,9 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
 def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """Time products of each shape (tokens, out, in); returns FLOP and seconds of each repetition by shape."""
+    """Time products of each shape (tokens, out, in) in about `seconds` altogether; returns for each shape its FLOP
+    and the seconds of each repetition.
+    """
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)

@@ -44,7 +44,9 @@ _OF = {
 
 
 class _Attention(NamedTuple):
-    """Attention of one head size; with `piece`, as ring attention over KV blocks of so many tokens."""
+    """Attention kernel to be measured. size: head dimension. piece: tokens of a KV block if it is ring attention,
+    None for plain attention.
+    """
 
     size: int
     piece: int | None = None
@@ -56,7 +58,7 @@ class _Attention(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Tokens of a sequence; a ring of one rank holds both KV blocks of it."""
+        """Number of tokens in a sequence: 256, or for ring attention two KV blocks."""
         return ROW if self.piece is None else 2 * self.piece
 
 
@@ -64,12 +66,14 @@ _ATTENTION = [_Attention(size, piece) for piece in (None, *RING_PIECES) for size
 
 
 def _list_attention(axes: Sequence[str]) -> list[_Attention]:
-    """Return the attention kernels to measure: ring attention only with context parallelism among the axes."""
+    """Return the attention kernels to measure. axes: axes of parallelism; ring attention is left out without "cp"."""
     return [one for one in _ATTENTION if one.piece is None or "cp" in axes]
 
 
 def list_layer_points(effort: Effort) -> list[Point]:
-    """Return all points of layer kernels in the order in which they are timed."""
+    """Return the kernels of a layer to be timed, in order: forward and backward of norm, rotary, activation, loss and
+    attention in every precision and size of the plan `effort`.
+    """
     found = []
     for precision in effort.precisions:
         dtype = DTYPES[precision]
@@ -100,7 +104,9 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return the call to time: the forward pass with saved activations, or the backward pass if `back`."""
+    """Return the call to time: the forward pass with saved activations, or the backward pass if `back`. made:
+    creates, on a device, the inputs that need gradients and the forward call.
+    """
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -110,13 +116,15 @@ def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: 
 
 
 def _run_forward(forward: Callable[[], Any]) -> None:
-    """Run a forward pass that saves activations for backward."""
+    """Call `forward` with autograd on, so that it saves activations for backward."""
     with torch.enable_grad():
         forward()
 
 
 def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Create the inputs and forward call of an elementwise kernel for `tokens` tokens."""
+    """Create the inputs and the forward call of the elementwise kernel `name` ("norm", "rotary" or "activation") for
+    `tokens` tokens.
+    """
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
         nn.init.ones_(module.weight)
@@ -132,7 +140,9 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return the call of the loss over the logits of `tokens` tokens, or with `back` of its gradient, in place."""
+    """Return the call to time: the cross-entropy over the logits of `tokens` tokens, or if `back` its gradient, which
+    overwrites the logits.
+    """
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
@@ -140,7 +150,7 @@ def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.d
 
 
 def _make_attention(one: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Create the inputs and forward call of an attention kernel for `rows` sequences."""
+    """Create the inputs and the forward call of the attention kernel `one` for `rows` sequences."""
     leaves = [_make_leaf(dtype, device, rows, one.row, heads, one.size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (each.transpose(1, 2) for each in leaves)  # as products leave them: a token's heads side by side
     if one.piece is None:
@@ -149,7 +159,7 @@ def _make_attention(one: _Attention, rows: int, dtype: torch.dtype, device: torc
 
 
 def _make_leaf(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    """Create a random leaf tensor that requires a gradient."""
+    """Create a random tensor of this shape that requires a gradient."""
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
 

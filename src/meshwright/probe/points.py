@@ -143,9 +143,11 @@ class Effort:
 
 
 class Yardstick:
-    """A small product timed beside every measurement, to correct for the processor's momentary speed.
+    """Clock of the processor's momentary speed: a small matrix product (256 x 512 by 512 x 512, float32) timed beside
+    every measurement, by which that is corrected. Cores shared with other tenants lose a third of their speed for
+    seconds.
 
-    Cores shared with other tenants lose a third of their speed for seconds, which would distort what is measured then.
+    device: on any but a CPU nothing is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -153,7 +155,9 @@ class Yardstick:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Measure seconds of the product, median of five; 1.0 on devices other than CPUs."""
+        """Measure the present duration of the small product in seconds (median of five calls); return 1.0,
+        unmeasured, on devices other than CPUs.
+        """
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -161,7 +165,7 @@ class Yardstick:
 
 
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
-    """Return powers of two with exponents from `first` to `last` in steps."""
+    """Return the powers of two with exponents `first`, `first` + `step` ... up to `last`."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
 
 
@@ -200,14 +204,16 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: Point, device: torch.device, seconds: float) -> float:
-    """Measure seconds of one call (for a piece, of one kernel): median of batches within about `seconds`."""
+    """Return the seconds of one call of the point (for a piece, of one of its kernels): median of batches within
+    about `seconds`.
+    """
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Measure seconds of any call: median of at least three batches within about `seconds`, or a single call if it
-    takes longer.
+    """Return the seconds of one call of `call`: median of at least three batches within about `seconds`, or a single
+    call if it takes longer.
 
     A batch repeats the call to fill the time between synchronizations.
     """

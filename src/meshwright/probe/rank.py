@@ -127,10 +127,10 @@ def measure(
 def _time_points(
     mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float, yardstick: Yardstick
 ) -> tuple[list[list[float]], float]:
-    """Time every point while the first `busy` ranks of each host compute; returns seconds [ranks][points] and the
-    yardstick's.
+    """Time every point while the first `busy` ranks of each host compute with `threads` threads each; returns the
+    seconds of one call, [ranks][points], and the yardstick's usual seconds.
 
-    Idle ranks have no times. Times are scaled to the yardstick's usual speed.
+    seconds: time for each point. Idle ranks have no times. Times are scaled to the yardstick's usual speed.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -150,10 +150,11 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]:
-    """Time products and memory passes on all ranks for their comparison, [ranks][points] each; empty if not wanted.
+    """Time products ("products") and memory passes ("memory") on all ranks, to compare the ranks; returns seconds,
+    [ranks][points] each; empty if `effort.compare` is 0.
 
-    Short rounds over all points repeat for `effort.compare` seconds: a shared machine slows one rank after another for
-    half a second at a time, which would fall on one long visit to a point.
+    Short rounds over all points repeat for `effort.compare` seconds: a shared machine slows one rank after another
+    for half a second at a time, which would fall on one long visit to a point.
     """
     if not effort.compare:
         return {}
@@ -175,12 +176,16 @@ def _time_comparison(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]
 
 
 def _smooth(times: list[float]) -> list[float]:
-    """Return the running median over five values: other load lasts for seconds, a yardstick sample for milliseconds."""
+    """Return the running median over five consecutive times of the yardstick: other load lasts for seconds, a sample
+    for milliseconds.
+    """
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
 def _group_products(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Products]:
-    """Group timed products by precision and form for the hardware profile."""
+    """Group timed products by precision and form for the hardware profile. seconds: of each point. ranks: that
+    computed at once on a host; threads: of each.
+    """
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -197,7 +202,9 @@ def _group_products(points: list[Point], seconds: list[float], ranks: int, threa
 
 
 def _group_passes(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
-    """Group timed passes and kernels by precision and name for the hardware profile."""
+    """Group timed passes and kernels by precision and name for the hardware profile. seconds: of each point. ranks:
+    that computed at once on a host; threads: of each.
+    """
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -248,7 +255,9 @@ def _time_copies(device: torch.device, effort: Effort) -> list[tuple[str, Curve]
 
 
 def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
-    """Measure launch overhead in seconds of one operation, in inference and with its backward pass."""
+    """Return the launch overhead in seconds of one operation, by name, in inference and with its backward pass.
+    seconds: time for each.
+    """
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
 

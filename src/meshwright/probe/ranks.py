@@ -87,7 +87,10 @@ def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
 
 
 def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
-    """Initialize the process group, measure the machine on this rank and return the result."""
+    """Initialize the process group, measure the machine on this rank and return the result. start: this rank and its
+    rendezvous. description: the launcher's ("device", "disk", "effort", "short" ...). started_by_others: by torchrun,
+    Kubernetes or SLURM.
+    """
     import torch
     import torch.distributed as dist
 
@@ -141,9 +144,10 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Guarded measurement of the reference training steps, which come last: if they fail, all other results are kept.
+    """Callable that measures the reference training steps, which come last: if they fail, all other results are kept.
 
-    The failing rank ends, which releases the others. failed: rank and error line of the first failure.
+    measure: does the measurement. start: this rank. store: of the process group, None for a single rank. failed: rank
+    and error line of the first failure. The failing rank ends, which releases the others.
     """
 
     def __init__(self, measure: Callable[[Yardstick, float], list[ReferenceStep]], start: Place, store: Any) -> None:
@@ -151,7 +155,9 @@ class _GuardedSteps:
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
-        """Measure the steps; returns an empty list after a failure. Raises if a rank was lost without a reason."""
+        """Measure the steps; returns an empty list after a failure. level: usual seconds of the yardstick. Raises if
+        a rank was lost without a reason.
+        """
         try:
             return self.measure(yardstick, level)
         except Exception as error:
@@ -161,7 +167,9 @@ class _GuardedSteps:
             return []
 
     def _find_first_failure(self, error: Exception) -> dict[str, Any] | None:
-        """Return the failure of the rank that failed first, or None if ranks only lost another."""
+        """Return {"rank", "line", "at"} of the rank that failed first, or None if ranks only lost another. error:
+        this rank's.
+        """
         own = None
         if not isinstance(error, RankLost):
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -176,7 +184,7 @@ class _GuardedSteps:
 
 
 def _make_effort(kind: str, said: dict[str, Any]) -> Effort:
-    """Return the default effort for the device with some fields overridden."""
+    """Return the default measurement plan for the device ("cpu" or "cuda"), with the fields in `said` overridden."""
     from meshwright.probe.points import Effort
 
     usual = Effort.of(kind)
@@ -187,8 +195,8 @@ def _make_effort(kind: str, said: dict[str, Any]) -> Effort:
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:
-    """Return the number of ranks on each host. Raises `UserError` if hosts have unequal numbers, or not consecutive
-    ones.
+    """Return the number of ranks on each host. store: of the rendezvous; every rank calls this. Raises `UserError` if
+    hosts have unequal numbers, or not consecutive ones.
     """
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]

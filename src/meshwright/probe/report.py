@@ -15,7 +15,7 @@ _DIGITS = 4  # more would be noise
 
 
 def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the tables of the hardware profile from the result of `rank.measure`. device: "cpu" or "cuda"."""
+    """Return the tables of the hardware profile. found: result of `rank.measure`. device: "cpu" or "cuda"."""
     measured = read(found["measured"], "probe")
     hosts: list[str] = found["hosts"]
     per_node = measured.ranks
@@ -33,7 +33,9 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, said: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the device table: the catalogue's entry with this memory, or measured rates for an unknown device."""
+    """Return the profile's device table: the catalogue's entry with this memory, or measured rates for an unknown
+    device. said: name and memory of the device. device: "cpu" or "cuda".
+    """
     known = find_device(said["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": said["memory_bytes"]}
@@ -72,7 +74,9 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth and latency of the links of one scope, from send-receive; empty if there are none."""
+    """Return bandwidth and latency of the links "inside" hosts or "across" them (`place`), from send-receive; empty
+    if there are none. which: prefix of the keys.
+    """
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
@@ -85,7 +89,9 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 
 def fit_link(curve: Curve) -> tuple[float, float]:
-    """Fit a link: bandwidth in bytes per second at the largest size, and latency in seconds, the smallest time."""
+    """Return a link's bandwidth in bytes per second, at the largest size beyond the latency, and its latency in
+    seconds, the smallest time. curve: seconds over bytes.
+    """
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
     return curve.sizes[-1] / beyond, latency
@@ -118,7 +124,9 @@ def _round_floats(value: Any) -> Any:
 
 
 def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the JSON document of `meshwright probe --json`."""
+    """Return the JSON document of `meshwright probe --json`. found: result of the probe. tables: of the hardware
+    profile. path: of its file.
+    """
     return {
         "cluster_file": path,
         **tables,
@@ -132,7 +140,7 @@ def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str
 
 
 def format_failure(found: Mapping[str, Any]) -> str:
-    """Return a line about the rank on which the reference training steps failed."""
+    """Return a line about the rank on which the reference training steps failed. found: result of the probe."""
     rank, line = found["failed"]["rank"], found["failed"]["line"]
     return (
         f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), and predicted times "
@@ -141,7 +149,9 @@ def format_failure(found: Mapping[str, Any]) -> str:
 
 
 def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> str:
-    """Return the result as text for the terminal."""
+    """Return the result as text for the terminal. found: result of the probe. tables: of the hardware profile. path:
+    of its file.
+    """
     measured = read(found["measured"], "probe")
     ranks, threads = measured.ranks, measured.threads
     hosts = len(set(found["hosts"]))

@@ -64,14 +64,16 @@ class _ReferenceRun:
         self.batch = self._make_batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
     def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
-        """Create one micro-batch of random tokens on this rank."""
+        """Return one micro-batch of `rows` sequences of random tokens below `vocabulary`, of length `sequence`, on
+        this rank.
+        """
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
         return [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, yardstick: Yardstick, level: float) -> list[float]:
-        """Measure seconds of each step on its slowest rank, [steps], scaled to the yardstick's usual speed; the first
-        of 1 + steps is not counted.
+        """Return the seconds of each step on its slowest rank, [steps], scaled to the yardstick's usual speed
+        (`level`: its usual seconds); one more step before them is not counted. world: mesh of all ranks.
         """
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [yardstick.seconds()]

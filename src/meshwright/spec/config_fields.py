@@ -19,15 +19,16 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """The accepted values of a field that would otherwise change the computation. ``text``: their name in error
-    messages; ``accepts``: a predicate of the value and the ModelConfig fields."""
+    """Values of a `config.json` field that leave the computation as Meshwright does it; others are refused. ``text``:
+    their name in error messages; ``accepts``: predicate of the value and the ModelConfig fields.
+    """
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
 
 
 def _accept_only(*values: object) -> NeutralValue:
-    """Return a NeutralValue that accepts exactly these values."""
+    """Return a NeutralValue that accepts exactly `values`."""
     return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
 
 
@@ -170,7 +171,9 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """The known ``config.json`` fields of a family, in disjoint classes."""
+    """The known ``config.json`` fields of a family. read: they set ModelConfig fields. ignored: without effect on the
+    computation. neutral: accepted with some values only.
+    """
 
     read: frozenset[str]
     ignored: frozenset[str]

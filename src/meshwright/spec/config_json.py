@@ -101,7 +101,9 @@ def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """Return the family named by ``model_type``; ``UserError`` with the list of known families for any other."""
+    """Return the family named by ``model_type`` in a configuration; ``UserError`` with the list of known families for
+    any other. ``where``: name of the configuration in errors.
+    """
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -201,8 +203,10 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Read ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5) into
-    ``fields``."""
+    """Read ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5) of a
+    configuration (``data``) into the ModelConfig fields ``fields``. where: its name in errors. read: typed access to
+    it.
+    """
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     # A file with both spellings: transformers 5 itself lets rope_scaling win.
     for key in ("rope_scaling", "rope_parameters"):
@@ -228,7 +232,9 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
 
 
 def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Read the sliding window's width and the layers that have one into ``fields``."""
+    """Read the sliding window's width and the layers that have one from a configuration (``data``) into the
+    ModelConfig fields ``fields``. where: its name in errors. read: typed access to it.
+    """
     family, layers = fields["family"], fields["layers"]
     if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
         return

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
-    """Return the ModelConfig fields that only an encoder has. The first of ``architectures`` names the head; default:
-    masked language modelling."""
+    """Return the ModelConfig fields that only an encoder has. read: access to its ``config.json``. vocabulary: number
+    of token ids. The first of ``architectures`` names the head; default: masked language modelling.
+    """
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
-    """Return the ModelConfig fields of a mixture of experts: number of experts, their widths, router."""
+    """Return the ModelConfig fields of a mixture of experts: number of experts, their widths, router. read: access to
+    the ``config.json``. layers, intermediate: number of layers and MLP width of the model.
+    """
     fields: dict[str, Any] = {
         "experts": read.integer("experts", _experts_keys(family)),
         "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),

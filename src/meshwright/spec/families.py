@@ -9,8 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The architecture choices that all models of a family share. ``fixed``: ModelConfig fields with only one allowed
-    value."""
+    """The architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture:
+    class name in transformers. ``fixed``: ModelConfig fields with only one allowed value. defaults: of keys that a
+    config.json may leave out. planning_only: why the family cannot be run, None if it can. experts: layers hold
+    mixtures of experts. heads: of an encoder, ``ModelConfig.head`` by architecture.
+    """
 
     name: str
     architecture: str

@@ -18,8 +18,9 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """A trained parameter: its name in `named_parameters`, its shape, its FSDP unit, and True if weight decay
-    applies."""
+    """A trained parameter of a user's module. name: in `named_parameters`. shape: its shape. unit: name of its FSDP
+    unit. decay: weight decay applies.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,8 +29,9 @@ class ForeignParameter(NamedTuple):
 
 
 class KeptValue(NamedTuple):
-    """A buffer or frozen parameter, saved in checkpoints but not trained; `dtype` as torch and numpy name it
-    ("int64")."""
+    """A buffer or frozen parameter of a user's module, saved in checkpoints but not trained. name: in the module.
+    shape: its shape. dtype: as torch and numpy name it ("int64").
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +63,9 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
 
 
 def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
-    """Return the table that checkpoints save: the trained parameters and the buffers and frozen parameters (`kept`)."""
+    """Return the table that checkpoints save: the trained parameters of `table` and the buffers and frozen parameters
+    `kept`.
+    """
     rows = [_replicated_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     return ParameterTable((*table.rows, *rows), table.tensors, table.units)
 
@@ -97,7 +101,9 @@ def _foreign_tensor(parameter: ForeignParameter) -> Tensor:
 
 
 def _replicated_row(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> Row:
-    """Return a parameter-table entry that is replicated on every rank; `kept`: the dtype if it is not trained."""
+    """Return a parameter-table entry that is replicated on every rank. unit: name of its FSDP unit; decay: weight
+    decay applies; `kept`: the dtype if it is a buffer or frozen, None if it is trained.
+    """
     return Row(
         name=name,
         shape=shape,

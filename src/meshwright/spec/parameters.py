@@ -24,8 +24,12 @@ __all__ = ["Box", "Initial", "ParameterTable", "Row", "Tensor", "parameter_table
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """All parameter entries (`rows`), engine tensors (`tensors`) and FSDP units (`units`) of a model, in forward order
-    of the units and, within a unit, in the order of its flat buffer. `tied`: the head uses the embedding matrix."""
+    """List of all parameters of a model, in forward order of its FSDP units and, within a unit, in the order of its
+    flat buffer.
+
+    rows: entries, one for each tensor on disk. tensors: engine tensors, each one or several entries concatenated
+    (query, key and value, or all experts). units: names of the FSDP units. tied: the head uses the embedding matrix.
+    """
 
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
@@ -59,8 +63,9 @@ class ParameterTable:
         return self._tensor_by_name[name]
 
     def unit_tensors(self, unit: str, layout: Layout | None = None, part: Part | None = None) -> tuple[Tensor, ...]:
-        """Return an FSDP unit's tensors in the order of its flat buffers: those with weight decay first. `part`: only
-        those in this flat buffer ("dense" or "experts")."""
+        """Return the tensors of the FSDP unit named `unit` in the order of its flat buffers: those with weight decay
+        first. `part`: only those in this flat buffer ("dense" or "experts").
+        """
         tensors = self._tensors_by_unit[unit]
         return tensors if part is None else tuple(each for each in tensors if each.part(layout or Layout()) == part)
 
@@ -102,18 +107,23 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
-        """Return the number of elements in a rank's flat buffer of a unit, before ZeRO shards it; without a layout, on
-        one device."""
+        """Return the number of elements in a rank's flat buffer ("dense" or "experts") of an FSDP unit, before ZeRO
+        shards it; without a layout, on one device.
+        """
         tensors = self.unit_tensors(unit, layout, part)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def unit_decay_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
-        """Return the number of elements with weight decay, which come first in a unit's flat buffer."""
+        """Return the number of elements with weight decay, which come first, in a rank's flat buffer ("dense" or
+        "experts") of an FSDP unit; without a layout, on one device.
+        """
         tensors = [tensor for tensor in self.unit_tensors(unit, layout, part) if tensor.decay]
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) of a tensor's local shard in the rank's flat buffer of its unit."""
+        """Return the element range [start, stop) of a tensor's local shard in the rank's flat buffer of its FSDP
+        unit; without a layout, on one device.
+        """
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.part(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -121,8 +131,9 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def row_range(self, row: Row, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) of an entry's local shard in the rank's flat buffer of its unit, in
-        engine orientation."""
+        """Return the element range [start, stop) of an entry's local shard in the rank's flat buffer of its FSDP
+        unit, in engine orientation; without a layout, on one device.
+        """
         layout = layout or Layout()
         tensor = self.tensor(row.tensor)
         start = self.tensor_range(tensor, layout)[0]
@@ -244,7 +255,9 @@ class _Builder:
         self.linear(unit, f"{mlp}.down", f"{prefix}down", layer, hidden, width, column=False, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
-        """Append a router, its experts (all in one tensor per projection) and the shared expert."""
+        """Append a router, its experts (all in one tensor per projection) and the shared expert of layer number
+        `layer`. `unit`: FSDP unit; `mlp`: prefix of the engine tensors.
+        """
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
@@ -276,8 +289,10 @@ class _Builder:
         offset: int = 0, blocks: tuple[int, ...] = (), granularity: int = 1, replicate: bool = False,
         expert: int | None = None,
     ) -> None:  # fmt: skip
-        """Append a weight [output, inputs] and its bias. Column parallel cuts the outputs over tp, row parallel the
-        inputs."""
+        """Append a weight [output, inputs] and its bias. `column`: column parallel, outputs are cut over tp; else row
+        parallel, inputs are. `part`: key in `DISK_NAMES`; `replicate`: heads fewer than ranks are shared; the others
+        as fields of `Row`.
+        """
         remainder: Literal["refuse", "replicate"] = "replicate" if replicate else "refuse"
         partial: Literal["heads"] | None = "heads" if replicate else None
         self.add(
@@ -299,7 +314,9 @@ class _Builder:
         self, unit: str, part: str, layer: int | None = None, *, tensor: str | None = None, size: int | None = None,
         partial: Literal["sequence", "heads"] = "sequence",
     ) -> None:  # fmt: skip
-        """Append a norm's weight [size] and, if the model has norm biases, its bias."""
+        """Append a norm's weight [size] and, if the model has norm biases, its bias. `part`: key in `DISK_NAMES`;
+        `tensor`: name of the engine tensor; `size`: default hidden; `partial`: field of `Row`.
+        """
         tensor = tensor or (part if layer is None else f"{unit}.{part}")
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")

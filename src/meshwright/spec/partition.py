@@ -34,7 +34,7 @@ class Partition:
         return cls(table, (Stage(0, range(layers), first=True, last=True),), ((0,),))
 
     def held(self, place: int) -> tuple[Stage, ...]:
-        """Return the stages on pipeline rank `place`, each once."""
+        """Return the stages on the pipeline rank with index `place` on axis pp, each once."""
         return tuple(stage for stage in self.stages if any(homes[stage.index] == place for homes in self.placement))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
@@ -47,7 +47,9 @@ class Partition:
         return tuple(dict.fromkeys(name for unit in self.units(stage) for name in self.table.needed_by(unit)))
 
     def units_at(self, place: int) -> tuple[str, ...]:
-        """Return the FSDP units that pipeline rank `place` holds, in the order of the table."""
+        """Return the FSDP units that the pipeline rank with index `place` on axis pp holds, in the order of the
+        table.
+        """
         needed = {name for stage in self.held(place) for name in self.needed(stage)}
         return tuple(unit for unit in self.table.units if unit in needed)
 

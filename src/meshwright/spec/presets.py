@@ -21,8 +21,9 @@ from meshwright.spec.config_json import config_from_huggingface
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A public model. ``parameters``: the published exact parameter count, None if none is published; ``source``:
-    origin of the configuration."""
+    """A public model. ``name``: such as "llama-tiny". ``config``: its architecture. ``parameters``: the published
+    exact parameter count, None if none is published; ``source``: origin of the configuration.
+    """
 
     name: str
     config: ModelConfig

@@ -165,7 +165,9 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _divisor_hint(size: int, wanted: int) -> str:
-    """Return a hint for error messages: the divisors of ``size`` next below and above ``wanted``."""
+    """Return a hint for error messages: the divisors of ``size``, such as a number of heads, next below and above
+    ``wanted``.
+    """
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"

@@ -26,7 +26,9 @@ class RopeScaling:
     * ``llama3`` (Llama 3.1): wavelengths beyond ``original_max_positions / low_frequency_factor`` divided by
       ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a linear ramp between.
     * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): a ramp over the dimensions between ``beta_fast`` and ``beta_slow``
-      rotations within ``original_max_positions``, and cosine and sine multiplied by ``attention_scale``.
+      rotations within ``original_max_positions``, and cosine and sine multiplied by ``attention_scale``:
+      ``attention_factor`` if given, else the ratio of two factors computed from ``mscale`` and ``mscale_all_dim``, if
+      both are. ``truncate``: round the ends of the ramp to whole dimensions; False: do not.
     """
 
     kind: RopeKind

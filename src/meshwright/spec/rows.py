@@ -30,7 +30,9 @@ unsharded gradient buffers."""
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Return the elements of a flat buffer for `numel` elements, padded to `shards` equal, aligned shards."""
+    """Return the size in elements of a flat buffer that holds `numel` elements, padded so that it divides into
+    `shards` equal, aligned shards.
+    """
     step = ALIGNMENT * shards
     return -(-numel // step) * step
 
@@ -53,7 +55,9 @@ def kept_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of a tensor: normal with mean 0 and standard deviation `std`, all ones, or all zeros."""
+    """Initial values of a tensor. kind: "normal" with mean 0 and standard deviation `std`, all "ones", or all
+    "zeros".
+    """
 
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
@@ -61,8 +65,9 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a parameter entry that a rank holds: its start in the entry (engine orientation), its shape, and
-    its start in the rank's shard of the engine tensor."""
+    """A rectangle of a parameter entry that a rank holds. start: index of its first element in the entry (engine
+    orientation). shape: its shape. local_start: index of its first element in the rank's shard of the engine tensor.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -81,7 +86,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A parameter entry: one tensor as stored on disk.
+    """A parameter entry: one tensor as stored on disk. ``name``, ``shape``: those on disk. ``initial``: its initial
+    values. ``decay``: weight decay applies.
 
     ``transposed``: the disk holds the transpose of the engine's orientation (GPT-2's Conv1D); all that follows is in
     the engine's orientation, [output, input] for matrices. The entry begins at index ``offset`` of dim 0 of the engine
@@ -146,8 +152,9 @@ class Row:
         return number // (experts // layout.ep)
 
     def cut_by(self, layout: Layout) -> Mapping[str, int]:
-        """Return ``split`` with the axis that this layout cuts along: etp instead of tp for experts under expert
-        parallelism."""
+        """Return by axis the dim along which this layout cuts the entry: ``split``, with etp instead of tp for
+        experts under expert parallelism.
+        """
         axis = "etp" if self.part(layout) == "experts" else "tp"
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 
@@ -190,7 +197,7 @@ class Row:
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return the elements of a block of size `block` that each of ``parts`` ranks holds."""
+        """Return how many of the `block` elements along a cut dim each of ``parts`` ranks holds."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -200,8 +207,9 @@ class Row:
         return self.granularity
 
     def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
-        """Return the intervals that a rank holds along ``dim``, each (start in the full entry, size, start in the
-        rank's shard)."""
+        """Return the intervals that the rank at `coordinates` (position by axis, such as {"tp": 1}) holds along
+        ``dim``, each (start in the full entry, size, start in the rank's shard).
+        """
         if self.place(layout) not in (None, coordinates.get("ep")):
             return []
         axis = next((axis for axis, at in self.cut_by(layout).items() if at == dim), None)
@@ -223,7 +231,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One engine tensor: its parameter entries concatenated along dim 0."""
+    """One tensor of the engine: its parameter entries (`rows`) concatenated along dim 0, such as query, key and
+    value. unit: name of its FSDP unit.
+    """
 
     name: str
     unit: str
@@ -255,8 +265,9 @@ class Tensor:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, row: Row, layout: Layout) -> int:
-        """Return the index along dim 0 at which an entry's shard begins in this tensor's shard on a rank that holds
-        it."""
+        """Return the index along dim 0 at which the shard of the entry `row` begins in this tensor's shard on a rank
+        that holds it.
+        """
         before = itertools.takewhile(lambda other: other.name != row.name, self.rows)
         place = row.place(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.place(layout) == place)

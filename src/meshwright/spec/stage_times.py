@@ -21,8 +21,9 @@ processors find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Estimated forward, input-gradient and weight-gradient times of a model's stages, from FLOPs alone, on `ranks`
-    pipeline ranks for sequences of `sequence` tokens.
+    """Estimated forward, input-gradient and weight-gradient times of the stages of a model (`config`), from FLOPs
+    alone, on `ranks` pipeline ranks for sequences of `sequence` tokens. recompute: activation checkpointing ("none",
+    "selective" or "full").
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core has no weights,
     and twice its forward FLOPs in backward. Recomputation counts as input gradient, and so do both gradients of the

@@ -19,8 +19,9 @@ LOOKED_UP = ("embedding", "positions", "token_types")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers of a model; the first stage also has the embedding, the last one the final norm and the
-    head."""
+    """Consecutive layers of a model. index: number of the stage. layers: their indices. first: has the embedding too.
+    last: has the final norm and the head too.
+    """
 
     index: int
     layers: range
@@ -61,17 +62,19 @@ def units_of(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
 
 
 def _cut_balanced(costs: list[float], count: int) -> list[int]:
-    """Cut the layers' costs into `count` consecutive runs; return the exclusive end index of each run."""
+    """Cut the layers into `count` consecutive stages of balanced cost; return the exclusive end index of each stage.
+    costs: FLOPs of each layer.
+    """
     size = len(costs)
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     # One run of the layers [start, end): what it costs, by [end, start]; nothing is no run.
     cost = np.where(np.tri(size + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], math.inf)
 
     def solve(limit: float, worth: bool) -> tuple[float, list[np.ndarray]]:
-        """Cut all costs into `count` runs of cost <= `limit` by dynamic programming.
+        """Cut all layers into `count` consecutive stages of cost <= `limit` by dynamic programming.
 
-        Return the smallest maximum (or, if `worth`, sum of squares) and, by number of runs and by end, the last run's
-        start.
+        Return the smallest maximum (or, if `worth`, sum of squares) and, by number of stages and by end, the start of
+        the last stage.
         """
         one = np.where(cost <= limit, cost, math.inf)
         value, starts = np.where(np.arange(size + 1) == 0, 0.0, math.inf), []

@@ -39,8 +39,9 @@ Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # what an annotato
 
 
 class Row(NamedTuple):
-    """One imported row. answer: "labelled", or why it has no value. value: the annotator's labels, spans or text.
-    fields: the tool's further fields.
+    """One row imported from an annotation tool. answer: "labelled", or why it has no value ("unlabelled", "rejected"
+    ...). value: the annotator's labels, spans or rewritten text; None without an answer. fields: further fields of
+    the tool, kept for the next export.
     """
 
     answer: str
@@ -49,12 +50,17 @@ class Row(NamedTuple):
 
 
 def format_record(sides: Exchange) -> str:
-    """Format a record as the text that annotators read."""
+    """Return the text of a record that annotators read: its prompt and response under headings.
+    sides: both of them.
+    """
     return f"{_PROMPT}{sides.prompt}{_RESPONSE}{sides.response}"
 
 
 def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> Iterator[Record]:
-    """Yield the rows of `tool` for (where, record) pairs, pre-annotated with the records' labels."""
+    """Yield one row for each record in the format of an annotation tool, pre-annotated with the record's labels.
+    records: (where, record), `where` naming the record in errors. tool: "doccano" or "prodigy". task: "classify",
+    "spans" or "rewrite".
+    """
     check_tool_and_task(tool, task)
     for (where, record), name in zip(records, name_records([record for _, record in records]), strict=True):
         sides = split_exchange(record, where)
@@ -79,11 +85,12 @@ def import_rows(
 ) -> tuple[list[Record], dict[str, Any]]:
     """Merge annotated rows into their records; returns the records in order, and a summary as JSON.
 
-    A label or span holds if more than half of a record's annotators set it; on a tie, or if no rewriting has a
-    majority, the record is `disputed` and unchanged. Summary: number of `records`, `rows`, of rows by `answers`
-    (labelled, unlabelled, unanswered, rejected, ignored); of records `labelled`, `changed` by that, `left` (no row had
-    a value), `rejected`, `left_out`, `several` (several annotators), `agreed` (all equal); `disputed`: their names.
-    Raises `UserError`.
+    records, rows: (where, record or row), `where` naming it in errors. tool: "doccano" or "prodigy".
+    leave_out_rejected: return no records that annotators rejected. A label or span is taken over if more than half of
+    a record's annotators set it; on a tie, or if no rewriting has a majority, the record is `disputed` and unchanged.
+    Summary: number of `records`, `rows`, of rows by `answers` (labelled, unlabelled, unanswered, rejected, ignored);
+    of records `labelled`, `changed` by that, `left` (no row had a value), `rejected`, `left_out`, `several` (several
+    annotators), `agreed` (all equal); `disputed`: their names. Raises `UserError`.
     """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
@@ -137,19 +144,23 @@ def import_rows(
 
 
 def check_tool_and_task(tool: str, task: str) -> None:
-    """Raise `UserError` unless tool and task are known."""
+    """Raise `UserError` unless tool ("doccano", "prodigy") and task ("classify", "spans", "rewrite") are known."""
     for kind, word, known in (("annotation tool", tool, TOOLS), ("task", task, TASKS)):
         if word not in known:
             raise UserError(unknown(kind, word, known))
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text of a row: the prompt alone for `rewrite`, else the whole record."""
+    """Return the text that a row shows: the prompt alone for the task "rewrite", else prompt and response. sides:
+    both of the record.
+    """
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
 def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
-    """Return doccano's `label` value for the task."""
+    """Return the value of doccano's key `label` for a task ("classify": labels, "spans": [start, end, act],
+    "rewrite": the response). said: the record's annotation; sides: its prompt and response.
+    """
     match task:
         case "classify":
             return list(said.list_labels())
@@ -160,7 +171,9 @@ def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[An
 
 
 def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
-    """Return Prodigy's fields for the task."""
+    """Return the keys that Prodigy reads for a task ("classify", "spans" or "rewrite"). said: the record's
+    annotation; sides: its prompt and response.
+    """
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
@@ -173,7 +186,9 @@ def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record
 
 
 def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
-    """Return the task and record name of a row."""
+    """Return (task, record name) of a row, from its key "record". Raises `UserError` that begins with `where` if it
+    has none.
+    """
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
         raise UserError(
@@ -183,7 +198,9 @@ def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
 
 
 def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
-    """Parse a row exported by doccano."""
+    """Parse a row exported by doccano. sides: prompt and response of its record; before: the record's annotation as
+    exported; where: the row's place, for errors.
+    """
     label = row.get("label", row.get("entities"))
     if not isinstance(label, list):
         raise UserError(f'{where}: "label" is not a list, as doccano writes it')
@@ -200,7 +217,9 @@ def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotati
 
 
 def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
-    """Parse a row exported by Prodigy."""
+    """Parse a row exported by Prodigy. sides: prompt and response of its record; before: the record's annotation as
+    exported; where: the row's place, for errors.
+    """
     fields = {key: value for key, value in row.items() if key not in _OWN["prodigy"]}
     match row.get("answer"):
         case None:
@@ -229,14 +248,18 @@ _READ = {"doccano": _parse_doccano_row, "prodigy": _parse_prodigy_row}
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
-    """Raise `UserError` if a row's text differs from the exported one in more than line ends."""
+    """Raise `UserError` that begins with `where` if a row's text differs from the exported one in more than line
+    ends. sides: prompt and response of its record.
+    """
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
         raise UserError(f"{where}: the text is not the one that was exported, so what is said of it is of another text")
 
 
 def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
-    """Parse the labels or spans of a row."""
+    """Parse `said`, the labels ("classify") or spans of a row. sides: prompt and response of its record; where: the
+    row's place, for errors.
+    """
     if task == "classify":
         if not all(isinstance(label, str) for label in said):
             raise UserError(f"{where}: a label is not a string; was this a project of another kind?")
@@ -246,8 +269,9 @@ def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
-    """Convert a span of the exported text to a span of one side, clipped to it. Raises `UserError` if it touches both
-    or none.
+    """Convert a span of the exported text to a span of the prompt or response, clipped to it. one: JSON object or
+    list [start, end, label]. seen: the row's text. sides: prompt and response. Raises `UserError` that begins with
+    `where` if it touches both or none.
     """
     if isinstance(one, dict):
         start, end = one.get("start", one.get("start_offset")), one.get("end", one.get("end_offset"))
@@ -274,7 +298,9 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
 
 
 def _restore_position(text: str, place: int) -> int:
-    """Convert a character position in the text with LF line ends to its position in `text` with CRLF."""
+    """Return the character position in `text`, which may have CRLF line ends, of the position `place` in the same
+    text with LF.
+    """
     at = 0
     while place > 0:
         at += 2 if text.startswith("\r\n", at) else 1
@@ -283,18 +309,24 @@ def _restore_position(text: str, place: int) -> int:
 
 
 def _side_offsets(sides: Exchange) -> dict[str, int]:
-    """Return the position of each side in the exported text."""
+    """Return the character position at which "prompt" and "response" begin in the exported text. sides: both of the
+    record.
+    """
     return {"prompt": len(_PROMPT), "response": len(_PROMPT) + len(sides.prompt) + len(_RESPONSE)}
 
 
 def _exported_range(span: Span, sides: Exchange) -> tuple[int, int]:
-    """Return the range of a span in the exported text."""
+    """Return the character range [start, end) in the exported text of a span of the prompt or response. sides: both
+    of the record.
+    """
     first = _side_offsets(sides)[span.side]
     return first + span.start, first + span.end
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the value that more than half of the annotators chose, or None."""
+    """Return the text, or the set of labels or spans, that more than half of the annotators chose; None on a tie or
+    without values. values: one per annotator.
+    """
     if not values:
         return None
     half = len(values) / 2
@@ -313,7 +345,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the record's value before the import, in the same form as `like`, or None."""
+    """Return the record's labels, spans or response before the import, whichever `like` is; None if not judged.
+    before: its annotation; sides: its prompt and response.
+    """
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):
@@ -326,7 +360,8 @@ def _replace_value(
 ) -> Record:
     """Return the record with an imported value. A rewritten response loses the labels of the old one.
 
-    source: tool and task. fields: the tool's further fields of each row.
+    before: the record's annotation. source: tool and task, "doccano spans". fields: the tool's further fields of each
+    row. where: place of the record, for errors.
     """
     said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
     kept: Mapping[str, Any] = before.tool

@@ -24,7 +24,8 @@ _HOPELESS = 10  # requests refused before one is answered: the server will refus
 
 
 class Journal:
-    """Append-only file of the answers of a run, one JSON line each, flushed at once. Keys are hashes of the requests.
+    """Append-only file of the answers of a run, so that a restart asks nothing twice: one JSON line per request,
+    flushed at once; keys are hashes of the requests.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal, or is in use.
     """
@@ -72,15 +73,15 @@ class Journal:
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a request has an entry."""
+        """Return whether the request with the key `name` has an entry."""
         return name in self._answers
 
     def __getitem__(self, name: str) -> Completion | None:
-        """Return the answer to a request; None if the server refused it."""
+        """Return the answer to the request with the key `name`; None if the server refused it."""
         return self._answers[name]
 
     def put(self, name: str, answer: Completion | None) -> None:
-        """Append an answer (None: refused) and flush it to disk."""
+        """Append the answer to the request with the key `name` (None: refused) and flush it to disk."""
         line = json.dumps({"request": name, "answer": answer}).encode() + b"\n"
         with self._lock:
             try:
@@ -97,9 +98,8 @@ class Journal:
 
 
 class ChatClient:
-    """Client that sends up to `concurrency` requests at a time and records the answers in a journal.
-
-    A context manager that closes the journal.
+    """Client of a served model that sends up to `concurrency` requests at a time and records the answers in a journal
+    file; a context manager that closes the file.
     """
 
     def __init__(
@@ -125,10 +125,11 @@ class ChatClient:
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
-        """Return the answers in order, None for refused requests; only requests that are not in the journal are sent.
+        """Return the answers in the order of `requests`, None for refused ones; only requests that are not in the
+        journal are sent.
 
-        Raises the endpoint's `NoAnswer`, and its `RequestRefused` if all or the first ten requests are refused. Answers
-        received before are in the journal. doing: for the progress line.
+        doing: for the progress line, such as "labelling". Raises the endpoint's `NoAnswer`, and its `RequestRefused`
+        if all or the first ten requests are refused. Answers received before are in the journal.
         """
         names = [self._request_key(request) for request in requests]
         open_ones = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
@@ -141,8 +142,9 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return the number of `requests` of the run, `sent` now (others came from the journal), `retries`, `refused`;
-        token counts, and answers `uncounted` by the server; with prices per million tokens also the total `cost`.
+        """Return as JSON the number of `requests` of the run, `sent` now (others came from the journal), `retries`,
+        `refused`; token counts, and answers `uncounted` by the server; with prices also the total `cost`. price_in,
+        price_out: of a million prompt tokens and answered tokens.
         """
         said: dict[str, Any] = {
             "requests": len(self._used),
@@ -160,7 +162,7 @@ class ChatClient:
         return said
 
     def _request_key(self, request: ChatRequest) -> str:
-        """Hash a request to its key in the journal."""
+        """Return the hash of a request, its key in the journal."""
         return hashlib.sha256(canonical_json(request.to_json(self.endpoint.model))).hexdigest()
 
     def _count_usage(self, answer: Completion | None) -> None:
@@ -173,8 +175,8 @@ class ChatClient:
         self._completion_tokens += answer.completion_tokens or 0
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Send requests from daemon threads, so that an interrupt of the main thread exits at once with the journal
-        intact.
+        """Send (journal key, request) pairs from daemon threads, so that an interrupt of the main thread exits at
+        once with the journal intact. doing: for the progress line.
         """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
@@ -217,7 +219,9 @@ class ChatClient:
         self._refusals.clear()
 
     def _send_one(self, name: str, request: ChatRequest, stop: threading.Event) -> None:
-        """Send one request and record its answer or refusal."""
+        """Send the request with the journal key `name` and record its answer or refusal. stop: ends waiting between
+        retries.
+        """
 
         def retried(reason: str) -> None:
             with self._count:

@@ -17,15 +17,16 @@ ALL = "all"  # the group of every record
 def measure_balance(
     records: Iterable[tuple[str, str, Record]], target: Mapping[str, Fraction], by: str | None = None
 ) -> dict[str, Any]:
-    """Report the balance of (group, where, record) triples, as JSON.
+    """Report as JSON how evenly speech acts are distributed over labelled records.
 
-    target: desired share of each act; they sum to 1. by: record key whose values are groups too. `groups`, of which
-    "all" is the first: number of `records`, of `labelled` ones and of those labelled by a model alone (`guessed`); for
-    each side its `acts` (count, share and number to `add`), `labels` (total count), `entropy` in bits, `effective`
-    number of acts, `missing` acts; `refusals`.
+    records: (group, where, record), `where` naming the record in errors. target: desired share of each act; they sum
+    to 1. by: record key whose values are groups too. `groups`, of which "all" is the first: number of `records`, of
+    `labelled` ones and of those labelled by a model alone (`guessed`); for each side its `acts` (count, share and
+    number to `add`), `labels` (total count), `entropy` in bits, `effective` number of acts, `missing` acts;
+    `refusals`.
 
-    The entropy H is Shannon's over the shares; the effective number 2^H is the number of equally frequent acts with the
-    same entropy (Jost, Entropy and diversity, Oikos 113, 2006). A record with two acts on a side counts for both.
+    The entropy H is Shannon's over the shares; the effective number 2^H is the number of equally frequent acts with
+    the same entropy (Jost, Entropy and diversity, Oikos 113, 2006). A record with two acts on a side counts for both.
     """
     groups: dict[str, list[Annotation]] = {ALL: []}
     named: set[str] = set()
@@ -65,6 +66,7 @@ def parse_target(text: str | None) -> dict[str, Fraction]:
 
 def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -> dict[str, int]:
     """Return the fewest records of each act to add so that shares match the target without removing any, rounded up.
+    counts: records of each act; target: desired share of each act.
 
     The act furthest above its share sets the total. Acts with a target of 0 get none.
     """
@@ -81,7 +83,9 @@ def _get_value(record: Mapping[str, Any], key: str) -> str:
 
 
 def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
-    """Report one group of annotations, as JSON."""
+    """Report one group of records as JSON: counts, acts of both sides, refusals. said: the records' annotations;
+    target: desired share of each act.
+    """
     judged = [one for one in said if one.judged]
     return {
         "records": len(said),
@@ -93,7 +97,9 @@ def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> di
 
 
 def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -> dict[str, Any]:
-    """Report the acts of one side, as JSON. acts: those of each record."""
+    """Report the acts of one side (prompts or responses) of a group as JSON. acts: those of each record; target:
+    desired share of each act.
+    """
     counts = {act: sum(act in held for held in acts) for act in ACTS}
     total = sum(counts.values())
     shares = {act: count / total if total else 0.0 for act, count in counts.items()}
@@ -111,6 +117,7 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 
 def _count_refusals(said: list[Annotation]) -> dict[str, int]:
     """Count prompts by whether they should be refused and responses by whether they refuse, where both are judged.
+    said: annotations of the records.
 
     `answered`: should be refused and was not; `refused_harmless`: should not be refused and was.
     """

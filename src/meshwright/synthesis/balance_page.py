@@ -11,11 +11,14 @@ from meshwright.synthesis.speech_acts import ACTS, SIDES
 
 
 def balance_page(title: str, report: Mapping[str, Any]) -> str:
-    """The page of what `balance.measure_balance` found; nothing in it is loaded from elsewhere."""
+    """Return the HTML page of a balance report; it loads no other file. title: name of the data in the heading.
+    report: JSON of `balance.measure_balance`.
+    """
     return page(f"Speech acts of {title}", element("h1", f"Speech acts of {title}"), *_parts(report))
 
 
 def _parts(report: Mapping[str, Any]) -> Iterator[Markup]:
+    """Yield the sections of the page, group after group. report: JSON of `balance.measure_balance`."""
     yield paragraph("A bar is the share of an act among the labels of its side; the mark is its target.", muted=True)
     for name, group in report["groups"].items():
         guessed = f"; {group['guessed']:,} by a model's guess that nobody has looked at" if group["guessed"] else ""
@@ -30,6 +33,9 @@ def _parts(report: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> Iterator[Markup]:
+    """Yield heading, figures and table of the speech acts of one side. name: "prompt" or "response". side: its
+    figures in the report (`acts`, `entropy`, `effective` ...). target: desired share of each act.
+    """
     widest = max([row["share"] for row in side["acts"].values()] + list(target.values())) or 1.0
     none = f"; {side['none']:,} with no act" if side["none"] else ""
     yield element("h3", name)
@@ -49,6 +55,9 @@ def _side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> It
 
 
 def _refusals(said: Mapping[str, int]) -> Iterator[Markup]:
+    """Yield the table of refused and answered prompts. said: number of records by judgement (`should_refuse`,
+    `refused`, `answered`, `harmless` ...).
+    """
     counts = (
         ("should be refused", said["should_refuse"], said["refused"], said["answered"]),
         ("should be answered", said["harmless"], said["refused_harmless"], said["answered_harmless"]),

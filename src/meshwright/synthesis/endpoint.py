@@ -25,8 +25,8 @@ _AGAIN = {408, 409, 425, 429}  # and all from 500 on
 
 
 class Completion(NamedTuple):
-    """One answer. finish_reason: "stop", or "length" if truncated; token counts None if the server does not report
-    them.
+    """One answer of the model. text: its content. finish_reason: "stop", or "length" if truncated. prompt_tokens,
+    completion_tokens: None if the server does not report them.
     """
 
     text: str
@@ -37,7 +37,9 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One chat completion request, except for the model name."""
+    """One chat completion request, except for the model name. messages: {"role", "content"} each. max_tokens: of the
+    answer. temperature, top_p, seed: of sampling.
+    """
 
     messages: Sequence[Mapping[str, str]]
     temperature: float = 0.0
@@ -69,9 +71,10 @@ class NoAnswer(UserError):
 class Endpoint:
     """Address of a served model, and the limits for requests to it.
 
-    url: with its version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". key: bearer token, sent to this address
-    alone (redirects are not followed), never shown. timeout: seconds for a complete answer. tries: attempts for each
-    request; the pause doubles from `backoff` seconds on, unless the server sends Retry-After.
+    url: with its version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". model: its name on the server. key:
+    bearer token, sent to this address alone (redirects are not followed), never shown. timeout: seconds for a
+    complete answer. tries: attempts for each request; the pause doubles from `backoff` seconds on, unless the server
+    sends Retry-After.
     """
 
     url: str
@@ -122,7 +125,9 @@ class Endpoint:
         raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._shorten(reason)}")
 
     def _send(self, body: bytes) -> Completion:
-        """Send a request once. Raises `_TryAgainError` for errors that a retry may cure."""
+        """Send a JSON request body once and return the answer. Raises `_TryAgainError` for errors that a retry may
+        cure.
+        """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -153,8 +158,8 @@ class Endpoint:
 
 
 def read_key(variable: str | None) -> str | None:
-    """Read the server's key from an environment variable; None without a variable. Raises `UserError` if it holds no
-    key.
+    """Return the server's key from the environment variable named `variable`; None without a name. Raises `UserError`
+    if the variable holds no key.
     """
     if variable is None:
         return None
@@ -187,7 +192,9 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def _read_body(answer: Any, until: float) -> bytes:
-    """Read the whole body in bounded time and memory. until: deadline by `time.monotonic`. Raises `_TryAgainError`."""
+    """Read the whole body of an HTTP response (`answer`) in bounded time and memory. until: deadline by
+    `time.monotonic`. Raises `_TryAgainError`.
+    """
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(1 << 16):
@@ -222,7 +229,9 @@ def _parse_completion(body: bytes) -> Completion:
 
 
 def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
-    """Return a server's error message: that of its JSON, else the beginning of the body."""
+    """Return a server's error message: that of its JSON, else the beginning of the body. until: deadline by
+    `time.monotonic`.
+    """
     try:
         body = _read_body(error, until)
     except (OSError, HTTPException, _TryAgainError):

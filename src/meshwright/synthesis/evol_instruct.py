@@ -72,8 +72,8 @@ _STOP_WORDS = frozenset(
 
 @dataclass
 class _Lineage:
-    """An instruction under evolution. source: name of the record it began as. task: its present text. path: methods
-    applied.
+    """An instruction under evolution. source: name of the record it began as. task: its present text. path: names of
+    the methods applied so far.
     """
 
     source: str
@@ -91,10 +91,13 @@ def evol_instruct(
     methods: Sequence[str] = METHODS,
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Evolve instructions for some rounds; returns the evolved records with responses, and a summary.
+    """Let a served model make instructions harder or different in several rounds (Evol-Instruct); returns the evolved
+    records with responses, and a summary as JSON.
 
-    Records have Alpaca's keys and `origin`: method, model, round, path of methods, source record. rounds: 4 in the
-    paper. Summary: `records`, `by_method`, and `dropped` by reason. Raises `UserError` without instructions.
+    seeds: (where, record) to begin with. asker: sends the requests. rounds: 4 in the paper. seed, temperature,
+    max_tokens: of the requests. methods: names of evolutions to choose from. Records have Alpaca's keys and `origin`:
+    method, model, round, path of methods, source record. Summary: `records`, `by_method`, and `dropped` by reason.
+    Raises `UserError` without instructions.
     """
     names = name_records([record for _, record in seeds])
     lines = [
@@ -149,14 +152,16 @@ def evol_instruct(
 
 
 def _make_evolving_prompt(task: str, method: str) -> str:
-    """Build the prompt that evolves a task by a method."""
+    """Build the prompt that asks a model to rewrite an instruction (`task`) by the method of that name."""
     if method == IN_BREADTH:
         return _BROADEN.format(task=task)
     return _DEEPEN.format(how=IN_DEPTH[method], words=_WORDS_MORE, task=task)
 
 
 def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | None:
-    """Parse the evolved task in an answer; None if there is none, its reason counted in `dropped`."""
+    """Return the evolved instruction in an answer; None if there is none, which adds 1 under its
+    reason in `dropped`.
+    """
     if answer is None:
         dropped["request refused"] += 1
         return None
@@ -174,12 +179,12 @@ def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | No
 
 
 def _says_same(text: str) -> bool:
-    """Return whether an answer calls two tasks the same."""
+    """Return whether the model's answer `text` calls two instructions the same."""
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 
 def _find_failure(answer: Completion | None) -> str | None:
-    """Return why a response shows that the evolved task cannot be answered, or None."""
+    """Return why the model's response shows that an evolved instruction cannot be answered, or None."""
     if answer is None:
         return "request refused"
     if answer.finish_reason == "length":
@@ -193,5 +198,5 @@ def _find_failure(answer: Completion | None) -> str | None:
 
 
 def _user_message(text: str) -> list[dict[str, str]]:
-    """Return a conversation of one user message."""
+    """Return the chat messages of a conversation with one user message `text`."""
     return [{"role": "user", "content": text}]

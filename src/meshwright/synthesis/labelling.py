@@ -27,10 +27,13 @@ _SYSTEM = (
 def label_records(
     records: Sequence[tuple[str, Record]], asker: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Label every record that no person has judged, `by` "model NAME"; returns the records and a summary.
+    """Label records by speech acts with a served model; returns all records in order and a summary as JSON.
 
-    again: also replace labels by an earlier model; labels by people are never replaced. Summary: number of `records`,
-    those `labelled` now, `kept` as they were, `unreadable` (no labels in the model's answer) and `refused`.
+    Records that have labels are left as they are; with `again`, those labelled by a model alone are labelled anew.
+    New labels name "model NAME" as their author. records: (where, record), `where` naming the record in errors.
+    asker: sends the requests. seed: of the first request; a retry after an unreadable answer adds 1. max_tokens: of
+    an answer. Summary, in records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
+    `unreadable` (no labels in any answer).
     """
     labelled = [record for _, record in records]
     open_ones: list[tuple[int, Exchange, Annotation]] = []
@@ -58,14 +61,19 @@ def label_records(
 
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
     # As JSON, so that nothing in a record can pass for the end of it.
-    """Build the request that asks for the labels of one record."""
+    """Build the request that asks the model for the labels of one record. sides: its prompt and response. max_tokens:
+    of the answer.
+    """
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]
     return ChatRequest(messages, temperature=0.0, max_tokens=max_tokens, seed=seed)
 
 
 def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
-    """Parse the labels in an answer, also inside prose or a code block; None if it has none."""
+    """Return the record's annotation with the labels in the model's answer (JSON, also inside prose or a code block);
+    None if there are none. before: the record's annotation, whose spans and tool fields are retained. by: author of
+    the labels, "model NAME".
+    """
     begin, end = answer.text.find("{"), answer.text.rfind("}")
     try:
         said: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None

@@ -12,18 +12,20 @@ _WORD = re.compile(rf"[{_OWN_WORD}]|[^\W_{_OWN_WORD}]+")
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text into lower-case words without punctuation."""
+    """Return the words of a text in lower case, without punctuation."""
     return _WORD.findall(text.lower())
 
 
 def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
-    """Compute the F1 measure of ROUGE-L: 2 × common / (words of both), in [0, 1]; 0 if one is empty."""
+    """Return the ROUGE-L F1 of two texts, given as words: 2 × longest common subsequence / (words of both), in [0,
+    1]; 0 if one is empty.
+    """
     total = len(first) + len(second)
     return 2 * _common_length(first, second) / total if first and second else 0.0
 
 
 class Pool:
-    """Pool of texts that new ones are compared with."""
+    """Collection of texts that new ones are compared with by ROUGE-L."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts: list[tuple[list[str], Counter[str]]] = []
@@ -48,7 +50,7 @@ class Pool:
 
 
 def _common_length(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence."""
+    """Return the length of the longest common subsequence of two sequences of words."""
     row = [0] * (len(second) + 1)
     for word in first:
         before = 0  # what stood one row up, one to the left

@@ -57,7 +57,9 @@ _WRITE_LABELLED = (
 
 @dataclass
 class Outcome:
-    """Result of a run: `records` (Alpaca's keys and `origin`), and counts of what was dropped by reason."""
+    """Result of a Self-Instruct run. records: new ones, with Alpaca's keys and `origin`. dropped: number of discarded
+    tasks and pairs by reason. rounds: of requests for new tasks.
+    """
 
     records: list[Record] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -78,10 +80,13 @@ def self_instruct(
     instances: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Generate `count` new tasks (fewer if the model repeats itself), each with up to `instances` input-output pairs.
+    """Let a served model generate `count` new tasks (fewer if it repeats itself), each with up to `instances`
+    input-output pairs (Self-Instruct).
 
-    instances: pairs for a task with free-text answers; a classification gets one for each of up to 5 labels. Requests
-    depend on `seed` and the answers alone, so that a restarted run repeats them. Raises `UserError` without seed tasks.
+    seeds: (where, record) of tasks by people, shown to the model. asker: sends the requests. seed, temperature,
+    max_tokens: of the requests. instances: pairs for a task with free-text answers; a classification gets one for
+    each of up to 5 labels. log: receives progress lines. Requests depend on `seed` and the answers alone, so that a
+    restarted run repeats them. Raises `UserError` without seed tasks.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
@@ -121,7 +126,9 @@ def self_instruct(
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return why an instruction is dropped regardless of the others, or None."""
+    """Return why an instruction (`task`) is dropped whatever the others are, such as "begins with a punctuation
+    mark", or None.
+    """
     length = len(task.split())
     if length < LEAST_WORDS:
         return "too short"
@@ -137,7 +144,9 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Build the prompt for new tasks: seed tasks and generated ones in random order."""
+    """Build the prompt that asks for new tasks, with a random choice of example tasks in random order. people: tasks
+    by people; made: tasks generated so far.
+    """
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
     random_.shuffle(shown)
@@ -146,8 +155,8 @@ def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequ
 
 
 def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> list[str]:
-    """Parse the items of a numbered list, without the last one if the answer was truncated; counts failures in
-    `dropped`.
+    """Return the items of the numbered list in an answer, without the last one if the answer was truncated; failures
+    add 1 under their reason in `dropped`.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -171,8 +180,8 @@ def _add_instances(
     max_tokens: int,
     instances: int,
 ) -> None:
-    """Add input-output pairs for each task: label first for classifications, so that labels are balanced, else input
-    first.
+    """Ask for input-output pairs of each task and add them to `outcome` as records: label first for classifications,
+    so that labels are balanced, else input first. instances: pairs for a task with free-text answers.
     """
     kinds = asker.ask(
         [ChatRequest(_user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=seed) for task in tasks],
@@ -196,7 +205,9 @@ def _add_instances(
 
 
 def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
-    """Parse the (input, output) pairs of an answer, without those that the paper and its code filter out."""
+    """Return the (input, output) pairs of an answer, without those that the paper and its code filter out. labelled:
+    the task is a classification. Failures add 1 under their reason in `dropped`.
+    """
     if answer is None:
         dropped["request refused"] += 1
         return []
@@ -232,10 +243,12 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
 
 
 def _user_message(text: str) -> list[dict[str, str]]:
-    """Return a conversation of one user message."""
+    """Return the chat messages of a conversation with one user message `text`."""
     return [{"role": "user", "content": text}]
 
 
 def _derive_seed(seed: int, *numbers: int) -> int:
-    """Derive the seed of one request, so that equal prompts get different answers."""
+    """Return the seed of one request, derived from the run's seed and the numbers that identify it (round, task ...),
+    so that equal prompts get different answers.
+    """
     return random.Random(f"{seed} {numbers}").getrandbits(31)

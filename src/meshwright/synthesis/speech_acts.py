@@ -37,7 +37,9 @@ LABELS = (*(f"{side}:{act}" for side in SIDES for act in ACTS), SHOULD_REFUSE, R
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """A character range of one side, `side[start:end]` in code points, that performs an act."""
+    """Part of a record that performs a speech act. side: "prompt" or "response". start, end: character range [start,
+    end) of that side. act: name of the act.
+    """
 
     side: str
     start: int
@@ -47,10 +49,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Labels of a record. None: not judged; an empty tuple: judged to have none.
+    """Speech-act labels of one record. A field is None if not judged, an empty tuple if judged to have none.
 
-    prompt, response: acts of that side, in the order of `ACTS`. by: annotator ("doccano", "prodigy", "model NAME").
-    tool: further fields of the annotation tool, kept for the next export.
+    prompt, response: acts of that side, in the order of `ACTS`. should_refuse: the prompt should be refused. refuses:
+    the response refuses. spans: acts of parts of the text. by: annotator ("doccano", "prodigy", "model NAME"). tool:
+    further fields of the annotation tool, kept for the next export.
     """
 
     prompt: tuple[str, ...] | None = None
@@ -93,7 +96,9 @@ class Annotation:
 
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
-    """Return the fields of `Annotation` for a complete set of `LABELS`. Raises `UserError` for an unknown label."""
+    """Return the fields of `Annotation` for the complete set of labels, each one of `LABELS`, that an annotator set.
+    where: place, for errors. Raises `UserError` for an unknown label.
+    """
     for label in sorted(labels):
         if label not in LABELS:
             raise UserError(f"{where}: {unknown('label', label, LABELS)}")
@@ -105,7 +110,9 @@ def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
 
 
 def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> Annotation:
-    """Parse the annotation of a record; empty if it has none. Raises `UserError` that begins with `where`."""
+    """Return the annotation in a record; empty if it has none. sides: its prompt and response. Raises `UserError`
+    that begins with `where`.
+    """
     said = record.get(ANNOTATION)
     if said is None:
         return Annotation()
@@ -138,7 +145,9 @@ def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Rec
 
 
 def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
-    """Parse spans from JSON, sorted. Raises `UserError` for one outside of its side."""
+    """Return the spans in the JSON value `said`, sorted. sides: prompt and response of the record. Raises `UserError`
+    that begins with `where` for one outside of its side.
+    """
     spans = []
     for number, one in enumerate(said, 1):
         here = f"{where}: span {number}"
@@ -153,7 +162,9 @@ def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the act by any of its names in the literature, in any case. Raises `UserError` if unknown."""
+    """Return the standard name of a speech act, given any of its names in the literature (`word`), in any case.
+    Raises `UserError` that begins with `where` if unknown.
+    """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
     if name not in ACTS:
@@ -162,7 +173,9 @@ def resolve_act(word: Any, where: str) -> str:
 
 
 def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
-    """Parse the acts of one side; None if not judged."""
+    """Return the acts of one side ("prompt" or "response") in the JSON annotation `said`; None if not judged. where:
+    place, for errors.
+    """
     value = said.get(side)
     if value is None:
         return None
@@ -173,7 +186,7 @@ def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ..
 
 
 def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
-    """Parse a boolean; None if not judged."""
+    """Return the boolean under `key` in the JSON annotation `said`; None if not judged. where: place, for errors."""
     value = said.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')

@@ -31,6 +31,7 @@ class Result:
         checkpoint: Newest complete checkpoint.
         best_checkpoint: Checkpoint with the lowest validation loss.
         run_directory: Directory of metrics, result and checkpoints.
+        document: All of this and more as JSON, the document of `meshwright train --json`.
     """
 
     step: int

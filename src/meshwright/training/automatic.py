@@ -47,8 +47,10 @@ def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None],
 
 
 def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
-    """Return the cluster description of the devices that the recipe would train on: this machine's GPUs, or `ranks` CPU
-    processes from the hardware profile. say: log function for measuring a missing CPU profile; None: do not measure."""
+    """Return the cluster description of the devices that the recipe would train on: this machine's GPUs, or `ranks`
+    CPU processes from the hardware profile (None: the number measured). say: log function for measuring a missing CPU
+    profile; None: do not measure.
+    """
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():

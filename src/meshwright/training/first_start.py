@@ -72,8 +72,9 @@ def measurement_advice(device: str) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure the inputs of a run's predictions with `measure_first_start`, unless the run has no steps left. threads:
-    per rank."""
+    """Measure what a run's predictions need (hardware profile, process memory) with `measure_first_start`, unless the
+    run has no steps left. threads: per rank. log: receives lines for the user.
+    """
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -138,7 +139,9 @@ def _measure_and_store(
     key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure and store a hardware profile (unless `key` is None) and the process memory for each of `processes`."""
+    """Measure and store a hardware profile (unless `key` is None) and the process memory under the conditions of each
+    of `processes`. precisions, axes: that the profile must cover.
+    """
     what, paths = [], [str(each.path) for each in processes]
     if key is not None:
         what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_format_threads(key.threads)})")
@@ -159,8 +162,9 @@ def _measure_and_store(
 def _measure_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> None:
-    """Measure and store a hardware profile, which also covers what an earlier profile of this key covered. `UserError`
-    if the measurement failed on a rank."""
+    """Measure and store the hardware profile for `key` (ranks and threads); it covers these precisions and axes
+    ("tp", "cp"), and what an earlier profile of this key covered. `UserError` if the measurement failed on a rank.
+    """
     from meshwright.probe.ranks import probe
 
     earlier = read_profile(key)
@@ -186,7 +190,9 @@ def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
 
 
 def _has_profile(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
-    """Return True if an undamaged profile is stored for `key` that covers these precisions and axes."""
+    """Return True if an undamaged hardware profile is stored for `key` (ranks and threads) that covers these
+    precisions ("fp32", "bf16" ...) and axes ("tp", "cp").
+    """
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False

@@ -39,10 +39,10 @@ from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
-    """A language model on one rank of a training run; implements `Task`.
+    """One of Meshwright's language models with its data and loss on one rank of a training run; implements `Task`.
 
-    initialise: initialise parameters from the recipe's seed; otherwise the caller loads them. dtypes: by default those
-    of the layout's precision. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel
+    initialise: initialise parameters from the recipe's seed; otherwise the caller loads them. dtypes: by default
+    those of the layout's precision. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel
     accumulates directly into the gradient buffer.
     """
 
@@ -111,7 +111,9 @@ class LanguageModelTask:
         """Do nothing: a step changes nothing but parameters and optimizer state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return named metrics of a step, given their means."""
+        """Return the metrics of a step by name. means: its metric sums divided by the number of terms, in the order
+        of the objective's `metric_names`.
+        """
         return self.objective.report(means)
 
     # --- around steps
@@ -220,13 +222,15 @@ class LanguageModelTask:
         )
 
     def _shares(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shares of the loss sum and the metric sums of the last passes, float64 [1 + metrics]."""
+        """Return float64 [1 + metrics]: this rank's share of the loss sum (`loss`: summed over its micro-batches) and
+        of the metric sums of the last forward passes.
+        """
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
     def _split_rows(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split the sequences 0 ... `count` - 1 into this rank's micro-batches and yield one list for each forward
-        pass.
+        """Split the sequences 0 ... `count` - 1 of a split into this rank's micro-batches; yield for each forward
+        pass the list of its micro-batches (sequence indices each).
 
         Every rank gets the same number of equal shape; indices from `count` on are replaced by `beyond`.
         """
@@ -237,8 +241,9 @@ class LanguageModelTask:
             yield [np.where(part < count, part, beyond) for part in wanted]
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
-        """Load this rank's cp slice of the sequences `rows` of a split. padded: indices beyond the last sequence are
-        padding."""
+        """Load this rank's cp slice of the sequences `rows` (indices) of a split ("train" or "validation"). padded:
+        indices beyond the last sequence are padding.
+        """
         batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(step: int, train: TrainRecipe) -> float:
-    """Return the learning rate of update `step` (the first update is step 0).
+    """Return the learning rate of update `step` (the first update is step 0). train: the recipe's [train] table.
 
     Linear warm-up: step `warmup`, after `warmup` smaller ones, has the peak. Then, down to `minimum_learning_rate` ×
     peak at the last step:

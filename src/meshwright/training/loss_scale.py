@@ -16,7 +16,9 @@ class LossScale:
     """
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
-        """Start at `value`."""
+        """Start at `value`; `every`: number of finite steps in a row after which it is doubled, 0 for a constant
+        scale.
+        """
         self.value, self.every = value, every
         self.finite_steps = 0
         """Finite steps in a row since the factor was changed."""

@@ -55,8 +55,9 @@ class Objective(Protocol):
     most_pairs: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return the documents of the sequences `rows` with the extra inputs of the loss (pairs, reference
-        log-probabilities)."""
+        """Return `documents`, the boundaries in the sequences of a batch, with the extra inputs of the loss (pairs,
+        reference log-probabilities). split: "train" or "validation"; rows: indices of the sequences in it.
+        """
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
         """Return the number of terms of a step's loss (target tokens or pairs) over all ranks, at least 1.
@@ -67,11 +68,14 @@ class Objective(Protocol):
         count."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's share of the sums over terms; the shares of all ranks add up. sums: those of its
-        micro-batches."""
+        """Return this rank's share of the sums over terms of the loss, which add up over the ranks to the total.
+        sums: loss and metric sums of its micro-batches.
+        """
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return named metrics. means: the metric sums divided by the number of terms."""
+        """Return named metrics. means: the metric sums divided by the number of terms, in the order of
+        `metric_names`.
+        """
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Compute or load the inputs of the loss before the first step (reference log-probabilities). Collective."""

@@ -23,8 +23,10 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
 class _ShardSlice(NamedTuple):
-    """A slice of a shard with one weight decay: shard index, slice, views of its master weights and optimizer state,
-    and the update count that torch uses for bias correction."""
+    """Slice of a shard whose elements have the same weight decay. shard: index of the shard. where: the slice.
+    weight_decay: factor. master, state: views of its master weights and optimizer state. updates: update count that
+    torch uses for bias correction.
+    """
 
     shard: int
     where: slice
@@ -35,10 +37,11 @@ class _ShardSlice(NamedTuple):
 
 
 class Optimizer:
-    """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum over flat shards.
+    """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum over the flat shards
+    of one rank.
 
-    The state is one 1-D tensor per shard and kind, laid out like the shard's master weights, so that checkpoints slice
-    both alike.
+    The state is one 1-D tensor per shard and kind ("exp_avg" ...), laid out like the shard's master weights, so that
+    checkpoints slice both alike.
     """
 
     def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
@@ -80,7 +83,9 @@ class Optimizer:
     def _adamw(
         self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float
     ) -> None:
-        """Apply one fused AdamW call to all slices with this weight decay."""
+        """Apply one fused AdamW call to all slices `parts` with the weight decay `decay`. gradients: one for each
+        slice.
+        """
         first, second = self._betas
         adamw(
             [part.master for part in parts],
@@ -100,8 +105,9 @@ class Optimizer:
         )
 
     def _sgd(self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
-        """Apply one fused SGD call to all slices with this weight decay; as in torch, decay is added to the
-        gradient."""
+        """Apply one fused SGD call to all slices `parts` with the weight decay `decay`; as in torch, decay is added
+        to the gradient. gradients: one for each slice.
+        """
         sgd(
             [part.master for part in parts],
             gradients,

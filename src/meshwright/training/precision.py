@@ -18,7 +18,9 @@ PARAMETER_DTYPES = {
 
 
 class Dtypes(NamedTuple):
-    """dtype of the parameters and compute, and dtype of master weights, gradients and optimizer state."""
+    """dtypes of a run. parameters: of the parameters and compute. masters: of master weights, gradients and optimizer
+    state.
+    """
 
     parameters: torch.dtype
     masters: torch.dtype = torch.float32

@@ -29,11 +29,13 @@ Found = TypeVar("Found")
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     """Return predictions of memory, step time and traffic before the first step; never raises: an unavailable
-    prediction is None plus a note. memory: resident memory of the process so far."""
+    prediction is None plus a note. memory: samples of the resident memory of this process so far; None: process
+    memory is not predicted.
+    """
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
-        """Return `work()`; on an exception note that `what` is not predicted and return None."""
+        """Return `work()`; on an exception note that `what`, such as "memory", is not predicted and return None."""
         try:
             return work()
         except UserError as error:
@@ -87,12 +89,12 @@ def _count_local_devices(device: torch.device) -> int:
 
 
 def _devices_per_node(ranks: int, most: int) -> int:
-    """Return the largest devices per node, at most `most`, that divides `ranks`."""
+    """Return the largest number of devices per node, at most `most`, that divides `ranks`."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
 def _select_devices(whole: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with only `ranks` of its devices."""
+    """Return the cluster `whole` with only `ranks` of its devices."""
     return replace(whole, devices=ranks, devices_per_node=_devices_per_node(ranks, whole.devices_per_node))
 
 
@@ -132,20 +134,24 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes by category with "unexplained" and "peak". share: fraction of the peak that is
-    unexplained."""
+    """Return the predicted bytes of a rank's memory ledger by category, with "unexplained" and "peak". share:
+    fraction of the peak that is unexplained.
+    """
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 
 def _unexplained_share(machine: Cluster | None) -> float:
-    """Return the fraction by which finished runs exceeded their predicted memory, 0 without calibration."""
+    """Return the fraction by which finished runs on `machine` exceeded their predicted memory, 0
+    without calibration.
+    """
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
 def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
-    """Predict the peak resident memory of this CPU process; `UserError` without a measured profile. share: unexplained
-    fraction."""
+    """Predict the peak resident memory of this CPU process; `UserError` without a measured profile. found: predicted
+    memory of its tensors. memory: measured so far. share: fraction of the peak that is unexplained.
+    """
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:

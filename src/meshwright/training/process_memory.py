@@ -39,10 +39,11 @@ MATMULS_PER_EXPERT = 6
 def predict_process_memory(
     trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
 ) -> ProcessMemory:
-    """Predict peak RSS by item, in bytes; call after `release_freed_memory`.
+    """Predict the peak RSS of this process by item, in bytes; call after `release_freed_memory`.
 
-    found: the ledger of this rank. resident_before: RSS in bytes before the trainer was created. share: fraction of the
-    total that calibration adds. `UserError` if the kernel does not report the resident size.
+    found: predicted memory of this rank's tensors. resident_before: RSS in bytes before the trainer was created.
+    constants: measured memory beyond tensors. share: fraction of the total that calibration adds. `UserError` if the
+    kernel does not report the resident size.
     """
     _import_what_steps_import(trainer)
     now = resident_bytes()
@@ -84,7 +85,9 @@ def _import_what_steps_import(trainer: Trainer) -> None:
 
 
 def _heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the bytes of the step's tensors that malloc puts on its heap instead of mapping them."""
+    """Return the bytes of a step's tensors (`items` of the memory ledger) that malloc puts on its heap instead of
+    mapping them.
+    """
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):

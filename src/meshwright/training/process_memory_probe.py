@@ -55,8 +55,9 @@ LARGE = _make_config(192, 4), 8, 256
 
 
 class _ProbeRun:
-    """A small model with an optimizer that runs training steps on one fixed micro-batch. size: (model, sequences,
-    tokens)."""
+    """A small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory.
+    size: (model, sequences, tokens of each). compiled: compile the blocks.
+    """
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
         """Build the model, its optimizer, the micro-batch, and the ledger's prediction of a step's bytes."""

@@ -44,7 +44,7 @@ class Responses:
 
     @classmethod
     def unknown(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
-        """Return zeros for sequences with these numbers of pairs, two responses each."""
+        """Return zeros for all responses. pairs_by_row: number of pairs, of two responses each, in each sequence."""
         bounds = np.cumsum([0, *(2 * pairs_by_row)], dtype=np.int64)
         return cls(np.zeros(int(bounds[-1])), bounds)
 
@@ -54,8 +54,9 @@ class Responses:
         return len(self.bounds) - 1
 
     def of_rows(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """Return the log-probabilities of the sequences `rows` as [B, D] with P = `most`; missing pairs and sequences
-        are 0."""
+        """Return the log-probabilities of the sequences `rows` (indices), [B, D] with D = 2 × `most`, the maximum
+        pairs of a sequence; missing pairs and sequences are 0.
+        """
         found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
@@ -64,14 +65,18 @@ class Responses:
         return found
 
     def put(self, row: int, values_D: torch.Tensor) -> None:
-        """Store the log-probabilities of sequence `row`; values beyond its number of responses are padding."""
+        """Store the log-probabilities of the sequence with index `row`; entries of `values_D` beyond its number of
+        responses are padding.
+        """
         first, end = int(self.bounds[row]), int(self.bounds[row + 1])
         self.values[first:end] = values_D[: end - first].cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference log-probabilities of all splits. `made_of`: identity of data, weights and precision."""
+    """Reference log-probabilities of all splits. splits: by name, "train" and "validation". made_of: checksums of the
+    data and weights they were computed from, and the precision.
+    """
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]

@@ -22,8 +22,9 @@ from meshwright.terminal import print_message
 
 @dataclass(slots=True)
 class Launched:
-    """This process as started by `meshwright run`: rank and rendezvous (`place`), the run directory locked by the
-    launcher, and the result of the last `fit`. `meetings`: number of rendezvous so far."""
+    """State of a script's process that `meshwright run` started. place: rank and rendezvous. directory: run
+    directory, locked by the launcher. result: document of the last `fit`. meetings: number of rendezvous so far.
+    """
 
     place: Place
     directory: Path
@@ -35,9 +36,8 @@ _launched: ContextVar[Launched | None] = ContextVar("launched", default=None)
 
 
 def place(rendezvous: str | None = None) -> Place:
-    """Return this process's rank, world size and rendezvous; rank 0 of 1 if no launcher started it.
-
-    Each call is for a new rendezvous. `rendezvous`: its method, by default the launcher's.
+    """Return this process's rank, world size and rendezvous, for a new rendezvous at each call; rank 0 of 1 if no
+    launcher started it. rendezvous: method of the rendezvous, by default the launcher's.
     """
     launched = _launched.get()
     if launched is not None:
@@ -50,7 +50,7 @@ def place(rendezvous: str | None = None) -> Place:
 
 
 def directory() -> Path | None:
-    """Return the run directory that `meshwright run` has locked; None under any other launcher."""
+    """Return the run directory that `meshwright run` has locked for this process; None under any other launcher."""
     launched = _launched.get()
     return None if launched is None else launched.directory
 

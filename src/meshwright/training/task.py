@@ -67,7 +67,9 @@ class Task(Protocol):
         """Undo the changes of a skipped step beyond parameters and optimizer state (buffers)."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return named metrics of a step. means: metric sums divided by the number of terms, over all ranks."""
+        """Return the metrics of a step by name. means: metric sums (those that `forward_backward` returns after the
+        loss) divided by the number of terms, over all ranks.
+        """
 
     # --- around steps
 
@@ -85,7 +87,9 @@ class Task(Protocol):
         """Return the entries of `state.json` that identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the slices of buffers and frozen parameters to save; `owned`: only those that this rank writes."""
+        """Return the slices of buffers and frozen parameters to save or read; `owned`: only those that this rank
+        writes.
+        """
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of buffers and frozen parameters on this rank, by kind."""

@@ -22,9 +22,9 @@ from meshwright.training.task import Task
 class StepOutcome:
     """Outcome of a step's forward and backward, all-reduced and so equal on all ranks.
 
-    loss and gradient_norm are already divided by `loss_scale`. finite: both are finite, so the update takes place.
-    stop, save_failed: some rank received a stop request, or could not save. rank_seconds: each rank's working time
-    without waiting. metrics: those of the objective.
+    loss, gradient_norm: already divided by `loss_scale`. finite: both are finite, so the update takes place. stop,
+    save_failed: some rank received a stop request, or could not save. rank_seconds: each rank's working time without
+    waiting. loss_scale: factor on the loss in this step. metrics: those of the objective.
     """
 
     loss: float
@@ -144,8 +144,10 @@ class Trainer:
         return self.parallel.predicted_bytes() | states | self.task.buffer_bytes()
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce loss, squared gradient norm, metrics, requests and times. shares: as `Task.forward_backward`
-        returns them; terms: number of loss terms."""
+        """All-reduce the step's results and return the outcome, equal on all ranks. shares: this rank's shares of the
+        loss and metric sums, [1 + metrics]; terms: number of loss terms over all ranks; stop, save_failed: this rank
+        received a stop request, could not save.
+        """
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, device=self.device)
         values[0] = shares[0] / scale
@@ -167,7 +169,9 @@ class Trainer:
         )
 
     def _gradient_scale(self, outcome: StepOutcome) -> float:
-        """Return the factor on gradients before the update: clipping of the global norm divided by the loss scale."""
+        """Return the factor on gradients before the update: clipping of the global norm (1 without) divided by the
+        loss scale. outcome: of the step.
+        """
         clip = self.recipe.train.clip
         clipped = min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0
         return clipped / outcome.loss_scale

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train the recipe in the launcher's description as the rank at `start` and return the result document."""
+    """Train the recipe in the launcher's description (JSON) on this rank and return the result document. start: rank,
+    world size and rendezvous.
+    """
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
@@ -154,8 +156,10 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set the number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the rule for
-    ranks that other launchers started; a module's script keeps torch's current number. note: print the reason."""
+    """Set torch's number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the
+    rule for ranks that other launchers started; a module's script keeps torch's current number. store: of the
+    rendezvous. note: print the reason.
+    """
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]

@@ -28,6 +28,7 @@ class Verification:
         mutations: Faults planted, caught, neutral and missed; None unless asked for.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
+        document: All of this and more as JSON, the document of `meshwright verify --json`.
     """
 
     passed: bool
@@ -95,8 +96,9 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """Return the failure in one line: the first layout that disagrees, else the first missed fault; None if all
-    passed."""
+    """Return the failure in the result document in one line: the first layout that disagrees, else the first missed
+    fault; None if all passed.
+    """
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

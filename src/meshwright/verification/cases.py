@@ -18,7 +18,9 @@ from meshwright.verification.problem import ADAMW, SGD, Problem, scaled_down, se
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A named verification problem. resume_layout: layout of the steps after the checkpoint; None: the same."""
+    """A named verification problem. name: such as "updates". problem: what is trained. resume_layout: layout of the
+    steps after the checkpoint; None: the same.
+    """
 
     name: str
     problem: Problem
@@ -29,7 +31,9 @@ class Case:
 class CaseBuilder:
     """Builds the verification cases of one layout and model.
 
-    batch: minimum global batch (sequences), replaced by a multiple of dp x micro-batches if it is none.
+    layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
+    response pairs; None: next-token loss. batch: minimum global batch (sequences), replaced by a multiple of dp x
+    micro-batches if it is none.
     """
 
     layout: Layout
@@ -116,13 +120,13 @@ class CaseBuilder:
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
     def _checked(self, problem: Problem) -> Problem:
-        """Return the problem; `UserError` if the layout cannot run it."""
+        """Return `problem` unchanged; `UserError` if the layout cannot run it."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)
         return problem
 
 
 def another_layout(layout: Layout) -> Layout:
-    """Return a layout on the same number of ranks that has as little as possible in common with this one."""
+    """Return a layout on the same number of ranks that has as little as possible in common with `layout`."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

@@ -31,8 +31,12 @@ def tolerance_of(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of a comparison: the largest relative error over gradients, updates and optimizer states and its tensor,
-    the errors of losses and norms, and, if one exceeds the tolerance, a line about the first difference."""
+    """Result of comparing a layout's results with the reference.
+
+    worst_name, worst_error: tensor with the largest relative error over gradients, updates and optimizer states.
+    loss_error, gradient_norm_error: largest relative errors. failure: line about the first difference beyond the
+    tolerance, None if all agree. step: to which it belongs, from 0.
+    """
 
     worst_name: str
     worst_error: float
@@ -63,7 +67,9 @@ Difference = tuple[str, int | None]  # what differs, and in which step, from 0
 
 
 class _LayoutComparison:
-    """A comparison of all ranks with the reference, in the order of computation; keeps the largest errors."""
+    """Comparison of the results of all ranks of one layout with the reference, in the order of computation; keeps the
+    largest errors.
+    """
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
         """Start with no errors."""
@@ -91,7 +97,7 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield differences of the checkpoint counters after `steps` steps."""
+        """Yield the checkpoint counters (steps, samples ...) that differ from the reference after `steps` steps."""
         for name, right in self.reference.counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
@@ -192,8 +198,9 @@ class _LayoutComparison:
 
 def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
     """Return the relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of
-    `truth`), since some true gradients are zero (a key bias). Infinite if a value is missing or not finite. `grains`:
-    allowed rounding error (norm) by name, subtracted first."""
+    `truth`), since some true gradients are zero (a key bias). Infinite if a value is missing or not finite. values,
+    truth: tensors by name (a, b). grains: allowed rounding error (norm) by name, subtracted first.
+    """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
     errors = {}
@@ -228,10 +235,11 @@ def copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
 
 
 def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
-    """Assemble every full copy of all parameter entries from the ranks' slices; elements that no rank holds are NaN.
+    """Assemble every full copy of all parameter entries, by name, from the ranks' slices; elements that no rank holds
+    are NaN. slices: those of each rank.
 
-    Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have different
-    numbers of copies; the shorter list repeats.
+    Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have
+    different numbers of copies; the shorter list repeats.
     """
     parts: tuple[Part, Part] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -243,8 +251,9 @@ def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], re
 def _assemble_copies_of(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part
 ) -> list[Rows]:
-    """Assemble every full copy of the entries in one kind of flat buffer (`part`: "dense" or "experts"); see
-    `_assemble_copies`."""
+    """Assemble every full copy of the entries in one kind of flat buffer (`part`: "dense" or "experts"), by name,
+    from the slices of each rank; elements that no rank holds are NaN.
+    """
     names = [row.name for row in reference.table.rows if row.part(layout) == part]
     if not names:
         return [{}]
@@ -262,7 +271,9 @@ def _assemble_copies_of(
 
 
 def _worst_errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
-    """Return the largest relative error of each tensor over all copies; see `relative_errors`."""
+    """Return the largest relative error of each tensor, by name, over several full copies of the values. truth:
+    expected values; grains: allowed rounding error (norm) by name.
+    """
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
         for name, error in relative_errors(copy, truth, grains).items():

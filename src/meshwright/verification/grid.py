@@ -33,7 +33,9 @@ def grid() -> list[Layout]:
 
 
 def _features(layout: Layout) -> set[tuple[str, ...]]:
-    """Return the features that a layout covers: each single one, each pair, and the full set if it has at most two."""
+    """Return the features of a layout that the grid is to cover (each feature a tuple of names): each single one,
+    each pair, and the full set if it has at most two.
+    """
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
     sets |= {f"zero{layout.zero}"} if layout.zero else set()
@@ -124,7 +126,9 @@ def _tensor_layouts() -> list[Layout]:
 
 
 def _expert_layouts() -> list[Layout]:
-    """Return layouts of expert parallelism over every other axis: ep, etp and both."""
+    """Return layouts of expert parallelism (ep, etp or both), alone and combined with every ZeRO stage, hybrid
+    sharding and tensor parallelism.
+    """
     layouts = [Layout(dp=dp, ep=dp, recompute=recompute) for dp, recompute in ((2, "none"), (3, "selective"))]
     layouts += [Layout(dp=2, etp=2, micro_batches=2), Layout(dp=4, ep=2, etp=2, recompute="full")]
     layouts += [Layout(dp=4, zero=zero, ep=2, micro_batches=1 + zero % 2) for zero in (1, 2, 3)]

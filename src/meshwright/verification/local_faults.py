@@ -36,12 +36,12 @@ class FaultCounter:
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def record_if(self, changed: bool) -> bool:
-        """Increment the count if `changed`; return `changed`."""
+        """Add 1 to the count if `changed`, that is, if the fault altered a value; return `changed`."""
         self.count += bool(changed)
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if this object was passed before."""
+        """Return True if this method was called with the object `thing` before."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -52,8 +52,9 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """A local fault: the attribute `owner.name` (method or function) is replaced by `wrong`; `case`: the problem that
-    exposes it."""
+    """A deliberate bug in local code: the method or function `owner.name` is replaced by `wrong`, which gets a
+    counter, the original and its arguments. case: name of the problem that exposes it.
+    """
 
     case: str
     owner: Any
@@ -63,7 +64,7 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """A fault of `LOCAL_FAULTS`, by name."""
+    """A deliberate bug in local code, by its name in `LOCAL_FAULTS`."""
 
     name: str
 
@@ -127,7 +128,7 @@ def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trai
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    """Return a faulty `ZeroEngine._shard` whose weight-decay range is `by` elements longer."""
+    """Return a faulty `ZeroEngine._shard` in which weight decay applies to `by` more elements of the flat buffer."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
         """Faulty `ZeroEngine._shard`: the weight-decay range is moved."""
@@ -211,7 +212,7 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
 
 
 def _restored_without(key: str) -> FaultyFunction:
-    """Return a faulty `Trainer.restore` that ignores one key of `state.json`."""
+    """Return a faulty `Trainer.restore` that ignores the entry `key` of `state.json`."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
         """Faulty `Trainer.restore`: the key has its initial value."""

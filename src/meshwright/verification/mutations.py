@@ -49,12 +49,14 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every local
-    fault that changes something there. Return counts of faults planted, caught and neutral, and lists of missed ones
-    and all.
+    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every
+    local fault that changes something there. Return counts of faults planted, caught and neutral, and lists of missed
+    ones and all.
 
-    planted: keys of the faults that an earlier model on the same layout had, which are skipped; new ones are added.
-    Most faults show after one step; the others get all the steps of the problem.
+    maker: builds the problems. reference: returns the single-device results of a problem. ranks: processes that run
+    them. collectives: the recipe's choice of collective programs. planted: keys of the faults that an earlier model
+    on the same layout had, which are skipped; new ones are added. Most faults show after one step; the others get all
+    the steps of the problem.
     """
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
@@ -70,15 +72,18 @@ def plant_all(
 
 
 def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Return why the fault cannot change a result on the layout; None if it must be detected. paired: for preference
-    pairs."""
+    """Return why the fault cannot change a result on the layout; None if it must be detected. paired: training is on
+    preference pairs.
+    """
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _FaultRuns:
-    """Runs one layout and model with planted faults. planted: keys of the faults so far."""
+    """Runs one layout and model with planted faults. maker: builds the problems. reference: returns the single-device
+    results of a problem. ranks: processes that run them. planted: keys of the faults run so far.
+    """
 
     def __init__(
         self,
@@ -154,8 +159,9 @@ def _fault_key(fault: Fault) -> tuple[str, ...]:
 
 
 def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the collective calls of the first step and of all steps, by site and operation those of the rank with the
-    most calls (ranks of other stages may have none)."""
+    """Return the collective calls of the first step and of all steps, one list of records each: for each site and
+    operation those of the rank with the most calls (ranks of other stages may have none). results: of each rank.
+    """
     found: list[list[dict[str, Any]]] = []
     for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
         most: dict[tuple[str, str], dict[str, Any]] = {}
@@ -209,8 +215,9 @@ def _report_fault(
     neutral: str | None,
     log: Callable[[str], None],
 ) -> None:
-    """Add the outcome of one fault (caught, neutral or missed) to the report and log it. failure: the verifier's
-    message; neutral: why the fault changes nothing."""
+    """Add the outcome of one fault (caught, neutral or missed) to `report` and log it. fault: its name; failure: the
+    verifier's message, None if it saw nothing; neutral: why the fault changes nothing, if so.
+    """
     report["planted"] += 1
     outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
     if outcome == "missed":

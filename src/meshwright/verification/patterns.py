@@ -24,7 +24,9 @@ _FORWARD = (
 
 
 def backward_order(reference: Reference) -> list[str]:
-    """Return the names of all parameter entries in the order in which the backward pass computes their gradients."""
+    """Return the names of all parameter entries of the reference's model in the order in which the backward pass
+    computes their gradients.
+    """
     places = []
     for tensor in reference.table.tensors:
         module = tensor.name.rpartition(".")[0]
@@ -39,8 +41,10 @@ def backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """Describe in words how the wrong gradient of entry `name` differs from the reference: from a least-squares fit of
-    how often each rank's contribution is in it. slices: the gradients of each rank."""
+    """Describe in words how the wrong gradient of the parameter entry `name` differs from the reference, from a
+    least-squares fit of how often each rank's contribution is in it ("rank 1 is missing"). slices: the gradients of
+    each rank. step: from 0.
+    """
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -82,7 +86,9 @@ def describe_pattern(
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the ranks' partial gradients are correct in sum over tp but each alone is not."""
+    """Return True if the ranks' partial gradients of the entry `name` equal `truth` in sum over tp but not each
+    alone. slices: the gradients of each rank.
+    """
     row = reference.table.row(name)
     if "tp" not in row.gradient_axes(layout):
         return False
@@ -98,8 +104,9 @@ def _is_unsummed_over_tp(
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Return True if the gradients of the pipeline ranks that share an entry are correct in sum but each alone is
-    not."""
+    """Return True if the gradients of the pipeline ranks that share an entry equal `truth` in sum but not each alone.
+    slices: of the entry, by rank.
+    """
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]
@@ -114,7 +121,9 @@ def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout
 
 
 def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Return "the gradient of ..." if the slice holds the gradient of another entry of the same size, else None."""
+    """Return "the gradient of ..." if the slice `item` holds the gradient of another entry of the same size at this
+    step, else None.
+    """
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
@@ -130,8 +139,9 @@ def _describe_slice(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """Return the error pattern of one rank's slice. `parts`: the contribution of each (rank, micro-batch) in `labels`;
-    `before`: the gradient of the previous step."""
+    """Return the error pattern of one rank's slice in words. values: its gradient; truth: the right one; parts: the
+    contribution of each (rank, micro-batch) in `labels`; before: the gradient of the previous step, if any.
+    """
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"

@@ -37,7 +37,8 @@ class BatchLoss(NamedTuple):
 
 def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
     """Run the forward pass of a batch of full sequences and return its losses. weights: float64 engine tensors by
-    name."""
+    name. preference: the loss of response pairs; None: next-token prediction.
+    """
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )

@@ -21,8 +21,10 @@ MOST_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The optimizer settings of a problem: a recipe's [train] keys that affect a step, and the dynamic loss scale (1:
-    none)."""
+    """Optimizer settings of a verification problem: keys of a recipe's [train] table (clip: maximum gradient norm, 0:
+    none), and the dynamic loss scale. loss_scale: initial value, 1 for none; loss_scale_every: finite steps after
+    which it doubles.
+    """
 
     optimizer: str = "sgd"
     learning_rate: float = 0.2
@@ -51,9 +53,10 @@ ADAMW = Training(
 class Problem:
     """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
-    dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default: dtype). preference:
-    the loss of pairs of responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces
-    NaN activations. resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
+    config: the model. dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default:
+    dtype). training: optimizer settings. seed: of initial values and data. preference: the loss of pairs of
+    responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces NaN activations.
+    resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
     fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as in large models.
     """
 
@@ -120,8 +123,9 @@ def scaled_down(
     config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
     """Return a model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as
-    possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. With grouped-query attention,
-    key-value heads are fewer than ranks from four ranks on."""
+    possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. layers: minimum number of
+    layers. With grouped-query attention, key-value heads are fewer than ranks from four ranks on.
+    """
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _choose_heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden

@@ -37,8 +37,9 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """One step on one rank: the global loss and gradient norm, the loss scale, this rank's gradients before clipping,
-    and its master weights after the update."""
+    """Results of one step on one rank. loss, norm: the global loss and gradient norm. scale: the loss scale.
+    gradients: this rank's, before clipping. weights: its master weights after the update.
+    """
 
     loss: float
     norm: float
@@ -51,10 +52,11 @@ class StepResult:
 class RankResult:
     """All results of one rank's run.
 
-    optimizer, parameters, final_loss: optimizer state, unsharded parameters and validation loss after the last step.
-    counters: checkpoint counters by steps done. not_restored: differences between the checkpoint state of a trainer and
-    of the one resumed from it. calls_first_step, calls: collective calls of the first step and of all. struck: how
-    often the planted fault changed something. refused: error with which the ranks themselves detected a fault.
+    steps: by step number, from 0. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
+    validation loss after the last step. counters: checkpoint counters by steps done. not_restored: differences
+    between the checkpoint state of a trainer and of the one resumed from it. calls_first_step, calls: collective
+    calls of the first step and of all. struck: how often the planted fault changed something. refused: error with
+    which the ranks themselves detected a fault.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -71,8 +73,9 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Half-open step range [first, stop): loads the checkpoint of step `first` unless 0; saves one at `stop` unless
-    None (end of run)."""
+    """Steps [first, stop) of a run, from 0. first: its checkpoint is loaded unless it is 0. stop: a checkpoint is
+    saved there; None: run to the end, saving none.
+    """
 
     first: int = 0
     stop: int | None = None

@@ -116,8 +116,9 @@ class Reference:
     # --- loss and gradient
 
     def _differentiate(self, weights: Rows, batch: Batch, terms: int | None = None) -> tuple[float, Rows]:
-        """Return (loss, gradients) of a batch, divided by `terms` (default: its own), at the parameters of these master
-        weights."""
+        """Return (loss, gradients) of a batch at the parameters that these master weights round to. terms: number of
+        loss terms that both are divided by (default: the batch's own).
+        """
         problem = self.problem
         tensors = self._engine_tensors(self.parameters(weights))
         for leaf in tensors.values():
@@ -182,8 +183,9 @@ class Reference:
 
     def _update(self, weights: Rows, gradients: Rows, norm: float, step: int) -> Rows:
         """Return the master weights after an update: SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101,
-        algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). Only matrices have weight
-        decay."""
+        algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm: global norm of
+        the gradients. step: from 0. Only matrices have weight decay.
+        """
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -229,8 +231,9 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
 
 
 def shuffled(number: int, sequences: int, seed: int) -> int:
-    """Return the sample index at a global sample number, as docs/data.md defines it: for every epoch a permutation by a
-    Feistel network of eight rounds with cycle walking."""
+    """Return the index of the sample that training reads as its n-th (`number`, from 0) of `sequences` samples, as
+    docs/data.md defines it: for every epoch a permutation by a Feistel network of eight rounds with cycle walking.
+    """
     epoch, place = divmod(number, sequences)
     digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]

@@ -89,7 +89,8 @@ def run_verification(
 
 
 class _Verifier:
-    """Runs cases on local ranks, which are reused for layouts of equal size, and caches the single-device references.
+    """Runs verification cases on local ranks, which are reused for layouts of equal size, and caches the
+    single-device references.
 
     many: a whole grid is verified, so each layout runs only its most relevant cases.
     """
@@ -208,7 +209,7 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
-        """Return running local ranks of this number."""
+        """Return `world_size` running local ranks."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()
@@ -249,7 +250,8 @@ def _resolve_arguments(
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
     """Return the (name, model) pairs to verify a layout on if none is named. mixture: take models with experts; one:
-    only one."""
+    return only one pair.
+    """
     experts = layout.expert_parallel or mixture
     names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
     if one:

@@ -24,8 +24,10 @@ MOST_PAIRS = 2  # of responses in a sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of sequences: tokens, targets (-100: ignored) and a document number per token, all [B, S] int64.
-    `reference`: reference log-probabilities of paired responses, float64 [B, 2 x MOST_PAIRS]."""
+    """A batch of sequences. tokens, targets (-100: ignored), document_ids (a document number per token): all [B, S]
+    int64. reference: reference log-probabilities of paired responses, float64 [B, 2 x MOST_PAIRS]; None without
+    pairs.
+    """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -39,8 +41,9 @@ class Batch:
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """Return the sequences with these numbers, each a function of (seed, number) alone. The training split comes first,
-    then the validation split."""
+    """Return the sequences with these numbers as a batch, each a function of (seed, number) alone; the numbers of the
+    training split come first, then those of the validation split. problem: gives seed, length, vocabulary and kind.
+    """
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -48,8 +51,10 @@ def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Return (tokens, targets, document numbers, empty) of one sequence with one, two, a few or many documents; every
-    eighth sequence has no target."""
+    """Return (tokens [S], targets [S], document numbers [S], empty array) of sequence number `number`, a function of
+    it and the problem's seed alone. It has one, two, a few or many documents in turn; some targets are -100
+    (ignored), in every eighth sequence all. The empty array stands in for reference log-probabilities.
+    """
     random = np.random.default_rng([problem.seed, number])
     sequence, kind, turn = problem.sequence, number % 4, number // 4
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -67,8 +72,10 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Return (tokens, targets, document numbers, reference log-probabilities) of a sequence with zero to two pairs of
-    responses, mostly padded; each document's first tokens, its prompt, are no targets."""
+    """Return (tokens [S], targets [S], document numbers [S], reference log-probabilities [2 x MOST_PAIRS]) of
+    sequence number `number`: zero to two pairs of a chosen and a rejected response, each response a document. A
+    document's first tokens, its prompt, and padding have target -100.
+    """
     random = np.random.default_rng([problem.seed, number])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -87,12 +94,14 @@ def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _count_pairs(number: int) -> int:
-    """Return the number of pairs in the sequence with this number."""
+    """Return the number of preference pairs, 0 to 2, in sequence number `number`."""
     return (1, 2, 2, 0)[number % 4]
 
 
 class SyntheticRows:
-    """Drop-in replacement for `PackedDataset`: sequences [first, first + sequences) of a problem as one split."""
+    """Drop-in replacement for `PackedDataset`: the sequences numbered [first, first + sequences) of a problem as one
+    split.
+    """
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         """Define the split; sequences are generated when read."""

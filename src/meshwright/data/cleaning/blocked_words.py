@@ -16,14 +16,14 @@ _WORD = re.compile(rf"{_LETTER}+")
 
 
 class BlockedWords:
-    """The words and phrases of a UTF-8 file, one per line; blank lines do not count.
+    """Checker for the words and phrases of a list: a UTF-8 file, one per line, blank lines ignored.
 
     They match whole words in any case; in scripts without spaces between words (Chinese, Japanese, Thai ...) also
     inside others.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises `UserError` for a file that cannot be read or lists nothing."""
+        """Read the list in the file `path`. Raises `UserError` if it cannot be read or lists nothing."""
         try:
             lines = _read_list(path).decode("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -35,7 +35,7 @@ class BlockedWords:
         self.phrases = sorted(listed - self.words)
 
     def find_blocked(self, text: str) -> str | None:
-        """Return a listed word that `text` contains, or None."""
+        """Return a word or phrase of the list that `text` contains, or None."""
         folded = text.casefold()
         if found := self.words.intersection(_WORD.findall(folded)):
             return min(found)
@@ -43,7 +43,7 @@ class BlockedWords:
 
 
 def hash_word_list(path: str) -> str:
-    """Hash the list; returns hex SHA-256. Raises `UserError` if it cannot be read."""
+    """Return the hex SHA-256 of the word list in the file `path`. Raises `UserError` if it cannot be read."""
     try:
         return hashlib.sha256(_read_list(path)).hexdigest()
     except OSError as error:
@@ -51,7 +51,7 @@ def hash_word_list(path: str) -> str:
 
 
 def _read_list(path: str) -> bytes:
-    """Read the bytes of the list."""
+    """Return the bytes of the word list in the file `path`."""
     return read_file(Path(path).expanduser(), "word_list_bytes")
 
 

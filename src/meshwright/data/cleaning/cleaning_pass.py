@@ -49,8 +49,9 @@ class DocumentReader(Protocol):
 class Cleaned:
     """Result of a cleaning pass.
 
-    codes [documents]: KEPT, or 1 + the index in RULES of the rule that dropped it; memory-mapped. pieces: documents of
-    each file. kept: number of documents. report: counts, distributions and samples, as JSON.
+    segments: files with the verdicts on consecutive documents. codes [documents]: KEPT, or 1 + the index in RULES of
+    the rule that dropped it; memory-mapped. pieces: number of documents of each file. kept: number of documents that
+    stay. longest_kept: characters of the longest of these. report: counts, distributions and samples, as JSON.
     """
 
     segments: tuple[Segment, ...]
@@ -73,8 +74,8 @@ class Cleaned:
 def run_cleaning_pass(
     files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Cleaned:
-    """Apply every rule to every document. Finished segments in `directory` are reused. Raises `UserError` for
-    unreadable sources.
+    """Apply every rule of `cleaner` to every document of `files`, read by `reader`. Finished segments in `directory`,
+    left by an interrupted pass, are reused. log: receives progress lines. Raises `UserError` for unreadable sources.
     """
     directory.mkdir(parents=True, exist_ok=True)
     segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
@@ -91,7 +92,9 @@ def run_cleaning_pass(
 def _iterate_segments(
     files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """Yield the segments in order, existing ones first, and write the missing ones."""
+    """Yield the segments (files with the verdicts on consecutive documents) in order: first those that exist in
+    `directory`, then the missing ones, which are written.
+    """
     judged = [0] * len(files)
     file = first = 0  # where to go on: a file, the number of the next document
     for number in itertools.count():
@@ -107,7 +110,7 @@ def _iterate_segments(
     writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
 
     def finished() -> Segment:
-        """Write the present segment, begin the next one and return it."""
+        """Write the current segment to disk, begin the next one and return the written one."""
         nonlocal number, writer
         path = directory / f"{number:06d}.segment"
         writer.write(path)
@@ -128,9 +131,17 @@ def _iterate_segments(
 
 
 class _Duplicates:
-    """Document codes after the removal of duplicates; for samples, the earlier document that each repeats."""
+    """Finds duplicates among the documents that passed all other rules.
+
+    codes [documents]: KEPT, or 1 + the index in RULES of the rule that dropped it, duplicates included. first: by
+    rule, the number of the first document that it drops. earlier: by rule, for some sampled documents the number of
+    the earlier document that each repeats.
+    """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
+        """Load the codes of all segments and drop exact and near duplicates, as far as `cleaner` enables these rules.
+        directory: for temporary files.
+        """
         self.first: dict[str, int] = {}  # of each rule, the first document that it drops
         self.earlier: dict[str, dict[int, int]] = {}  # sample -> what it repeats
         self._segments, self._directory = segments, directory
@@ -149,10 +160,13 @@ class _Duplicates:
                 self._drop_repeats("near_duplicates", partial(_select_band, band))
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Drop by `rule` each document whose key equals that of an earlier document that is still kept."""
+        """Set the code of `rule` for each document whose key equals that of an earlier document that is not dropped
+        otherwise. keys: returns the keys of a segment's documents, [documents, width].
+        """
         code = 1 + RULES.index(rule)
 
         def chunks() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+            """Yield for each segment (keys, document numbers) of the documents that no other rule dropped."""
             for segment in self._segments:
                 codes = self.codes[segment.first : segment.first + segment.documents]
                 asked = np.flatnonzero((codes == KEPT) | (codes == code))
@@ -164,7 +178,9 @@ class _Duplicates:
             self._sample_duplicates(rule, numbers, earlier)
 
     def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Record the first duplicate of a rule and sample pairs of duplicate and earlier document."""
+        """Record the first duplicate that `rule` drops and a sample of pairs for the report. numbers: documents
+        dropped; earlier: the document that each of them repeats.
+        """
         if not len(numbers):
             return
         self.first[rule] = min(self.first.get(rule, len(self.codes)), int(numbers.min()))
@@ -177,12 +193,12 @@ class _Duplicates:
 
 
 def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    """Return the MinHash keys of one band, [documents, 1]."""
+    """Return the MinHash keys of band number `band` for a segment's documents, [documents, 1]."""
     return segment.read_column("bands")[:, band : band + 1]
 
 
 class _Report:
-    """Builder of the cleaning report, which sums over segments."""
+    """Builder of the JSON report of a cleaning pass from its segments and duplicates."""
 
     def __init__(
         self,
@@ -240,7 +256,9 @@ class _Report:
         }
 
     def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
-        """Return documents and bytes of the largest sources before and after, the others together, as JSON."""
+        """Return documents and bytes of the largest sources before and after, all others as one entry, as JSON.
+        sources: for "before" and "after" the counts (documents, bytes) of each source, [sources, 2].
+        """
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
         shown, rest = order[:_SOURCES], order[_SOURCES:]
         rows = [(self.labels[at], [at]) for at in shown] + ([(f"{len(rest)} others", rest)] if rest else [])
@@ -288,7 +306,9 @@ class _Report:
         }
 
     def _read_excerpts(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
-        """Read name and beginning of documents by number; only the files that hold some of them are opened."""
+        """Return (name, beginning of the text) of the documents with these numbers; only files that hold some of them
+        are opened.
+        """
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0
         pieces = [0] * len(self.files)

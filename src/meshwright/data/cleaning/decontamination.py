@@ -29,14 +29,17 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")
 
 
 class EvaluationSets:
-    """The n-grams of folded words in evaluation sets (n = 13 in arXiv:2005.14165, appendix C).
+    """Checker for text that overlaps with evaluation sets: it holds the hashes of all n-grams of their words, in
+    lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
     A set may be anything that a source may be. Examples of 8 to n - 1 words count as one n-gram. An example is a text
     file, a page, or a record of JSON or Parquet: all of its strings joined, and each string alone.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
-        """Raises `UserError` for a set that cannot be read or has no example of 8 words."""
+        """Read the evaluation sets `paths` (path, glob or URL each); `n`: words in an n-gram. Raises `UserError` for
+        a set that cannot be read or has no example of 8 words.
+        """
         self.n = n
         runs: dict[int, list[Hashes]] = defaultdict(list)
         for path in paths:
@@ -69,9 +72,11 @@ class EvaluationSets:
 def hash_evaluation_sets(
     paths: Sequence[str], cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Return "format:SHA-256" of each file of the evaluation sets, for the cache key. Raises `UserError` if unreadable.
+    """Return "format:SHA-256" of each file of the evaluation sets (path, glob or URL each), for the cache key. Raises
+    `UserError` if unreadable.
 
-    cache, log: as in `find_files`.
+    cache: directory that remembers listings of remote stores (None: no memory); log: receives a line if such a
+    listing is used.
     """
     return [f"{file.format}:{hash_source(file)}" for path in paths for file in _find_files(path, cache, log)]
 
@@ -79,7 +84,9 @@ def hash_evaluation_sets(
 def _find_files(
     path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[SourceFile]:
-    """Resolve one evaluation set to its files."""
+    """Return the files of one evaluation set. cache: directory that remembers listings of remote stores; log:
+    receives a line if one is used.
+    """
     return find_files([path], "auto", cache, _KEY, log, records=True)
 
 
@@ -100,7 +107,7 @@ def _iterate_examples(file: SourceFile) -> Iterator[str]:
 
 
 def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the records of a JSON Lines or Parquet file."""
+    """Yield the records of a JSON Lines or Parquet file. stream: its decompressed bytes."""
     for record in iterate_file_records(file, stream, None, "utf-8"):
         if record.problem is not None:
             raise UserError(f"{_KEY}: {record.where} {record.problem}")
@@ -108,7 +115,9 @@ def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
 
 
 def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the elements of a JSON list, or another JSON document as a whole."""
+    """Yield the elements of a JSON list, or another JSON document as a whole. stream: the file's
+    decompressed bytes.
+    """
     try:
         value = json.loads(stream.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -19,10 +19,11 @@ Numbers = NDArray[np.int64]
 def find_repeated(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Yield for each partition of the keys (documents whose key occurred before, first document with that key).
+    """Find the documents whose key occurred in an earlier one. Yields arrays (number of each such document, number of
+    the first document with its key), in several parts if the keys do not fit in memory at once.
 
-    chunks: (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys. directory: holds
-    temporary files. part: keys in a partition (`PART` unless given).
+    chunks: (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys. directory: for
+    temporary files, made if needed. part: keys held in memory at a time (`PART` unless given).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
@@ -50,7 +51,9 @@ def find_repeated(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Find repeated keys in memory: (documents whose key occurred before, first document with that key)."""
+    """Return (number of each document whose key occurred before, number of the first document with its key). chunks:
+    (keys [n, width], document numbers [n]), numbers ascending.
+    """
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys = np.concatenate([keys for keys, _ in chunks])

@@ -52,7 +52,8 @@ RULES = {
 
 
 def check_gopher_quality(text: str) -> Finding | None:
-    """Apply Gopher's quality rules; returns the first rule that `text` violates with the value, or None.
+    """Apply Gopher's quality rules; returns (name of the first rule that `text` violates, measured value as text), or
+    None.
 
     Words are separated by white space.
     """
@@ -84,7 +85,9 @@ def check_gopher_quality(text: str) -> Finding | None:
 
 
 def check_c4(text: str) -> Finding | None:
-    """Apply C4's page rules after `filter_c4_lines`; returns the first rule violated with its value, or None."""
+    """Apply C4's page rules to a text that `filter_c4_lines` returned; returns (name of the first rule violated,
+    measured value as text), or None.
+    """
     if "{" in text:
         return "c4_curly_bracket", "holds {"
     if "lorem ipsum" in text.lower():
@@ -120,7 +123,9 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
 
 
 def check_fineweb(text: str) -> Finding | None:
-    """Apply the rules that FineWeb adds; returns the first rule that `text` violates with the value, or None."""
+    """Apply the rules that FineWeb adds; returns (name of the first rule that `text` violates, measured value as
+    text), or None.
+    """
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         return "fineweb_punctuation", "no lines"

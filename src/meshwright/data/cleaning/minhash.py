@@ -15,10 +15,12 @@ _BLOCK = 1 << 17  # products formed at a time: they stay in the processor's cach
 
 @dataclass(frozen=True)
 class MinHash:
-    """Near duplicates by locality-sensitive hashing: `bands` × `rows` hash functions over shingles of `words` words.
+    """Finder of near duplicates by MinHash and locality-sensitive hashing: two documents that agree in all keys of
+    some band are candidates.
 
-    Broder, "On the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman,
-    Mining of Massive Datasets, section 3.4.
+    bands: number of bands. rows: hash functions in each band. words: length of a shingle (n-gram of words). Broder,
+    "On the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman, Mining of
+    Massive Datasets, section 3.4.
     """
 
     bands: int
@@ -26,23 +28,29 @@ class MinHash:
     words: int
 
     def match_probability(self, similarity: float) -> float:
-        """Return the probability that documents of this Jaccard similarity share a band: 1 - (1 - s^rows)^bands."""
+        """Return the probability that two documents of Jaccard similarity s (`similarity`) have a band in common: 1 -
+        (1 - s^rows)^bands.
+        """
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     @property
     def threshold(self) -> float:
-        """Similarity at which `match_probability` is about steepest: (1 / bands)^(1 / rows)."""
+        """Jaccard similarity, in [0, 1], near which two documents begin to be found as duplicates (the probability is
+        about steepest): (1 / bands)^(1 / rows).
+        """
         return float((1 / self.bands) ** (1 / self.rows))
 
     def hash_shingles(self, text: str) -> Hashes:
-        """Hash the n-grams of `words` folded words, [shingles]; a shorter text is one shingle, a text without words
-        none.
+        """Hash every n-gram of n = `words` words (lower case, no punctuation), [shingles]; a shorter text is one
+        shingle, a text without words none.
         """
         words = Words(text)
         return words.hash_ngrams(min(self.words, len(words))) if len(words) else np.empty(0, np.uint64)
 
     def compute_signature(self, shingles: Hashes) -> NDArray[np.uint32]:
-        """Compute the minimum of each hash function over the shingles, [bands * rows]."""
+        """Compute the MinHash signature, [bands * rows]: the minimum of each hash function over the
+        shingles' hashes.
+        """
         factors, terms = self._functions
         keys = (shingles >> np.uint64(32)).astype(np.uint32)
         signature = np.full(len(factors), 0xFFFFFFFF, np.uint32)
@@ -68,5 +76,5 @@ class MinHash:
 
     @cached_property
     def _weights(self) -> Hashes:
-        """Odd random weights that combine the rows of a band into its key, [rows]."""
+        """Odd random weights that combine the `rows` hashes of a band into one key, [rows]."""
         return mix_bits(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)

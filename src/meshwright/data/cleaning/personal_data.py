@@ -92,6 +92,7 @@ def _mask_addresses(text: str) -> tuple[str, int]:
     count = 0
 
     def masked(match: re.Match[str]) -> str:
+        """Return "<ip>" for a match that is a public address, else the match unchanged."""
         nonlocal count
         try:
             world_wide = ipaddress.ip_address(match[0]).is_global

@@ -39,7 +39,7 @@ def measure_repeated_lines(text: str) -> float:
 
 
 def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """Count the parts that occurred before, and their characters."""
+    """Return how many of `parts` (lines or paragraphs) occurred earlier among them, and the characters of these."""
     seen = set(parts)
     if len(seen) == len(parts):
         return 0, 0
@@ -47,7 +47,9 @@ def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def check_gopher_repetition(text: str) -> tuple[str, str] | None:
-    """Apply the rules of Gopher's table A1; returns the first one that `text` violates with its value, or None."""
+    """Apply the rules of Gopher's table A1; returns (name of the first rule that `text` violates, measured value as
+    text), or None.
+    """
     for rule, share in _measure_repetition(text):
         if share > GOPHER_LIMITS[rule]:
             return rule, f"{share:.2f} > {GOPHER_LIMITS[rule]:.2f}"
@@ -55,7 +57,9 @@ def check_gopher_repetition(text: str) -> tuple[str, str] | None:
 
 
 def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
-    """Yield (rule, fraction of the text that repeats) for each rule of table A1."""
+    """Yield for each rule of Gopher's table A1 (its name, the fraction of paragraphs, lines or characters of the text
+    that repeat).
+    """
     if not text.strip():
         return
     for kind, parts in (("paragraph", _PARAGRAPHS.split(text.strip())), ("line", _LINES.split(text))):
@@ -66,10 +70,11 @@ def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
 
 
 def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (rule, characters): for n = 2 to 4 those of the most frequent n-gram, for 5 to 10 those of repeated
-    n-grams.
+    """Yield (rule name, characters) for n = 2 to 10: up to 4 the characters of all occurrences of the most frequent
+    n-gram, from 5 on those of n-grams that occurred earlier. words: of the text, in order.
 
-    An n-gram that occurs once counts 0. Overlapping n-grams count their characters once, as in the paper.
+    An n-gram that occurs once counts 0. From n = 5 on, overlapping n-grams count their characters once, as in the
+    paper.
     """
     # A run of n words that repeats begins with one of n - 1 that does: few places are left after the first count.
     places: Sequence[int] = range(len(words))
@@ -93,7 +98,9 @@ def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _count_repeated_characters(words: Sequence[str], runs: list[tuple[int, tuple[str, ...]]], n: int) -> int:
-    """Count the characters in n-grams that occurred before, overlaps once. runs: (word index, n-gram)."""
+    """Count the characters in n-grams that occurred earlier; those in several of them count once. words: of the text.
+    runs: (index of the first word, n-gram) of all n-grams that occur more than once, in order.
+    """
     seen: set[tuple[str, ...]] = set()
     characters = end = 0  # end: of the words counted so far
     for place, run in runs:

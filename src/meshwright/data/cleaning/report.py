@@ -25,11 +25,16 @@ _MASKED = {
 
 
 def cleaning_page(title: str, report: Mapping[str, Any]) -> str:
-    """The page of a report as `cleaning_pass.run_cleaning_pass` makes it; nothing in it is loaded from elsewhere."""
+    """Return the HTML page of a cleaning report; it loads no other file. title: name of the corpus in the heading.
+    report: JSON that `run_cleaning_pass` returns as `Cleaned.report`.
+    """
     return page(f"Cleaning of {title}", element("h1", f"Cleaning of {title}"), *_parts(report), narrow=True)
 
 
 def _parts(report: Mapping[str, Any]) -> Iterator[Content]:
+    """Yield the sections of the page in order: summary, rules, masked items, near duplicates, distributions, samples.
+    report: the cleaning report.
+    """
     yield _summary(report)
     yield element("h2", "Rules")
     yield _rules(report)
@@ -53,6 +58,9 @@ def _parts(report: Mapping[str, Any]) -> Iterator[Content]:
 
 
 def _summary(report: Mapping[str, Any]) -> Markup:
+    """Return the table of documents and megabytes before and after the cleaning, with the fraction kept. report: the
+    cleaning report.
+    """
     documents, size = report["documents"], report["bytes"]
     return table(
         ("", "before", "after", "kept"),
@@ -64,10 +72,16 @@ def _summary(report: Mapping[str, Any]) -> Markup:
 
 
 def _kept(before: float, after: float, form: str) -> tuple[str, str, str]:
+    """Return three table cells: both numbers in the format string `form`, such as "{:,}", and after / before in
+    percent ("–" if `before` is 0).
+    """
     return form.format(before), form.format(after), f"{after / before:.1%}" if before else "–"
 
 
 def _rules(report: Mapping[str, Any]) -> Markup:
+    """Return the table of the rules that ran, each with its note and the documents and megabytes that it dropped.
+    report: the cleaning report.
+    """
     most = max(report["dropped"].values(), default=0) or 1
     rows = []
     for rule in report["rules"]:
@@ -79,7 +93,9 @@ def _rules(report: Mapping[str, Any]) -> Markup:
 
 
 def _curve(minhash: MinHash) -> Iterator[Markup]:
-    """Yield the probability that two documents are found, against their similarity, and how it is computed."""
+    """Yield a paragraph, a line chart and a table of the probability that MinHash finds a pair of documents, over the
+    pair's Jaccard similarity.
+    """
     rows, bands = str(minhash.rows), str(minhash.bands)
     yield paragraph(
         f"{bands} bands of {rows} rows over runs of {minhash.words} words. Two documents are found with probability "
@@ -96,7 +112,9 @@ def _curve(minhash: MinHash) -> Iterator[Markup]:
 
 
 def _lengths(lengths: Mapping[str, Sequence[int]]) -> Markup:
-    """Return documents by their number of characters, in steps of two."""
+    """Return a bar chart of the number of documents by length, in bins of doubling width. lengths: for "before" and
+    "after", the number of documents in each bin; bin i > 0 begins at 2^(i - 1) characters.
+    """
     used = [at for at, count in enumerate(lengths["before"]) if count]
     if not used:
         return paragraph("No documents.")
@@ -107,10 +125,12 @@ def _lengths(lengths: Mapping[str, Sequence[int]]) -> Markup:
 
 
 def _short(number: int) -> str:
+    """Format a number with a binary unit: 2048 as "2k", 1 << 20 as "1M"."""
     return f"{number >> 20}M" if number >= 1 << 20 else f"{number >> 10}k" if number >= 1 << 10 else f"{number}"
 
 
 def _characters(characters: Mapping[str, Mapping[str, int]]) -> Markup:
+    """Return the table of the share of each kind of character. characters: count by kind, for "before" and "after"."""
     totals = {side: sum(counts.values()) or 1 for side, counts in characters.items()}
     rows = []
     for kind in KINDS:
@@ -121,6 +141,9 @@ def _characters(characters: Mapping[str, Mapping[str, int]]) -> Markup:
 
 
 def _sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
+    """Return the table of documents and megabytes of each source before and after. sources: entries of the report's
+    `sources`.
+    """
     listed = list(sources)
     most = max((source["before"]["bytes"] for source in listed), default=0) or 1
     rows = []
@@ -132,10 +155,14 @@ def _sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
 
 
 def _bars(shares: Sequence[float]) -> Markup:
+    """Return one bar for the share before the cleaning and one for that after. shares: both, in [0, 1]."""
     return bar(*shares, colours=[*SIDES.values()])
 
 
 def _samples(rule: str, samples: Iterable[Mapping[str, str]]) -> Iterator[Markup]:
+    """Yield a heading and the documents that one rule dropped. samples: `document` (name), `why`, `text`, and for
+    duplicates `earlier`, the beginning of the document that is repeated.
+    """
     yield element("h3", rule)
     for sample in samples:
         yield element("div", sample["document"], " ", element("span", sample["why"], class_="muted"))

@@ -59,8 +59,9 @@ def is_code(name: str) -> bool:
 class Verdict:
     """Result of the rules for one document.
 
-    rule: the rule that drops it, or None. why: the measured value. text: the masked text. content: its UTF-8. digest:
-    SHA-256 of it without outer white space. changes: number of masked items or removed lines by kind.
+    rule: name of the rule that drops it, None if it stays. why: the measured value, such as "0.42 > 0.30". text: the
+    text after masking. content: its UTF-8. digest: SHA-256 of it without outer white space. changes: number of masked
+    items or removed lines by kind ("email" ...).
     """
 
     rule: str | None
@@ -72,14 +73,16 @@ class Verdict:
 
 
 class Rewriter:
-    """Masks and line filters of `[data.clean]`, applied to a text."""
+    """Applies the masks and line filters that the recipe's `[data.clean]` enables to texts."""
 
     def __init__(self, recipe: CleanRecipe) -> None:
         self.recipe = recipe
         self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
 
     def rewrite_text(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
-        """Return the masked text, and the number of masked items (`key` ...) or removed lines (`c4_lines`) by kind."""
+        """Return the masked text, and the number of masked items (`key` ...) or removed lines (`c4_lines`) by kind.
+        name: of the document, such as "a/b.py", which tells code from prose.
+        """
         changes: dict[str, int] = {}
         if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
             text, changes["c4_lines"] = heuristics.filter_c4_lines(text)
@@ -90,7 +93,7 @@ class Rewriter:
 
 
 class Cleaner(Rewriter):
-    """The enabled rules of `[data.clean]` that look at one document at a time.
+    """Applies the rules of the recipe's `[data.clean]` that look at one document at a time.
 
     Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """
@@ -111,7 +114,8 @@ class Cleaner(Rewriter):
     def judge_document(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
         """Apply the rules to one document and return the verdict.
 
-        text: None or with lone surrogates if it did not decode. problem: why its record does not fit the schema.
+        text: None or with lone surrogates if it did not decode. name: of the document. problem: why its record does
+        not fit the schema; None: it fits.
         """
         if problem is not None:
             return Verdict("schema", problem)
@@ -135,7 +139,9 @@ class Cleaner(Rewriter):
         return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
 
     def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
-        """Apply the rules for any text. blank: only white space is left; emptied: there was text before rewriting."""
+        """Apply the rules for any text; returns (name of the rule violated, measured value as text), or None. blank:
+        only white space is left; emptied: there was text before rewriting.
+        """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:
             controls = len(_CONTROL.findall(text))
@@ -154,7 +160,9 @@ class Cleaner(Rewriter):
         return None
 
     def _check_prose(self, text: str) -> heuristics.Finding | None:
-        """Apply the rules for prose: language, heuristics, blocked words."""
+        """Apply the rules for prose (language, heuristics, blocked words); returns (name of the rule violated,
+        measured value as text), or None.
+        """
         if self.recipe.languages:
             language, probability = identify_language(text)
             if language not in self.recipe.languages or probability < self.recipe.minimum_language_probability:

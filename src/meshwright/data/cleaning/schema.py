@@ -16,14 +16,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Unfit(NamedTuple):
-    """Placeholder for the text of a record that does not fit the schema, with the reason."""
+    """Stands for the text of a record that does not fit the schema. problem: the reason, for the report."""
 
     problem: str
 
 
 def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
-    """Return why a record does not fit the schema, or None: it needs text under `text_key`, and `required` keys of the
-    named types (`names.RECORD_TYPES`).
+    """Return why a record does not fit the schema, or None. It needs text under `text_key` and, under each key of
+    `required`, a value of the named type (one of `names.RECORD_TYPES`).
     """
     if not isinstance(record, dict):
         return f"is {_name_type(record)}, not a table"

@@ -24,17 +24,20 @@ _MAGIC = b"meshwright segment 1\n"
 
 
 def sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash document numbers to the order in which they are sampled: spread over the corpus, equal in every run."""
+    """Hash document numbers to uint64: the documents with the lowest values are the report's samples, spread over the
+    corpus and the same in every run.
+    """
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
     return values * np.uint64(0xD6E8FEB86659FD93)
 
 
 def column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
-    """Return (dtype, values per document) of each column of a segment.
+    """Return by name (dtype, values per document) of each column of a segment: `code` (KEPT or the rule), `before`
+    and `after` masking (characters, UTF-8 bytes, characters of each kind), `changes` (masked items by kind), `digest`
+    (half of the SHA-256), `bands` (MinHash keys).
 
-    `before` and `after` masking: characters, UTF-8 bytes and characters of each kind; `after` only if texts are
-    rewritten. `digest`: half of the SHA-256. `bands`: MinHash keys.
+    bands: number of MinHash bands. rewrites: texts are masked; without it `after` and `changes` are left out.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -42,7 +45,11 @@ def column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
 
 
 class SegmentWriter:
-    """Collector of the verdicts of one segment, which begins with document number `first`."""
+    """Collects the verdicts on consecutive documents and writes them as one file (a segment).
+
+    first: number of its first document. minhash: computes the keys for near duplicates, None if not wanted. rewrites:
+    texts are masked.
+    """
 
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
         self.first, self.minhash, self.rewrites = first, minhash, rewrites
@@ -53,7 +60,9 @@ class SegmentWriter:
         self._columns = {name: bytearray() for name in column_types(0, rewrites)}
 
     def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
-        """Append the verdict on one document. file: index of its file. raw: its text before masking."""
+        """Append the verdict on the next document. file: index of its file. name: its name. raw: its text before
+        masking, None if it did not decode.
+        """
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
         text = raw or ""
         unchanged = verdict.text is raw
@@ -92,7 +101,9 @@ class SegmentWriter:
         self.characters += len(text)
 
     def _keep_sample(self, rule: str, name: str, text: str, why: str) -> None:
-        """Keep a dropped document as a sample if its priority is among the first of its rule."""
+        """Keep the current document, dropped by `rule`, as a sample for the report if its priority is among the
+        lowest of that rule. why: the measured value.
+        """
         number = self.first + self.documents
         rank = int(sampling_priority(np.array([number]))[0])
         samples = self.samples.setdefault(rule, [])
@@ -103,7 +114,7 @@ class SegmentWriter:
             del samples[SAMPLES:]
 
     def write(self, path: Path) -> None:
-        """Write the segment atomically."""
+        """Write the collected verdicts to the file `path` atomically."""
         header = canonical_json(
             {
                 "first": self.first,
@@ -124,10 +135,10 @@ class SegmentWriter:
 
 
 class Segment:
-    """A segment on disk; header and columns are read on each access and not kept."""
+    """File with the verdicts on consecutive documents; header and columns are read on each access and not kept."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ValueError` if the file is incomplete."""
+        """Open the segment `path`. Raises `ValueError` if the file is incomplete."""
         self.path = path
         header, offset = self._read_header()
         self.first, self.documents = int(header["first"]), int(header["documents"])
@@ -157,14 +168,16 @@ class Segment:
         return column in self._types
 
     def read_column(self, name: str) -> NDArray[Any]:
-        """Read a column, [documents] or [documents, values]."""
+        """Read the column `name`, such as "code" (see `column_types`), [documents] or [documents, values]."""
         dtype, width = self._types[name]
         values = np.fromfile(self.path, dtype, count=width * self.documents, offset=self._offsets[name])
         return values if width == 1 and name == "code" else values.reshape(self.documents, width)
 
 
 def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Merge the samples of all segments by rule."""
+    """Return the report's samples of dropped documents by rule, chosen among those of all segments. headers: the
+    segments' headers.
+    """
     merged: dict[str, list[dict[str, Any]]] = {}
     for header in headers:
         for rule, samples in header["samples"].items():

@@ -29,11 +29,12 @@ _BLOCK = 1 << 24  # codes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The fate of every document of the corpus, in reading order.
+    """Outcome of reading, cleaning and splitting the corpus: the split or dropping rule of every document, in reading
+    order.
 
     codes [documents]: index in `SPLITS`, or len(SPLITS) + index in `RULES` of the rule that dropped it. pieces:
-    documents of each file. longest: characters at which texts were cut. bytes: UTF-8 bytes by split. report: the
-    cleaning report as JSON (`run_cleaning_pass`). rewriter: masks texts again when they are read.
+    number of documents of each file. longest: characters at which texts were cut. bytes: UTF-8 bytes by split.
+    report: the cleaning report as JSON (`run_cleaning_pass`). rewriter: masks texts again when they are read.
     """
 
     codes: NDArray[np.uint8]
@@ -59,14 +60,16 @@ class Survey:
 
     @classmethod
     def from_json(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
-        """Rebuild a survey from its codes and `description`."""
+        """Rebuild a survey from its codes, the JSON that `to_json` returned (`description`), and the rewriter."""
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
         return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 
     def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """Yield (number, masked text) of the split's documents from number `first` on."""
+        """Yield (number, masked text) of the documents of `split` ("train" or "validation") whose number is at least
+        `first`, read from `files`.
+        """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
         )
@@ -74,10 +77,11 @@ class Survey:
     def iterate_documents(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (number, masked document) of the split's documents from number `first` on; files without any are not
-        opened.
+        """Yield (number, masked document) of the documents of `split` ("train" or "validation") whose number is at
+        least `first`; files without any are not opened.
 
-        Raises `SourceChanged` if a file no longer yields the documents surveyed.
+        files, reader: those that were surveyed. Raises `SourceChanged` if a file no longer yields the same number of
+        documents.
         """
         wanted = SPLITS.index(split)
         end = 0
@@ -100,6 +104,7 @@ class Survey:
         """Return the document with masks applied to all of its texts."""
 
         def rewrite(text: str) -> str:
+            """Return one text of the document with masks applied."""
             return self.rewriter.rewrite_text(text, document.name)[0]
 
         if document.example is None:
@@ -109,12 +114,12 @@ class Survey:
 
 
 def count_codes(codes: NDArray[np.uint8], code: int) -> int:
-    """Count the entries equal to `code` in an array that may be larger than memory."""
+    """Count the entries of `codes` equal to `code`; the array may be larger than memory."""
     return sum(int((codes[at : at + _BLOCK] == code).sum()) for at in range(0, len(codes), _BLOCK))
 
 
 def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
-    """Return the last index in [begin, end) whose entry equals `code`, or -1; the array may be larger than memory."""
+    """Return the last index in [begin, end) whose entry equals `code`, or -1. codes: may be larger than memory."""
     for at in range(end, begin, -_BLOCK):
         found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
         if len(found):
@@ -137,6 +142,7 @@ def survey_corpus(
         cleaner = Cleaner(recipe.clean)
 
         def cleaned(longest: int) -> Cleaned:
+            """Run the cleaning pass with texts cut at `longest` characters."""
             reader = make_reader(recipe, longest)
             return run_cleaning_pass(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 
@@ -157,14 +163,16 @@ def survey_corpus(
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
-    """Create the reader for the survey and every later pass. longest: characters at which texts are cut."""
+    """Create the reader of documents for the survey and every later pass. longest: characters at
+    which texts are cut.
+    """
     records = None if recipe.records == "text" else Records(recipe.records, recipe.record_keys)
     return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 
 def _assign_splits(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """Assign kept documents to splits; returns the survey's codes, and UTF-8 bytes by split. key: recipe key for
-    errors.
+    """Assign kept documents to splits; returns the survey's codes, and UTF-8 bytes by split. fraction: of the
+    documents that go to validation. key: recipe key of the sources, for errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0
@@ -194,7 +202,7 @@ def _assign_splits(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray
 
 
 def _explain_nothing_left(cleaned: Cleaned, key: str) -> str:
-    """Return the error for a corpus without documents after cleaning."""
+    """Return the error for a corpus without documents after cleaning. key: recipe key of the sources."""
     if not len(cleaned.codes):
         return f"{key}: there is no text in its files"
     reasons = ", ".join(

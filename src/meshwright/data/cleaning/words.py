@@ -29,9 +29,10 @@ _OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\
 
 
 class Words:
-    """Hashes of the folded words of a text: lower case without punctuation (GPT-3, arXiv:2005.14165, appendix C).
+    """Splits a text into words, in lower case without punctuation (GPT-3, arXiv:2005.14165, appendix C), and hashes
+    them.
 
-    In scripts without spaces (Han, kana) every character is a word. hashes: uint64 [words].
+    In scripts without spaces (Han, kana) every character is a word. hashes: hash of each word, uint64 [words].
     """
 
     def __init__(self, text: str) -> None:
@@ -51,7 +52,7 @@ class Words:
         return len(self.hashes)
 
     def hash_ngrams(self, n: int) -> Hashes:
-        """Hash each n-gram of words, [words - n + 1]; empty if there are fewer words."""
+        """Return the hash of each run of n consecutive words, [words - n + 1]; empty if there are fewer words."""
         if len(self) < n:
             return np.empty(0, np.uint64)
         powers, inverses = _compute_powers(len(self))
@@ -77,15 +78,16 @@ def _prefix_sums(values: Hashes) -> Hashes:
 
 
 def _compute_powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return at least `count` powers of the hash base and of its inverse modulo 2^64."""
+    """Return the powers 0, 1, 2 ... of the hash base and of its inverse modulo 2^64, at least `count` of each."""
     return _compute_powers_of_two(max(16, (count - 1).bit_length()))
 
 
 @cache
 def _compute_powers_of_two(bits: int) -> tuple[Hashes, Hashes]:
-    """Return 2^bits powers of the hash base and of its inverse modulo 2^64."""
+    """Return the powers 0 to 2^bits - 1 of the hash base and of its inverse modulo 2^64."""
 
     def powers(base: int) -> Hashes:
+        """Return the powers 0 to 2^bits - 1 of `base` modulo 2^64."""
         values = np.full(1 << bits, base, np.uint64)
         values[0] = 1
         return np.cumprod(values, dtype=np.uint64)

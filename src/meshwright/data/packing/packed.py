@@ -37,13 +37,15 @@ class TokenBatch:
         return int((self.targets != NO_TARGET).sum())
 
     def document_starts(self) -> list[NDArray[np.int64]]:
-        """Return for each row the positions at which a document begins, ascending; the first is 0."""
+        """Return for each row of the batch the positions, ascending, at which a document begins; the first is 0."""
         begins = np.diff(self.document_ids, axis=1, prepend=-1) != 0
         return [np.flatnonzero(row) for row in begins]
 
 
 class PackedDataset(ABC):
-    """One split as packed rows of `sequence` tokens over memory-mapped shards; base of text streams and of examples."""
+    """Base class of one split of the data ("train" or "validation") as rows of `sequence` tokens over memory-mapped
+    shards; subclasses are token streams and packed examples.
+    """
 
     def __init__(
         self,
@@ -55,9 +57,9 @@ class PackedDataset(ABC):
         padding: int,
         sources: Sequence[int] | None = None,
     ) -> None:
-        """directory: of the shard files. dtype: of a token on disk. document_mask: give documents ids of their own.
-        padding: token id that fills incomplete rows. sources: number of shards of each source, if no row may mix two
-        sources.
+        """directory: of the shard files. shards: their records, in order. dtype: of a token on disk. sequence: tokens
+        in a row. document_mask: give each document an id of its own. padding: token id that fills incomplete rows.
+        sources: number of shards of each source, if no row may mix two sources.
         """
         self.directory, self.shards, self.dtype = directory, tuple(shards), dtype
         self.sequence, self.document_mask, self.padding = sequence, document_mask, padding
@@ -106,7 +108,7 @@ class PackedDataset(ABC):
         """
 
     def iterate_batches(self, size: int) -> Iterator[TokenBatch]:
-        """Yield all packed rows in order, `size` at a time; every target comes once."""
+        """Yield all packed rows in order, in batches of `size` rows; every target comes once."""
         for first in range(0, self.rows, size):
             yield self.read_batch(np.arange(first, min(first + size, self.rows)), padded=True)
 
@@ -126,7 +128,7 @@ class PackedDataset(ABC):
                     yield file.read(size).decode()
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
-        """Memory-map a shard's tokens, or with `kind` TRAINED its response mask, [tokens]."""
+        """Memory-map the tokens of shard number `number`, or with `kind` TRAINED its response mask, [tokens]."""
         if (number, kind) not in self._mapped:
             shard = self.shards[number]
             path = self.directory / shard_file_name(shard.number, kind)
@@ -195,7 +197,7 @@ class PackedTokens(PackedDataset):
         return TokenBatch(np.ascontiguousarray(tokens), targets, document_ids)
 
     def _row_starts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first token of each row in the stream, [B]."""
+        """Return the position in the split's token stream at which each of the `rows` begins, [B]."""
         if self._streams == 1:
             return rows * self.sequence
         first_rows = np.cumsum([0, *self.sequences_by_source])
@@ -204,7 +206,9 @@ class PackedTokens(PackedDataset):
         return begins
 
     def _read_tokens(self, begin: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the stream's tokens from `begin` on, across shards, up to the stream's end."""
+        """Fill `out` with the split's tokens from position `begin` of its token stream on, across shards; at the
+        stream's end the rest of `out` is left as it is.
+        """
         end = min(begin + len(out), self.tokens)
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         filled = 0
@@ -215,7 +219,9 @@ class PackedTokens(PackedDataset):
             filled, begin, number = filled + len(part), begin + len(part), number + 1
 
     def _mark_document_starts(self, begins: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask [B, S + 1] of the positions at which a document begins; the first of a row is never marked."""
+        """Return a mask [B, S + 1] of the positions at which a document begins; the first of a row is never marked.
+        begins: position in the token stream at which each row begins, [B].
+        """
         if self._starts is None:
             parts = [
                 self._map_index(shard)[:, 0].astype(np.int64) + bound

@@ -72,7 +72,9 @@ class PackedExamples(PackedDataset):
         too_long: str = "truncate",
         decode: Callable[[NDArray[Any]], str] = str,
     ) -> None:
-        """See `PackedDataset`. decode: tokens to text, for the error about too long
+        """directory, shards, dtype, sequence, document_mask, padding, sources: of `PackedDataset`.
+        documents_per_example: 1, or 2 for preference pairs. train_on: "responses" or "all". pack: several examples in
+        a row. too_long: "truncate", "drop" or "refuse". decode: tokens to text, for the error about too long
         examples.
         """
         super().__init__(directory, shards, dtype, sequence, document_mask, padding, sources)
@@ -205,7 +207,9 @@ class PackedExamples(PackedDataset):
         return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids))
 
     def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Read the tokens [begin, end) of one document, and the mask of those that are targets."""
+        """Read the tokens of one document, which are [begin, end) of the split's token stream, and the mask of those
+        that are targets.
+        """
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
         tokens = self._map_shard(number)[span]
@@ -216,11 +220,11 @@ class PackedExamples(PackedDataset):
         return tokens, self._map_shard(number, TRAINED)[span] != 0
 
     def _count_targets(self, begin: int, end: int) -> int:
-        """Count the targets among the tokens [begin, end) of one document."""
+        """Count the targets in one document, whose tokens are [begin, end) of the split's token stream."""
         return int(self._read_document(begin, end)[1].sum())
 
     def _count_document_targets(self) -> NDArray[np.int64]:
-        """Count the targets of each untruncated document, [examples, documents]."""
+        """Return the number of targets of each document before any truncation, [examples, documents]."""
         if self.train_on == "all":
             return np.diff(self._documents).reshape(-1, self.documents_per_example) - 1
         counts = [self._map_index(shard)[:, 2].astype(np.int64) for shard in self.shards]
@@ -232,8 +236,8 @@ class PackedExamples(PackedDataset):
         return list(itertools.pairwise(ends))
 
     def _too_long_error(self, number: int, count: int, longest: int, capacity: int) -> UserError:
-        """Build the error for examples longer than a row: the first one's number, their count, the longest one's
-        tokens.
+        """Build the error for examples longer than a row. number: of the first one; count: of such examples; longest:
+        tokens of the longest; capacity: tokens in a row.
         """
         begins, ends = (
             self._documents[number * self.documents_per_example],
@@ -275,7 +279,9 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Truncate lengths to sum to `capacity`: the longest are cut to a common length, the others stay whole."""
+    """Return the `lengths` cut to sum to `capacity`: the longest are cut to a common length, the
+    others stay whole.
+    """
     kept = lengths.copy()
     left, remaining = capacity, len(lengths)
     for piece in np.argsort(lengths, kind="stable").tolist():

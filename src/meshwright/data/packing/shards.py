@@ -52,7 +52,9 @@ class Shard:
     files: dict[str, dict[str, Any]]
 
     def find_problem(self, directory: Path, contents: bool) -> str | None:
-        """Return what is wrong with the shard's files, or None. contents: verify SHA-256, not only sizes."""
+        """Return what is wrong with the shard's files in `directory`, or None. contents: verify SHA-256, not only
+        sizes.
+        """
         for name, said in self.files.items():
             if found := find_damage(directory / name, said, contents):
                 return f"{directory / name} {found}"
@@ -60,12 +62,14 @@ class Shard:
 
 
 def shard_file_name(number: int, kind: str) -> str:
-    """Return the name of a shard's file, such as "00003.tokens.bin"."""
+    """Return the name of a file of shard number `number`: kind "tokens.bin" gives "00003.tokens.bin"."""
     return f"{number:05d}.{kind}"
 
 
 class EncodedDocument(NamedTuple):
-    """One encoded document: its framed tokens, UTF-8 text, and for records the response mask, uint8 [tokens]."""
+    """One encoded document. tokens: ids with start and end token. text: its UTF-8. trained: for records the response
+    mask, uint8 [tokens]; None for plain text.
+    """
 
     tokens: NDArray[Any]
     text: bytes
@@ -82,7 +86,7 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Encoder of plain text: start token, text, end token."""
+    """Encodes plain text to token ids: start token, text, end token."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -96,11 +100,12 @@ class TextEncoder:
 
 
 class Packer:
-    """Writer of one split's shards of at least `shard_tokens` tokens, cut between documents and at the end of each
+    """Writes one split's shards of at least `shard_tokens` tokens, cut between documents and at the end of each
     source.
 
-    documents(first): yields (number, document) of the split from number `first` on. ends: for each source the exclusive
-    end of its document numbers.
+    directory: for the shards. documents(first): yields (number, document) of the split from number `first` on. ends:
+    for each source the exclusive end of its document numbers. encoder: documents to tokens. tokenizer_sha256: of its
+    tokenizer.json. keep_text: also write the texts.
     """
 
     def __init__(
@@ -118,7 +123,8 @@ class Packer:
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
     def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
-        """Write the missing shards and return those of each source; intact shards of an interrupted run are kept.
+        """Write the missing shards and return all shards, one list per source; intact shards of an interrupted run
+        are kept.
 
         progress: called with the UTF-8 bytes done so far.
         """
@@ -144,8 +150,8 @@ class Packer:
         return shards
 
     def _find_shard(self, number: int, first: int) -> Shard | None:
-        """Return the shard if it is on disk, undamaged, begins at document `first` and has the same tokenizer; else
-        None.
+        """Return shard number `number` if it is on disk, undamaged, begins at document `first` and has the same
+        tokenizer; else None.
         """
         record = read_json(self.directory / shard_file_name(number, "json"))
         if record is None:
@@ -155,7 +161,9 @@ class Packer:
         return shard if fits and shard.find_problem(self.directory, contents=True) is None else None
 
     def _encode_documents(self, first: int, end: int) -> Iterator[tuple[int, list[EncodedDocument]]]:
-        """Yield (number, its encoded documents) for each document in [first, end), encoded in batches."""
+        """Yield (number, its encoded documents) for each document with a number in [first, end),
+        encoded in batches.
+        """
         for batch in _group_documents(itertools.takewhile(lambda item: item[0] < end, self.documents(first))):
             pieces = self.encoder.encode_documents([document for _, document in batch])
             for (number, _), of_it in zip(batch, pieces, strict=True):
@@ -169,7 +177,10 @@ class Packer:
         encoded: Iterator[tuple[int, list[EncodedDocument]]],
         progress: Callable[[int], None],
     ) -> Shard:
-        """Write one shard from the encoded documents, its record last, and return it."""
+        """Write shard number `number` from the encoded documents, its record last, and return it. first: number of
+        its first document. end: exclusive end of the source's document numbers. encoded: yields (document number, its
+        encoded documents). progress: called with the UTF-8 bytes written.
+        """
         names = {kind: shard_file_name(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
         index_rows: list[tuple[int, ...]] = []
         count = size = documents = 0
@@ -226,15 +237,18 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
 
 
 def _report_progress(progress: Callable[[int], None], done: int, more: int) -> None:
-    """Call `progress` with the bytes of earlier shards plus `more`."""
+    """Call `progress` with `done` + `more`: UTF-8 bytes of earlier shards and of the current one."""
     progress(done + more)
 
 
 def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
-    """Wrap `say` so that it runs at most once in `_LOG_SECONDS`, and not in the first ones."""
+    """Return a function that passes its argument (bytes done) to `say` at most once in `_LOG_SECONDS`, and not in the
+    first ones.
+    """
     last = time.monotonic()
 
     def perhaps(done: int) -> None:
+        """Call `say(done)` if `_LOG_SECONDS` have passed since its last call."""
         nonlocal last
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()

@@ -24,8 +24,10 @@ _FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand he
 
 
 class RenderedConversation(NamedTuple):
-    """A rendered conversation. responses: character ranges of the assistant's turns, end token included. own: ranges of
-    special tokens that the template wrote; those spelled by a message are ordinary text.
+    """A conversation rendered to text by a chat template.
+
+    responses: character ranges [begin, end) of the assistant's turns, end token included. own: ranges of special
+    tokens that the template wrote; those spelled by a message are ordinary text.
     """
 
     text: str
@@ -67,7 +69,8 @@ class ChatTemplate:
         _ = self._renderer
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Return the plain text, equal to `transformers.apply_chat_template(tokenize=False)`.
+        """Return the conversation `messages` as plain text, equal to
+        `transformers.apply_chat_template(tokenize=False)`.
 
         prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
         messages.
@@ -103,7 +106,9 @@ class ChatTemplate:
         return RenderedConversation(text, wanted, self._find_own_tokens(seen, text, prompt))
 
     def _render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
-        """Render and return the text and the character ranges that {% generation %} marks."""
+        """Render and return the text and the character ranges that {% generation %} marks. prompt: append the header
+        of the assistant's next turn.
+        """
         try:
             marked = self._renderer.render_marked(messages, prompt)
         except LimitReached as error:
@@ -120,8 +125,8 @@ class ChatTemplate:
         return text, spans
 
     def _find_turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
-        """Return the character range of assistant turn `number`: after its prompt, up to the special token that ends
-        it.
+        """Return the character range of message number `number`, an assistant's turn, in the rendered `text`: from
+        after its prompt to the special token that ends it.
         """
         before = self.render(messages[:number], prompt=True) if number else ""
         plain = self.render(messages[:number]) if number else ""
@@ -153,7 +158,9 @@ class ChatTemplate:
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_spell(self, content: str) -> bool:
-        """Return whether a message contains a special token, or could form one with its surroundings."""
+        """Return whether the message text `content` contains a special token, or could form one with its
+        surroundings.
+        """
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes
@@ -166,7 +173,8 @@ class ChatTemplate:
         return False
 
     def _find_own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
-        """Return the character ranges of the special tokens that the template itself wrote.
+        """Return the character ranges in the rendered `text` of the special tokens that the template itself wrote.
+        prompt: the header of the assistant's next turn was appended.
 
         If a message contains anything like one, the template is rendered again with the characters of all messages
         replaced by private-use characters; the special tokens that remain are the template's own.
@@ -199,7 +207,7 @@ def _load_own_sources() -> frozenset[str]:
 
 
 def _load_own_source(name: str) -> str:
-    """Load the Jinja source of a template that comes with Meshwright."""
+    """Load the Jinja source of the template `name`, such as "chatml", that comes with Meshwright."""
     return (files("meshwright.data.records") / f"{name}.jinja").read_text("utf-8")
 
 
@@ -235,7 +243,9 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
 
 
 def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
-    """Raise `UserError` unless the tokenizer has the special tokens that the template writes. tokenizer: its name."""
+    """Raise `UserError` unless the tokenizer has the special tokens that the template `name`, such as "chatml",
+    writes. special: the tokenizer's special tokens. tokenizer: its name, for the error.
+    """
     missing = [token for token in _NEEDED.get(name, ()) if token not in special]
     if missing:
         raise UserError(

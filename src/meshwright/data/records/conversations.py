@@ -16,7 +16,9 @@ _ROLE_KEYS = ("role", "from")
 
 
 class Message(NamedTuple):
-    """One turn of a conversation. input: the text that an instruction applies to (Alpaca's `input`), or ""."""
+    """One turn of a conversation. role: "system", "user" or "assistant". content: its text. input: the text that an
+    instruction applies to (Alpaca's `input`), or "".
+    """
 
     role: str
     content: str
@@ -55,7 +57,9 @@ class Example(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Kind of records ("instruction", "chat", "preference") with the renamed keys of their parts."""
+    """Format of record files. kind: "instruction", "chat" or "preference". renamed: key in the files by standard key,
+    such as {"prompt": "question"}; others have their standard names.
+    """
 
     kind: str
     renamed: Mapping[str, str] = {}
@@ -71,7 +75,7 @@ class Records(NamedTuple):
         return [*keys, "conversations", "messages"] if self.kind == "chat" else keys
 
     def parse_example(self, record: Any) -> Example:
-        """Parse a record. Raises `Malformed` with what is wrong with it."""
+        """Parse a JSON record to prompt and responses. Raises `Malformed` with what is wrong with it."""
         if not isinstance(record, dict):
             raise Malformed(f"is {_describe_value(record)}, not an object")
         match self.kind:
@@ -137,7 +141,9 @@ class Records(NamedTuple):
         )
 
     def _get_text(self, record: dict[str, Any], part: str) -> str:
-        """Return the string under a part's key. Raises `Malformed` if it is missing or not a string."""
+        """Return the string under the key of `part`, such as "prompt". Raises `Malformed` if it is missing or not a
+        string.
+        """
         key = self.file_key(part)
         if key not in record:
             raise self._missing_key_error(record, key, part)
@@ -146,7 +152,9 @@ class Records(NamedTuple):
         return str(record[key])
 
     def _missing_key_error(self, record: dict[str, Any], key: str, part: str) -> Malformed:
-        """Build the error for a missing key, with the nearest key that the record has."""
+        """Build the error for a record without `key`, the key of `part` ("prompt" ...), with the nearest key that it
+        has.
+        """
         held = ", ".join(f'"{one}"' for one in list(record)[:8]) or "no keys"
         close = nearest(key, record)
         right = f'"{close}"' if close else '"..."'
@@ -167,11 +175,11 @@ class Records(NamedTuple):
 
 
 class Malformed(Exception):
-    """Error: what is wrong with a record, as a phrase that follows "the record"."""
+    """Error whose message says what is wrong with a record, as a clause that follows "the record"."""
 
 
 def _parse_message(turn: Any, where: str) -> Message:
-    """Parse one message with role and content, under the keys of OpenAI or ShareGPT. where: its position,
+    """Parse one message (`turn`) with role and content, under the keys of OpenAI or ShareGPT. where: its position,
     for errors.
     """
     if not isinstance(turn, dict):
@@ -204,7 +212,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _describe_value(value: Any) -> str:
-    """Describe a wrong value in a few words."""
+    """Return a few words about a JSON value of the wrong type, for an error."""
     match value:
         case None:
             return "null"

@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 
 
 class ExampleEncoder:
-    """Encoder of records: prompt and response to one token sequence, a preference record to two."""
+    """Encodes records to token ids: prompt and response to one sequence, a preference record to two."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         """Raises `UserError` if the template is not a valid Jinja template."""
@@ -30,7 +30,8 @@ class ExampleEncoder:
 
     @classmethod
     def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
-        """Load tokenizer and chat template from a directory. where: the template's name in errors.
+        """Load tokenizer and chat template from the Hugging Face directory `directory`. where: the template's name in
+        errors.
 
         Raises `UserError` if the tokenizer has no chat template.
         """
@@ -121,8 +122,8 @@ class ExampleEncoder:
 
 
 def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
-    """Replace the template's own special tokens by their secret names; returns the text and the shifted response
-    ranges.
+    """Replace the template's own special tokens in a rendered conversation by their secret names; returns the text
+    and the response ranges in it. names: secret name by special token.
     """
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
@@ -138,6 +139,7 @@ def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -
     shifts = [0, *(by for _, by in moved)]
 
     def place(position: int) -> int:
+        """Return the index in the new text of a character position in the old one."""
         return position + shifts[int(np.searchsorted(ends, position, side="right"))]
 
     return "".join(parts), [(place(begin), place(end)) for begin, end in rendered.responses]

@@ -24,8 +24,8 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Both sides of a record: prompt, all turns before the last answer, and response, that answer ("" if there is
-    none).
+    """Both sides of a record as text. prompt: all turns before the last answer. response: that answer, "" if there is
+    none.
     """
 
     prompt: str
@@ -33,7 +33,8 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Return the prompt and response of an instruction, chat or preference record (its chosen answer).
+    """Return the prompt and response of an instruction, chat or preference record (of the last, its chosen answer).
+    where: place of the record, such as "a.jsonl:17".
 
     An instruction may lack its output. Raises `UserError` that begins with `where` for anything else.
     """
@@ -43,7 +44,9 @@ def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
 
 
 def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """Return a copy of the record with its last answer replaced (or added)."""
+    """Return a copy of the record whose last answer is `response`, replaced or added. where: place of the record, for
+    errors.
+    """
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key
     changed, held = dict(record), record.get(key)
@@ -61,7 +64,9 @@ def replace_response(record: Mapping[str, Any], response: str, where: str) -> Re
 
 
 def find_first_request(record: Mapping[str, Any], where: str) -> str:
-    """Return the instruction of a record without its input, or the user's first turn."""
+    """Return the instruction of a record without its input, or the user's first turn. where: place of the record, for
+    errors.
+    """
     return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
 
@@ -81,8 +86,8 @@ def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield (where, record) for each record of a JSON Lines file or JSON list, compressed or not. Raises
-    `UserError`.
+    """Yield (place such as "a.jsonl:17", record) for each record of a JSON Lines file or JSON list, compressed or
+    not. Raises `UserError`.
     """
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file of records")
@@ -110,7 +115,7 @@ def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def read_records(path: Path) -> list[tuple[str, Record]]:
-    """Read all records of a file as (where, record) pairs. Raises `UserError`."""
+    """Read all records of a file as (place such as "a.jsonl:17", record) pairs. Raises `UserError`."""
     return list(iterate_records(path))
 
 
@@ -131,7 +136,9 @@ def to_json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _iterate_list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
-    """Yield (where, record) for the objects of one JSON list, or for a single object."""
+    """Yield (place, record) for the objects of one JSON list, or for a single object. data: content of the file
+    `path`.
+    """
     value = _parse_json(data.removeprefix(codecs.BOM_UTF8), str(path))
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         where = f"{path}: record {number}"
@@ -152,14 +159,16 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 
 def _check_object(value: Any, where: str) -> Record:
-    """Return the value if it is an object, else raise `UserError`."""
+    """Return `value` if it is a JSON object, else raise `UserError` that begins with `where`."""
     if not isinstance(value, dict):
         raise UserError(f'{where}: not an object, as in {{"instruction": "...", "output": "..."}}')
     return value
 
 
 def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Return all messages of a record; for a preference those up to the chosen answer."""
+    """Return all messages of a record; for a preference those up to the chosen answer. where: place of the record,
+    for errors.
+    """
     kind = next((kind for key, kind in _KINDS.items() if key in record), None)
     if kind is None:
         held = ", ".join(f'"{key}"' for key in list(record)[:8]) or "no keys"

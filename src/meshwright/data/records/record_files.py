@@ -21,8 +21,8 @@ _ROWS = 256  # of a Parquet file at a time
 
 
 class FileRecord(NamedTuple):
-    """One parsed record: `place` in its file (":17"), `where` for errors, value. problem: why it is not
-    JSON, or None.
+    """One parsed record of a file. place: its position in the file, such as ":17". where: file and position, for
+    errors. value: the JSON value. problem: why it is not JSON, None if it is.
     """
 
     place: str
@@ -34,7 +34,8 @@ class FileRecord(NamedTuple):
 def iterate_file_records(
     file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
 ) -> Iterator[FileRecord]:
-    """Yield the records of a file in order. columns: read only these of a Parquet file (None: all).
+    """Yield the records of a JSON, JSON Lines or Parquet file in order. stream: its decompressed bytes. columns: read
+    only these of a Parquet file (None: all). encoding: of JSON text.
 
     Bytes that do not decode become lone surrogates. A line that is not JSON yields a record with a problem. Raises
     `UserError` for a truncated or damaged file, or Parquet without any of the columns.
@@ -95,7 +96,10 @@ def _iterate_list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[F
 
 
 class _ListBuffer:
-    """Sliding window over the text of a JSON list, around the position `at` that is being parsed."""
+    """Window over the text of a JSON list that may be larger than memory; it is read on as values are parsed.
+
+    text: the part in memory. at: index in it of the next character to be parsed.
+    """
 
     def __init__(self, file: SourceFile, stream: Stream, encoding: str) -> None:
         self.file, self._stream = file, stream
@@ -107,7 +111,9 @@ class _ListBuffer:
         self.text = self.text.removeprefix("\ufeff")
 
     def _read_more(self) -> None:
-        """Read on, as much as is buffered, so that a long record is not parsed too often."""
+        """Drop the text that is parsed and read as many bytes as remain in the window, at least `_CHUNK`, so that a
+        long record is not parsed too often.
+        """
         rest = self.text[self.at :]
         data = self._stream.read(max(_CHUNK, len(rest)))
         self._ended = not data
@@ -117,7 +123,9 @@ class _ListBuffer:
             raise UserError(f"{self.file.path}: does not decode ({error})") from None
 
     def next_character(self, at_end: bool = False) -> str:
-        """The next character that is not white space. `UserError` at the end of the file, unless it may be there."""
+        """Skip white space and return the next character without passing it. At the end of the file return "" if
+        `at_end` allows the end there, else raise `UserError`.
+        """
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
                 self.at += 1
@@ -130,7 +138,7 @@ class _ListBuffer:
             self._read_more()
 
     def parse_value(self, number: int) -> Any:
-        """Parse the value at `at` and move past it. Raises `UserError` if it is broken."""
+        """Return the next JSON value and move past it. number: of the record, for the `UserError` if it is broken."""
         while True:
             try:
                 value, self.at = self._parser.raw_decode(self.text, self.at)
@@ -153,7 +161,7 @@ class _ListBuffer:
             self._read_more()
 
     def broken_record_error(self, number: int, reason: str) -> UserError:
-        """Build the error for record `number`."""
+        """Build the error for record number `number` of the list. reason: what is wrong with it."""
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 

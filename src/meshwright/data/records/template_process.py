@@ -38,7 +38,9 @@ class RenderProcess:
             self._start()
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """Render in the subprocess; see `Renderer.render_marked`."""
+        """Render `messages` in the subprocess; returns the text with `BEGIN` and `END` around what {% generation %}
+        marks. prompt: append the header of the assistant's next turn.
+        """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._start()
@@ -60,7 +62,9 @@ class RenderProcess:
         self._send_request(self._first)
 
     def _send_request(self, request: Mapping[str, Any]) -> str:
-        """Send a request and return the rendered text. Raises `TemplateError`, `NotATemplate` or `LimitReached`."""
+        """Send a request (a JSON object) to the subprocess and return the rendered text. Raises `TemplateError`,
+        `NotATemplate` or `LimitReached`.
+        """
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -120,7 +124,9 @@ class RenderProcess:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill the process, unless this is a forked copy of its owner."""
+    """Kill the subprocess, unless the calling process is a forked copy of its owner. owner: process
+    id of the owner.
+    """
     if os.getpid() != owner:
         return
     for pipe in (process.stdin, process.stdout):

@@ -53,8 +53,8 @@ class Renderer:
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """Return the text with `BEGIN` and `END` around what {% generation %} marks. Raises `TemplateError`,
-        `LimitReached`.
+        """Render `messages`; returns the text with `BEGIN` and `END` around what {% generation %} marks. prompt:
+        append the header of the assistant's next turn. Raises `TemplateError`, `LimitReached`.
         """
         from jinja2 import TemplateError as JinjaError
 
@@ -89,11 +89,13 @@ def create_environment() -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> nodes.Node:
+            """Parse the block and return the call of `_mark` on its content."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
+            """Return the rendered content of the block between `BEGIN` and `END`."""
             return f"{BEGIN}{caller()}{END}"
 
     def raise_exception(message: str) -> None:

@@ -30,10 +30,12 @@ class _UnreachableFilesystem:
 def list_stored(
     url: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Yield (name, file, named) for each file that `url` stands for (see `find_stored`), and remember them in `cache`.
+    """List the files that a URL (file, glob or directory in a remote store) stands for. Yields (name relative to the
+    URL, file, True if the URL names this very file), and remembers the list in the directory `cache`.
 
-    If the store is unreachable, the remembered listing is used: enough to find prepared data, but nothing can be read.
-    Raises `UserError` if there is no such file, or the store is unreachable and no listing is remembered.
+    If the store is unreachable, the remembered listing is used and `log` told: enough to find prepared data, but
+    nothing can be read. Raises `UserError` that begins with the recipe key `key` if there is no such file, or the
+    store is unreachable and no listing is remembered.
     """
     memory = None if cache is None else cache / "listings" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     try:
@@ -53,7 +55,7 @@ def list_stored(
 
 
 def _remember(memory: Path, url: str, found: list[tuple[str, StoredFile, bool]]) -> None:
-    """Write a listing to the cache; a cache that cannot be written is ignored."""
+    """Write the listing `found` of `url` to the file `memory`; an error in writing is ignored."""
     files: list[Any] = [
         [name, {"url": file.url, "place": file.place, "size": file.size, "version": file.version}, named]
         for name, file, named in found

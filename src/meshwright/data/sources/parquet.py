@@ -68,7 +68,9 @@ def _required_columns(required: Mapping[str, str], schema: Any) -> list[str]:
 
 
 def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
-    """Yield what is wrong with each row of a batch, or None."""
+    """Yield for each row of a batch why it does not fit the schema, or None. text: column of the texts; key: its
+    name; required: further columns and the types of their values.
+    """
     names = _required_columns(required, batch.schema)
     values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())
     for there, record in zip(text.is_valid().to_pylist(), values, strict=False):
@@ -77,7 +79,7 @@ def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str])
 
 
 def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
-    """Return the texts of a column of strings or bytes; null becomes ""."""
+    """Return the texts of a column of strings or bytes; null becomes "". arrow: the pyarrow module."""
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not _is_bytes(column.type, arrow):
@@ -90,13 +92,15 @@ def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
 
 
 def _is_bytes(kind: Any, arrow: Any) -> bool:
-    """Return whether an Arrow type holds bytes."""
+    """Return whether the Arrow type `kind` holds bytes. arrow: the pyarrow module."""
     types = arrow.types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _is_text(kind: Any, arrow: Any) -> bool:
-    """Return whether an Arrow type holds strings or bytes, dictionary-encoded or not."""
+    """Return whether the Arrow type `kind` holds strings or bytes, dictionary-encoded or not. arrow: the pyarrow
+    module.
+    """
     types = arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -105,7 +109,9 @@ def _is_text(kind: Any, arrow: Any) -> bool:
 
 
 def _choose_batch_rows(group: Any, path: str) -> int:
-    """Return how many rows of a row group hold about `_BATCH` bytes of text."""
+    """Return how many rows of a row group (its Parquet metadata `group`) hold about `_BATCH` bytes of text. path:
+    column name.
+    """
     columns = (group.column(number) for number in range(group.num_columns))
     size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
     rows: int = group.num_rows

@@ -48,12 +48,12 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reader that splits files into documents: a text file, a JSON line, a Parquet row (text under `text_key`, unless
-    the file has its own key) or a WET page is one document.
+    """Splits files into documents: a text file, a JSON line, a Parquet row (text under `text_key`, unless the file
+    has its own key) or a WET page is one document.
 
-    longest: texts of more characters are cut into several documents, after a blank line, else after a line, else
-    anywhere. required_keys: types by key; a record that lacks one, or its text, becomes a document with a problem
-    instead of an error. records: parse every file as such records, one document each, never cut.
+    encoding: of text. longest: texts of more characters are cut into several documents, after a blank line, else
+    after a line, else anywhere. required_keys: types by key; a record that lacks one, or its text, becomes a document
+    with a problem instead of an error. records: parse every file as such records, one document each, never cut.
     """
 
     encoding: str = "utf-8"
@@ -144,7 +144,7 @@ class Reader:
                 yield Document(file.name + place + (f"#{count}" if count > 1 else ""), piece)
 
     def _explain_not_text(self, head: bytes) -> str | None:
-        """Return why a file that begins with `head` is not text in this encoding, or None."""
+        """Return why a file whose first bytes are `head` is not text in this encoding, or None."""
         wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
@@ -228,7 +228,7 @@ def iterate_json_list_texts(
 
 
 def _find_schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
-    """Return why a JSON line does not fit the required keys, or None."""
+    """Return why a JSON line does not fit the schema, or None. key: of its text. required: types by key."""
     try:
         record = json.loads(line.decode(encoding, "surrogateescape"))
     except (ValueError, RecursionError):
@@ -237,7 +237,9 @@ def _find_schema_problem(line: bytes, key: str, encoding: str, required: Mapping
 
 
 def _parse_json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
-    """Parse a JSON line and return the text under `key`. Raises `UserError` that begins with `where`."""
+    """Parse a JSON line and return the text under `key`. Raises `UserError` that begins with `where` and names the
+    recipe key `setting`, which sets `key`.
+    """
     try:
         value: Any = json.loads(line.decode(encoding, "surrogateescape"))
     except json.JSONDecodeError as error:
@@ -248,7 +250,9 @@ def _parse_json_text(line: bytes, key: str, encoding: str, where: str, setting: 
 
 
 def _get_text(value: Any, key: str, where: str, setting: str) -> str:
-    """Return the text of a record under `key` ("a.b": key b inside a). Raises `UserError` if there is none."""
+    """Return the text of a record under `key` ("a.b": key b inside a). Raises `UserError` that begins with `where`
+    and names the recipe key `setting`, which sets `key`, if there is none.
+    """
     if not isinstance(value, dict):
         raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
     for name in [key] if key in value else key.split("."):

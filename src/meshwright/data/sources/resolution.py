@@ -126,7 +126,10 @@ def _is_cached(path: Path, cache: Path) -> bool:
 def _expand_source(
     source: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Path | StoredFile, bool]]:
-    """Yield (name, path, named) for each file that `source` stands for."""
+    """Yield (name relative to the source, path, True if the source names this very file) for each file that `source`,
+    a path, glob, directory, URL or "stdlib", stands for. key: recipe key, for errors. cache: directory that remembers
+    listings of stores; log: reports their use.
+    """
     if source == "stdlib":
         yield from ((name, path, False) for name, path in _iterate_standard_library(key))
         return
@@ -151,7 +154,9 @@ def _expand_source(
 
 
 def _iterate_standard_library(key: str) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) for each Python file of the standard library. Raises `UserError` if this Python has none."""
+    """Yield (name, path) for each Python file of the standard library. Raises `UserError` that begins with the recipe
+    key `key` if this Python has none.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found = False
     for directory, below, files in os.walk(root):

@@ -42,8 +42,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a store. place: its path inside `filesystem`. size: bytes, if known. version: entity tag, checksum or
-    time that changes with the content; None if the store gives none.
+    """A file in a remote store. url: its address. place: its path inside `filesystem`. size: bytes, if known.
+    version: entity tag, checksum or time that changes with the content; None if the store gives none. filesystem: the
+    fsspec file system that reads it.
     """
 
     url: str
@@ -138,10 +139,11 @@ class _BlockReader(io.RawIOBase):
         return len(part)
 
     def _load(self, number: int) -> None:
-        """Fetch block `number` from the store."""
+        """Fetch block number `number` of the file from the store and keep it instead of the previous one."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
         def load() -> memoryview:
+            """Return the bytes of the block. Raises `OSError` if fewer arrive."""
             data = memoryview(self._file.filesystem.cat_file(self._file.place, start=begin, end=end))
             if len(data) != end - begin:
                 raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
@@ -152,9 +154,11 @@ class _BlockReader(io.RawIOBase):
 
 
 def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
-    """Call `ask` up to `TRIES` times with exponential backoff and return its result, or raise a one-line `UserError`.
+    """Return the result of `ask`, a request to the store of `url`; failing calls are repeated up to `TRIES` times in
+    all with exponential backoff, then raise a one-line `UserError`.
 
-    Errors that waiting does not change are raised at once: a missing file, refused access. where: added to the message.
+    Errors that waiting does not change are raised at once: a missing file, refused access. where: added to the
+    message.
     """
     for number in range(TRIES):
         try:
@@ -204,7 +208,9 @@ def local_path(url: str) -> Path | None:
 
 
 def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Yield (name, file, named) for each file that `url` stands for: a file, a glob or a directory. key: for errors."""
+    """List the files that a URL stands for: a file, a glob or a directory. Yields (name relative to the URL, file,
+    True if the URL names this very file). key: recipe key, for errors.
+    """
     _refuse_secrets(url, key)
     filesystem, place = _open_filesystem(url, key)
     filesystem.invalidate_cache()
@@ -253,17 +259,19 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile` from what the file system reports about it."""
+    """Build a `StoredFile` from `entry`, what the file system reports about the path `place` ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
 def _is_file(entry: dict[str, Any]) -> bool:
-    """Return whether a file system's entry is a file, not a directory or its marker."""
+    """Return whether a file system's entry (`{"type", "name" ...}`) is a file, not a directory or its marker."""
     return entry["type"] == "file" and not entry["name"].endswith("/")
 
 
 def _find_version(entry: dict[str, Any]) -> str | None:
-    """Return the entity tag, else a checksum, else the modification time of an entry; None if it has none of them."""
+    """Return a text that changes with the content of a file: the entity tag, else a checksum, else the modification
+    time in the file system's entry; None if it has none of them.
+    """
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
         if entry.get(key):
             return f"{key.lower().replace('_', '')} {entry[key]}"
@@ -274,8 +282,8 @@ def _find_version(entry: dict[str, Any]) -> str | None:
 
 
 def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
-    """Return the file system that reads `url`, and the path of `url` in it. Raises `UserError` if a package
-    is missing.
+    """Return the fsspec file system that reads `url`, and the path of `url` in it. key: recipe key, for errors.
+    Raises `UserError` if a package is missing.
     """
     try:
         import fsspec
@@ -304,12 +312,12 @@ def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
 
 
 def missing_package(package: str, what: object) -> UserError:
-    """Build the error for a package of the extra `data` that is not installed."""
+    """Build the error for a package of the extra `data` that is not installed. what: URL or file that needs it."""
     return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'")
 
 
 def _refuse_secrets(url: str, key: str) -> None:
-    """Raise `UserError` if the URL contains credentials or a signature."""
+    """Raise `UserError` that begins with the recipe key `key` if the URL contains credentials or a signature."""
     if re.search(r"://[^/?#]*@", url) or _SECRET_QUERY.search(url):
         shown = re.sub(r"://[^/?#]*@", "://", url).partition("?")[0]
         raise UserError(
@@ -320,7 +328,9 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
-    """Raise `UserError` for a protocol that needs the user's consent, since it may log in with the user's keys."""
+    """Raise `UserError` for a URL whose protocol needs the user's consent, since it may log in with the user's keys.
+    key: recipe key, for errors. protocols: those that fsspec knows.
+    """
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
         protocol = part.partition("://")[0].lower()

@@ -52,7 +52,9 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
 
 
 def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
-    """Read the headers of the next record by lower-case name; empty at the end of the file."""
+    """Read the headers of WARC record number `number` by lower-case name; empty at the end of the file. stream: the
+    file's decompressed bytes.
+    """
     line = stream.readline(_LONGEST_LINE)
     while line in (b"\r\n", b"\n"):
         line = stream.readline(_LONGEST_LINE)

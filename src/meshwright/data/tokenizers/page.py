@@ -11,11 +11,14 @@ from meshwright.draw.page import paragraph, table
 
 
 def page(report: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> str:
-    """The whole page of what `measure_tokenizer` found; `shown`: what `describe_tokens` made of a text."""
+    """Return the whole HTML page about a tokenizer. report: JSON of `measure_tokenizer`. shown: JSON of
+    `describe_tokens` for one text to be shown token by token; None: no such section.
+    """
     return draw.page(f"tokenizer {report['tokenizer']}", *_parts(report, shown))
 
 
 def _parts(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterator[Markup]:
+    """Yield the sections of the page in order; arguments: those of `page`."""
     yield element("h1", f"tokenizer {report['tokenizer']}")
     yield paragraph(
         f"{report['vocabulary']:,} tokens in the vocabulary; {report['tokens']:,} tokens of text, "
@@ -56,14 +59,17 @@ def _parts(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterat
 
 
 def _round_trip(report: Mapping[str, Any]) -> str:
+    """Return the clause "N of M documents come back exactly". report: JSON of `measure_tokenizer`."""
     found = report["round_trip"]
     return f"{found['exact']:,} of {found['documents']:,} documents come back exactly"
 
 
 def _tokens(tokens: Iterable[Mapping[str, Any]]) -> Markup:
+    """Return a paragraph of tokens, each in a box. tokens: objects with the token's readable `text`."""
     return paragraph(_token(token["text"]) for token in tokens)
 
 
 def _token(text: str) -> Markup:
+    """Return one token's text in a box, line feeds and tabs shown as arrows."""
     shown = text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", "\N{RIGHTWARDS ARROW}")
     return element("span", shown, class_="token")

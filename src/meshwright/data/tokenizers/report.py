@@ -49,6 +49,7 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     unknown = tokenizer.tokenizer.token_to_id(name) if name else None
 
     def row(number: int) -> dict[str, Any]:
+        """Return id, readable text and count of the token with id `number`, as JSON."""
         return {"id": number, "text": names[number], "count": int(counts[number])}
 
     return {

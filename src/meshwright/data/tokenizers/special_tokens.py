@@ -52,7 +52,8 @@ def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> froz
 
 
 def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
-    """Return a tokenizer with the same ids that never encodes text as a token of `special`.
+    """Return a tokenizer with the same ids that never encodes text as a token of `special`; text that spells one is
+    encoded as ordinary text.
 
     It is `tokenizer` itself if its option suffices, else a copy in which these tokens have random names that no text
     spells.
@@ -68,8 +69,8 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
 
 
 def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Return a tokenizer with the same ids that produces tokens of `special` only from secret names, and these names by
-    token.
+    """Return a tokenizer with the same ids that produces the tokens of `special` only from secret names, and the
+    secret name of each.
 
     All other text, also if it spells a special token, is encoded as text.
     """
@@ -87,7 +88,9 @@ def _find_hidden(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
 
 
 def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Build the tokenizer from its JSON with these tokens renamed at random; returns it and the new names by token."""
+    """Build a tokenizer in which the tokens `hidden` have random names; returns it and the new names by token. state:
+    the original tokenizer's JSON, which is changed.
+    """
     nonce = secrets.token_hex(16)
     names = {token: f"{nonce}-{number}-" for number, token in enumerate(sorted(hidden))}
     for token in state["added_tokens"]:
@@ -106,7 +109,7 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the tokenizer's JSON if text could still become one of these tokens, else None."""
+    """Return the tokenizer's JSON if text could still be encoded as one of the tokens `hidden`, else None."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):

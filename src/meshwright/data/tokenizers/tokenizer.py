@@ -95,8 +95,8 @@ def _convert_panics(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Bytes of an existing tokenizer's tokenizer.json and tokenizer_config.json, EOS token always named in
-    the latter.
+    """Files of an existing tokenizer as bytes. tokenizer: tokenizer.json. config: tokenizer_config.json, which always
+    names the EOS token.
     """
 
     tokenizer: bytes
@@ -278,7 +278,9 @@ def _load_json_object(path: Path) -> dict[str, Any]:
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the "eos" or "bos" token that the directory's files name, the tokenizer's own files first, or None."""
+    """Return the begin (kind "bos") or end ("eos") token that the files in the tokenizer's directory name, the
+    tokenizer's own files first, or None. config: content of tokenizer_config.json.
+    """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
             if not _is_token(token):

@@ -47,7 +47,9 @@ def check_samples(data: Any, what: str) -> int:
 
 
 def derive_seed(seed: int, *what: object) -> int:
-    """Return a 63-bit seed derived by hash from the run's seed and a purpose, such as ("sample", number)."""
+    """Return a 63-bit seed for one purpose, derived by hash from the run's seed. what: names the purpose, such as
+    "sample", 17.
+    """
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -77,10 +79,11 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 class TrainingSamples:
-    """Loader of this rank's micro-batches: consecutive shares of each step of `batch` samples go to consecutive dp
-    ranks.
+    """Loader of this rank's micro-batches: of the `batch` samples of each step, consecutive shares go to consecutive
+    dp ranks.
 
-    ranks, rank: of axis dp; parts: micro-batches per step; workers: `DataLoader` processes.
+    data: map-style data set. seed: of the sample order. ranks, rank: number of dp ranks, and this one. parts:
+    micro-batches per step and rank. collate: list of samples to a batch. workers: `DataLoader` processes.
     """
 
     def __init__(
@@ -120,8 +123,9 @@ class TrainingSamples:
 
 
 class _EndlessBatches:
-    """A `DataLoader` batch sampler that yields the batches of step `step` and all later ones, without end. numbers:
-    returns the batches of a step."""
+    """`DataLoader` batch sampler that yields the batches of step `step` and of all later ones, without end. numbers:
+    returns, for a step, the list of data-set keys of each of its batches.
+    """
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
         """Start at step `step`."""
@@ -136,15 +140,18 @@ class _EndlessBatches:
 
 
 class _SeededSamples:
-    """A data set indexed by (global number, index) that seeds the random generators by the number before it reads a
-    sample."""
+    """Wrapper of the data set `data` that seeds the random generators (torch, numpy, Python) before each read, so
+    that a sample's random draws depend on its global number alone. Its keys are (global number, index in `data`).
+    """
 
     def __init__(self, data: Samples, seed: int) -> None:
         """Wrap `data`; `seed`: the run's."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return the sample at the index; its random draws depend on the global number alone."""
+        """Return the sample of the key (global number, index in the data set); its random draws depend on the global
+        number alone.
+        """
         number, sample = place
         seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]

@@ -31,10 +31,11 @@ from meshwright.training.task import RunStart
 
 
 class ModuleTask:
-    """A foreign module on one rank of a training run; implements `Task`.
+    """A user's own torch module with its data and loss on one rank of a training run; implements `Task`.
 
-    module: with its initial values, on the mesh's device; its trained parameters become views of flat buffers. derived:
-    its parameter table, from `parallel.module.table.describe_module`.
+    spec: the arguments of `fit`. recipe: the run's recipe. layout: with an explicit precision. mesh: of the run.
+    module: on the mesh's device, with initial values; its trained parameters become views of flat buffers. derived:
+    its parameter table and FSDP units, from `parallel.module.table.describe_module`.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class ModuleTask:
         module: nn.Module,
         derived: ModuleDescription,
     ) -> None:
-        """Shard the module's parameters and set up its loader and passes."""
+        """Shard the module's parameters over the ranks and set up its data loader and passes; arguments: see the
+        class.
+        """
         self.recipe, self.layout, self.mesh, self.spec = recipe, layout, mesh, spec
         self.module, self.table, self.derived = module, derived.table, derived
         set_matmul_precision(layout.precision, mesh.device)
@@ -97,7 +100,7 @@ class ModuleTask:
         self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: measures are computed in validation only."""
+        """Return no metrics (measures are computed in validation only); `means` is ignored."""
         return Metrics()
 
     # --- around steps
@@ -187,8 +190,9 @@ class ModuleTask:
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
-        """Return a micro-batch on the device with its item count. number: of the first sample; content: the collated
-        batch."""
+        """Return a micro-batch on the device with the number of its loss items. number: global number of its first
+        sample; samples: their count; content: the collated batch.
+        """
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:

@@ -27,8 +27,10 @@ class Batch(NamedTuple):
 
 
 class ModulePasses:
-    """Forward and backward of a foreign module, the counterpart of `parallel.step.ForwardBackward`. `mark`: called with
-    the name of each part of the step that has ended. `seed`: of the module's random draws (dropout)."""
+    """Forward and backward passes of a user's own torch module under ZeRO. module: with sharded parameters. spec: the
+    arguments of `fit`. parallel: the ZeRO engine. seed: of the module's random draws (dropout). mark: called with the
+    name of each part of a step that has ended ("forward" ...).
+    """
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class ModulePasses:
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
-        """Run forward and backward of all micro-batches; `parallel.shards` then hold the gradients. targets: divisor of
-        the loss sum. Return this rank's share of the loss (float64)."""
+        """Run forward and backward of all micro-batches; the shards of the ZeRO engine then hold the gradients.
+        targets: divisor of the loss sum, the number of items over all ranks. Return this rank's share of the loss
+        (float64).
+        """
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -92,7 +96,9 @@ class _ModuleCompute:
         self._loss: torch.Tensor | None = None
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> None:
-        """Run forward of one micro-batch and keep its loss for backward."""
+        """Run forward of micro-batch number `micro_batch` and keep its loss for backward; stage, replica and x are
+        ignored, since there is one stage.
+        """
         passes, batch = self._passes, self._micro_batches[micro_batch]
         seed_generators(derive_seed(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
@@ -103,7 +109,9 @@ class _ModuleCompute:
         passes.mark("forward")
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> None:
-        """Run backward of one micro-batch."""
+        """Run backward of micro-batch number `micro_batch` from the loss that `forward` kept; stage, replica and
+        d_out are ignored, since there is one stage.
+        """
         passes, parallel = self._passes, self._passes.parallel
         parallel.start_pass(passes.stage)
         with passes.prefetcher.backward(parallel.gradients):

@@ -30,7 +30,9 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
 
 
 class KeptValues:
-    """Buffers and frozen parameters of `module` on this rank, with synchronization of buffers that steps change."""
+    """Untrained values of a user's module on this rank, its buffers and frozen parameters; buffers that steps change
+    are kept equal on all ranks.
+    """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         """Start without changed buffers."""
@@ -85,7 +87,9 @@ class KeptValues:
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return them as checkpoint slices; owned: only what this rank writes, which is nothing except on rank 0."""
+        """Return all buffers and frozen parameters as checkpoint slices; owned: only what this rank writes, which is
+        nothing except on rank 0.
+        """
         if owned and self._mesh.rank:
             return []
         slices = []
@@ -99,8 +103,9 @@ class KeptValues:
         return dict(self._module.named_buffers())
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
-        """Replace buffers by their mean over the data ranks (`real`: floating point) or by rank 0's values
-        (integers)."""
+        """Replace each of the buffers `values` by its mean over the data ranks (`real`: they are floating point) or
+        by rank 0's values (integers).
+        """
         data = self._mesh.data
         if not values or data.size == 1:
             return
