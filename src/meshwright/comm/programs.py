@@ -134,7 +134,8 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run on a flat vector in memory that the backend can send."""
+        """Run the program on the 1-D tensor `vector`, in memory that the backend can send. output: receives the result;
+        None: `vector` does."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
@@ -277,9 +278,8 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment with chunks of `n` elements from element `start` on, for operations without shares.
-
-        A last one that chunks do not divide runs in a padded copy.
+        """Return the segment of `vector` from element `start` on, in chunks of `n` elements, for operations in which
+        ranks own no part of the vector, such as broadcast. A last one of no whole number of chunks is a padded copy.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]

@@ -32,7 +32,7 @@ class RankState:
 
     @property
     def dead(self) -> bool:
-        """True if the process has died without giving up first."""
+        """True if the process ended without first recording that it gives up, because of an error or a timeout."""
         return bool(self.ended) or (self.state in _DEAD and not self.gave_up)
 
     @property

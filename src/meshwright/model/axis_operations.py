@@ -126,8 +126,10 @@ class TokenDispatcher(Protocol):
         expert, and the routes that `combine` needs."""
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
-        """Return expert outputs `y_RH` (partial sums over `width_ranks`) to the ranks of their tokens: [N, H] in the
-        order before `dispatch`."""
+        """Send expert outputs `y_RH` back to the ranks of their tokens; returns [N, H] in the order before `dispatch`.
+
+        y_RH: partial sums where several ranks (`width_ranks`) split each expert. routes: as `dispatch` returned them.
+        """
 
 
 class Recompute:

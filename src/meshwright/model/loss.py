@@ -303,7 +303,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
-    """Return the loss chunk of given logits [C, V] and targets [C], without the head matmul; used by the probe."""
+    """Return losses and logit gradients of one chunk from its logits [C, V] and targets [C], without the head matmul;
+    the probe times it."""
     vocabulary = logits_CV.shape[1]
     head = _Head(logits_CV.new_empty(vocabulary, 0), None, 0, SINGLE_DEVICE.tensor, compiled=False, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)

@@ -57,8 +57,8 @@ def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
 def part_of_rows(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this rank's tokens and targets of unsharded sequences, [B, S / cp], and the documents with their sequence
-    indices. Without context parallelism returns its arguments."""
+    """Return this rank's part of unsharded tokens and targets, each [B, S / cp], and the documents at these positions
+    of the sequence. Without context parallelism returns its arguments."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     places_C = places_of(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)

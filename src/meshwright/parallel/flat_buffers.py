@@ -43,8 +43,10 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements [start, stop) of one parameter entry, flattened row-major in engine orientation (or of its `columns`),
-    held in the 1-D view `tensor`; loading a checkpoint writes into it.
+    """Elements [start, stop) of one parameter entry, held in the 1-D view `tensor`, into which loading writes.
+
+    Elements are counted row-major in engine orientation: as Meshwright multiplies with the matrix, which may be the
+    transpose of the file's. With `columns` only elements of these columns are counted.
 
     `kind`: "master", "exp_avg", "exp_avg_sq", "momentum"; `name`: name of the parameter entry.
     """

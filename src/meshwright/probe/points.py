@@ -170,7 +170,7 @@ def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
 
 
 def make_call(point: Point, device: torch.device) -> Callable[[], Any]:
-    """Create the call that a point times, with its own tensors on `device`."""
+    """Return a function that runs the kernel of `point` once, on tensors that it allocates on `device` now."""
     dtype = DTYPES[point.precision]
     if point.make is not None:
         return point.make(device)

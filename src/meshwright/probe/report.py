@@ -33,8 +33,8 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, said: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the profile's device table: the catalogue's entry with this memory, or measured rates for an unknown
-    device. said: name and memory of the device. device: "cpu" or "cuda".
+    """Return the profile's device table: the catalogue's entry, with its memory replaced by the reported one, or
+    the measured rates of an unknown device. said: name and memory as the device reports them. device: "cpu" or "cuda".
     """
     known = find_device(said["name"]) if device == "cuda" else None
     if known is not None:

@@ -28,7 +28,8 @@ def measure_reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, le
     """Measure the reference model's step time under each layout; collective call with equal results on all ranks.
 
     Layouts alternate in `effort.rounds` rounds, so that disturbances affect all of them. mesh: from
-    `probe.rank.make_probe_mesh`, hosts on dp and their ranks on tp. level: usual seconds of the yardstick.
+    `probe.rank.make_probe_mesh`, hosts on dp and their ranks on tp. yardstick: fixed matrix product, timed between
+    steps to notice disturbances. level: its seconds on the undisturbed machine.
     """
     found, steps = [], effort.steps
     layouts: list[Layout] = []

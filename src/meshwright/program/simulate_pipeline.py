@@ -79,7 +79,7 @@ class PipelineTiming:
 
     @cached_property
     def peak_activations(self) -> Floats:
-        """Peak number of saved activations of each rank [ranks], in units of its whole share of one micro-batch."""
+        """Peak of saved activations of each rank [ranks]; 1.0: what one micro-batch saves on all stages of the rank."""
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:

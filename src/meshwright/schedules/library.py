@@ -48,9 +48,9 @@ def program_of(layout: Layout, durations: StageDurations | None = None) -> Pipel
     """Return the pipeline program that a layout names; on one rank, forward and backward of one micro-batch after the
     other.
 
-    durations: of the model's stages, for `auto` (default: all equal); equal ones give the same program. For a model use
-        `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and for a file
-        that is not a plain synchronous step.
+    durations: of the model's stages, for `auto` (default: all equal). For a model use `spec.stage_times.program_for`.
+        Raises UserError for numbers that the schedule does not accept, and for a schedule file (`@FILE` in the layout)
+        that is not one synchronous training step.
     """
     version = None
     if layout.schedule.startswith("@"):

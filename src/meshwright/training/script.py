@@ -36,8 +36,10 @@ _launched: ContextVar[Launched | None] = ContextVar("launched", default=None)
 
 
 def place(rendezvous: str | None = None) -> Place:
-    """Return this process's rank, world size and rendezvous, for a new rendezvous at each call; rank 0 of 1 if no
-    launcher started it. rendezvous: method of the rendezvous, by default the launcher's.
+    """Return this process's rank, world size and rendezvous; rank 0 of 1 if no launcher started it.
+
+    Each call returns a rendezvous that was not used before, so that a script can train several times. rendezvous: URL
+    such as "tcp://host:port" or "file:///path"; default: the launcher's.
     """
     launched = _launched.get()
     if launched is not None:
