@@ -268,9 +268,9 @@ def logged(recorder) -> list:
 
 def test_a_class_of_ones_own_is_told_the_same(tmp_path, recorder):
     sender, said = begun(tmp_path)
-    sender.line(line(1, gradient_norm=math.nan, seconds_by_part={"data": 0.5}, skipped=True, note=None))
-    sender.line({"event": "save", "step": 1, "stall_seconds": 2})
-    sender.values(2, {"measured": {"peak": 7}, "checkpoint": "there"})
+    sender.queue_line(line(1, gradient_norm=math.nan, seconds_by_part={"data": 0.5}, skipped=True, note=None))
+    sender.queue_line({"event": "save", "step": 1, "stall_seconds": 2})
+    sender.queue_values(2, {"measured": {"peak": 7}, "checkpoint": "there"})
     sender.finish("finished")
     assert recorder.told == [
         ("start", ("run", True, 0, {}, 6)),
@@ -286,7 +286,7 @@ def test_a_tracker_that_fails_now_and_then_loses_nothing(tmp_path, recorder):
     recorder.fails |= {"start": 2, "log": 2}
     sender, said = begun(tmp_path)
     for step in (1, 2, 3):
-        sender.line(line(step))
+        sender.queue_line(line(step))
     deadline = time.monotonic() + 20
     while len(logged(recorder)) < 3:
         assert time.monotonic() < deadline
@@ -301,7 +301,7 @@ def test_one_that_always_fails_is_warned_of_once_and_its_losses_are_counted(tmp_
     recorder.fails["log"] = -1
     sender, said = begun(tmp_path)
     for step in range(1, 6):
-        sender.line(line(step))
+        sender.queue_line(line(step))
     sender.finish("finished")
     assert len(said) == 2 and said[1].endswith("5 of 5 lines were lost (ConnectionError: no log)")
 
@@ -312,7 +312,7 @@ def test_one_that_hangs_holds_nobody_up_and_the_queue_is_bounded(tmp_path, recor
     recorder.gate.clear()
     sender, said = begun(tmp_path)
     for step in range(1, 101):
-        sender.line(line(step))
+        sender.queue_line(line(step))
     sender.finish("finished")
     recorder.gate.set()
     assert len(said) == 1 and said[0].endswith("100 of 100 lines were lost (it takes too long)")
@@ -325,7 +325,7 @@ def test_a_run_that_goes_on_sends_what_was_not_sent(tmp_path, recorder):
     directory.metrics.write_text(text)
     directory.write_trackers({f"{__name__}:Recorder": {"sent": "2", "name": "kept"}})
     sender = Tracking(own(tmp_path), "dp1", directory, 5, lambda words: None)
-    sender.line(line(6))
+    sender.queue_line(line(6))
     sender.finish("finished")
     assert recorder.told[0] == ("start", ("run", False, 2, {"sent": "2", "name": "kept"}, 6))
     assert [step for step, _ in logged(recorder)] == [3, 4, 5, 6]
