@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import UserError
-from meshwright.serving.admission import AdmissionState
+from meshwright.serving.admission import AdmissionState, AnswerShare
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, count_blocks
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -116,7 +116,7 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._admitted: list[Sequence] = []  # oldest first
         self._ages = 0
-        self._answer_share = 0.5  # moving average of the share of `max_tokens` that answers use
+        self._answers = AnswerShare()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
         self._rows = list(range(max_sequences - 1, -1, -1))
@@ -236,7 +236,7 @@ class Scheduler:
         """Admit requests to a group, one after the other, while the state is safe and all are expected to find their
         blocks: with sequences that pause soon, fewer run than with sequences that wait."""
         sizes = Counter(sequence.group for sequence in self._admitted)
-        growth = sum(sequence.expect_growth(self._answer_share) for sequence in self._admitted)
+        growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
             sequence = self._queue.head
             if self._refused == (sequence, self.pool.releases):
@@ -252,7 +252,7 @@ class Scheduler:
             if not joined.safe or not joined.allowance(len(self._admitted)):
                 self._refused = (sequence, self.pool.releases)
                 break
-            growth += sequence.expect_growth(self._answer_share) - len(blocks) + first
+            growth += sequence.expect_growth(self._answers) - len(blocks) + first
             if self._admitted and growth > joined.available:
                 break
             self._start(self._queue.pop(), group, blocks, first)
@@ -375,7 +375,7 @@ class Scheduler:
         del self._requests[sequence.request.id]
         sequence.finish_reason, sequence.state = reason, State.FINISHED
         if sequence.age >= 0 and (most := sequence.request.sampling.max_tokens):
-            self._answer_share += 0.1 * (sequence.answered / most - self._answer_share)
+            self._answers.observe(sequence.answered, most)
         if sequence.age >= 0 and not sequence.in_flight:
             self._release(sequence)
 

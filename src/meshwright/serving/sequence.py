@@ -9,6 +9,7 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.serving.admission import AnswerShare
 from meshwright.serving.blocks import HashChain, count_blocks
 from meshwright.serving.request import FinishReason, Request
 from meshwright.serving.sampling import TokenCounts, TokenResult, sample, score_token
@@ -61,10 +62,9 @@ class Sequence:
         penalizes = request.sampling.penalizes
         self.counts = TokenCounts(request.tokens, request.replayed) if penalizes else None
 
-    def expect_growth(self, share: float) -> int:
-        """Return the blocks that it still allocates if it uses this share of `max_tokens`, and one token more than now
-        at least."""
-        answer = int(max(share * self.request.sampling.max_tokens, self.answered + 1))
+    def expect_growth(self, answers: AnswerShare) -> int:
+        """Return the blocks that it is expected to allocate until its end."""
+        answer = answers.expect(self.answered, self.request.sampling.max_tokens)
         most = min(count_blocks(len(self.request.tokens) + answer), self.most_blocks)
         return max(0, most - len(self.table) + self.first_held)
 
