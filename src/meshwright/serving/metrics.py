@@ -27,6 +27,7 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
     ("engine_steps", "steps", "Steps computed."),
     ("engine_step_seconds", "step_seconds", "Measured time of all steps."),
+    ("engine_kernel_seconds", "kernel_seconds", "Time of the steps inside kernels."),
     ("engine_predicted_step_seconds", "predicted_seconds", "Predicted time of the same steps."),
     ("pauses", "pauses", "Times that a sequence was paused."),
     ("rank_restarts", "restarts", "Restarts after a lost rank."),
