@@ -1,0 +1,256 @@
+"""The operations of a forward step as data, and the list of them that one call into the library executes. Torch-free.
+
+Buffers are float32 matrices with contiguous rows, a row per token (T) or per output (R: the rows whose logits are
+needed), allocated for the token budget; views that take some columns are allowed. A list keeps its arrays alive.
+
+Shapes: T tokens of the step, R outputs, S sequences, H hidden, F intermediate, V vocabulary, N query heads, K key-value
+heads, D head size, E experts, B KV blocks of 16 tokens, P positions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.kernels import structures
+from meshwright.kernels.structures import BFLOAT16, Array, Float32, address, rows_of
+
+if TYPE_CHECKING:
+    from meshwright.kernels.library import Kernels, PackedMatrix
+
+BLOCK_TOKENS = 16
+"""Tokens of a KV block: the vector width of the kernels."""
+
+Int32 = npt.NDArray[np.int32]
+Rows = Literal["tokens", "outputs"]
+
+_KINDS = (
+    "embed norm linear rope_store attention activation route group grouped_linear combine gate take_rows add greedy"
+)
+_KIND = {name: number for number, name in enumerate(_KINDS.split())}
+_ROWS = {"tokens": 0, "outputs": 1, "assignments": 2}
+_NORM = {"rms": 0, "layer": 1}
+_ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+_ROUTER = {"softmax": 0, "sigmoid": 1}
+
+
+class StepArrays(Protocol):
+    """The ragged batch of one step, int32 and C-contiguous (`serving.scheduler.StepBatch` is one).
+
+    A token's position is its index in its sequence; its key and value are at `block_tables[s, position // 16]`, place
+    `position % 16`, which `slots` says as one number: block * 16 + place.
+    """
+
+    tokens: Int32  # [T]
+    positions: Int32  # [T]
+    slots: Int32  # [T]
+    starts: Int32  # [S+1], first token of each sequence, then T
+    block_tables: Int32  # [S, most blocks]
+    output_rows: Int32  # [R], indices into T
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """KV cache of one layer, float32 or bfloat16 bits (uint16), zeroed at the start. `keys`: [B, K, D, 16]; `values`:
+    [B, K, 16, D rounded up to 16]; `head_dim`: D."""
+
+    keys: Array
+    values: Array
+    head_dim: int
+
+    @staticmethod
+    def shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of keys and values."""
+        padded = -(-head_dim // 16) * 16
+        return (blocks, kv_heads, head_dim, BLOCK_TOKENS), (blocks, kv_heads, BLOCK_TOKENS, padded)
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """out[t] (+)= table[id - first], zeros for an ID outside the table (vocabulary-parallel slice, first token
+    `first`). `table`: [V, H] float32 or bfloat16 bits, or the packed matrix of a tied head (one copy of it); `ids`: the
+    tokens, or their positions (learned positions)."""
+
+    out: Float32
+    table: Array | PackedMatrix
+    ids: Literal["tokens", "positions"] = "tokens"
+    first: int = 0
+    accumulate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """out = norm(x) * weight + bias over rows of `len(weight)` elements; "rms": RMSNorm, "layer": LayerNorm. `x` may be
+    `out`."""
+
+    out: Float32
+    x: Float32
+    weight: Float32
+    bias: Float32 | None = None
+    epsilon: float = 1e-5
+    kind: Literal["rms", "layer"] = "rms"
+    rows: Rows = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """out (+)= x Wᵀ + bias. `weight`: packed W [Y, X]; `accumulate`: add the result to `out` (residual)."""
+
+    out: Float32
+    x: Float32
+    weight: PackedMatrix
+    bias: Float32 | None = None
+    accumulate: bool = False
+    rows: Rows = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeStore:
+    """Norm (if given) and rotate queries and keys in place, and write keys and values into their KV slots.
+
+    `qkv`: [T, (N + 2K) D], queries first; `cosine`, `sine`: [P, R/2] for the R <= D rotated features, whose pairs are i
+    and i + R/2 (None: learned positions); `query_norm`, `key_norm`: RMSNorm weights [D].
+    """
+
+    qkv: Float32
+    cache: LayerCache
+    heads: int
+    cosine: Float32 | None = None
+    sine: Float32 | None = None
+    query_norm: Float32 | None = None
+    key_norm: Float32 | None = None
+    epsilon: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal grouped-query attention of the queries in `qkv` over the cached keys and values of their sequences.
+
+    `out`: [T, N D]; `window`: tokens that a token attends to, itself included (0: all before it); `scale`: factor of
+    the scores, D ** -0.5 as a rule. Score softcaps and attention sinks are not implemented.
+    """
+
+    out: Float32
+    qkv: Float32
+    cache: LayerCache
+    heads: int
+    scale: float
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """out = activation(gate) * up with x = [gate, up] of [T, 2F], or activation(x) of [T, F] if not `gated`."""
+
+    out: Float32
+    x: Float32
+    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    gated: bool
+
+
+class ExpertsWorkspace:
+    """Buffers of the mixture-of-experts layers, shared by all of them, for `tokens` tokens of a step with `top_k` of
+    `experts` experts of width `width` each. `nbytes`: its size."""
+
+    def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, width: int) -> None:
+        rows = tokens * top_k
+        self.scores = np.zeros((tokens, experts), np.float32)
+        self.weights = np.zeros((tokens, top_k), np.float32)
+        self.chosen = np.zeros((tokens, top_k), np.int32)
+        self.order, self.ends = np.zeros(rows, np.int32), np.zeros(experts, np.int32)
+        self.up = np.zeros((rows, 2 * width), np.float32)
+        self.act = np.zeros((rows, width), np.float32)
+        self.down = np.zeros((rows, hidden), np.float32)
+        self.nbytes = sum(array.nbytes for array in vars(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """out (+)= sum over a token's top-k experts, in the order of their scores, of weight * down(act(gate) * up), as
+    `model/experts.py` defines it; experts that this rank does not hold add nothing.
+
+    `router`: packed [E, H] in float32; `up`, `down`: the held experts' [2F, H] and [H, F], packed together
+    (`Kernels.pack` of [held, 2F, H]); `first`: index of the first held one; `router_bias` [E]: changes the choice alone.
+    """
+
+    out: Float32
+    x: Float32
+    router: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+    workspace: ExpertsWorkspace
+    top_k: int
+    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    router_kind: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: Float32 | None = None
+    normalise: bool = False
+    scale: float = 1.0
+    first: int = 0
+    accumulate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """out *= sigmoid(x · weight), row by row: the gate of a shared expert. `weight`: [H]."""
+
+    out: Float32
+    x: Float32
+    weight: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class TakeRows:
+    """out[r] = x[output_rows[r]], [R, H]."""
+
+    out: Float32
+    x: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """out += x."""
+
+    out: Float32
+    x: Float32
+    rows: Rows = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Of each row of logits [R, V]: the index of the largest (the lowest among equals), and the logarithm of the sum of
+    exponentials, so that the token's log-probability is logits[r, tokens[r]] - log_sums[r]. `tokens`: int32 [R];
+    `log_sums`: float64 [R]."""
+
+    tokens: Int32
+    log_sums: npt.NDArray[np.float64]
+    logits: Float32
+
+
+AnyOp = Embed | Norm | Linear | RopeStore | Attention | Activation | Experts | Gate | TakeRows | Add | Greedy
+
+
+class OpList:
+    """Operations that the library executes in order, on the thread pool, with a barrier after each."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._ops: list[structures.Op] = []
+        self._held: list[AnyOp] = []  # the arrays whose addresses `_ops` has
+        self._array: Any = None  # `_ops`, contiguous
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def append(self, op: AnyOp) -> int:
+        """Append an operation; return the index of its first entry (experts are several), for `run`'s range: a segment
+        ends where `len` of the list was. Raises `ValueError` where arrays do not fit."""
+        raise NotImplementedError
+
+    def run(self, step: StepArrays, begin: int = 0, end: int | None = None) -> None:
+        """Execute the entries `begin` to `end` (exclusive; None: all) on the batch `step`; returns when they are done."""
+        raise NotImplementedError
