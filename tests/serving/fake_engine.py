@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.comm.collectives import barrier
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.serving.ranks import RankPlan
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import TokenResult
 

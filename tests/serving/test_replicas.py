@@ -17,8 +17,7 @@ import pytest
 from meshwright.comm.local import start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
-from meshwright.serving.rank_starter import LocalStarter
-from meshwright.serving.ranks import RankPlan
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
@@ -39,8 +38,7 @@ def make_replicas(
         secret=messages.make_secret(), directory=str(directory), step_seconds=step_seconds,
         engine=f"{fake_engine.__name__}:{engine}",
     )  # fmt: skip
-    starter = LocalStarter(ranks, 1, step_seconds)
-    return Replicas(plan.to_json(), starter, replicas=replicas, ranks=ranks, limits=limits, log=log)
+    return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, log=log)
 
 
 @asynccontextmanager
@@ -264,7 +262,7 @@ def test_rank_with_a_wrong_secret_is_turned_away(tmp_path: Path):
     async def run() -> None:
         async with running(tmp_path) as replicas:
             with pytest.raises(RankLost):
-                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan["front"], "wrong")
+                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
                 channel.send({"hello": {}})
                 await asyncio.to_thread(channel.receive)
             await collect_all(replicas, [make_request("r")])
