@@ -77,11 +77,11 @@ class Prompts:
             directory=directory,
         )
 
-    def encode(self, text: str, add_start: bool = True) -> list[int]:
+    def encode(self, text: str, add_start: bool = True, *, empty: bool = False) -> list[int]:
         """Return the token IDs of a text, after the start token if `add_start`; text never becomes a special token.
 
-        Raises UserError for a text that is certainly longer than `max_length` (before tokenizing it), that gives no
-        token, or a token that the model does not have.
+        Raises UserError for a text that is certainly longer than `max_length` (before tokenizing it), that gives a
+        token which the model does not have, or no token unless `empty`.
         """
         if len(text) > self.max_length * self._longest_token:
             raise UserError(
@@ -89,7 +89,7 @@ class Prompts:
                 "model takes"
             )
         start = [self.start] if add_start and self.start is not None else []
-        return self.check(start + self._encoder.encode(text, add_special_tokens=False).ids)
+        return self.check(start + self._encoder.encode(text, add_special_tokens=False).ids, empty=empty)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token IDs of a conversation and the header of the assistant's turn, by the model's chat template.
@@ -106,11 +106,12 @@ class Prompts:
         except TemplateError as error:
             raise UserError(f"{chat.template.where} {error}") from None
 
-    def check(self, tokens: Sequence[int]) -> list[int]:
-        """Return the token IDs as a list; UserError if there are none, or one is not in the model's vocabulary."""
-        if not tokens:
+    def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
+        """Return the token IDs as a list; UserError if one is not in the model's vocabulary, or there is none unless
+        `empty`."""
+        if not tokens and not empty:
             raise UserError("the prompt is empty: it must have a token")
-        for token in (min(tokens), max(tokens)):
+        for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self.vocabulary:
                 raise UserError(f"token {token} is not in the model's vocabulary, 0 to {self.vocabulary - 1}")
         return list(tokens)

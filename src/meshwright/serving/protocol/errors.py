@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.errors import UserError
 from meshwright.serving.engine_client import Refusal
 
+_log = logging.getLogger("meshwright.serving")
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _UNAVAILABLE = {
     "starting": "the server is starting",
@@ -51,3 +55,13 @@ def refusal_error(refusal: Refusal) -> ApiError:
         code=f"queue_{refusal.reason}",
         headers=headers,
     )
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Return the ApiError of any exception. An unexpected one is logged without its text, which may hold a prompt."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    _log.error("unexpected %s:\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+    return ApiError(500, "the server made a mistake; its log says where", code="internal_error")

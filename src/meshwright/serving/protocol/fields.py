@@ -18,11 +18,12 @@ MOST_CHOICES = 128  # `n`; as OpenAI's API
 MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
 MOST_LOGPROBS = 20  # alternatives of a token; as OpenAI's API
 MOST_MESSAGES = 4096
+MOST_STOPS = 32  # stop strings, each of at most 128 characters
 
 STOP_SCHEMA = {
     "anyOf": [
-        {"type": "string", "minLength": 1, "maxLength": 1000},
-        {"type": "array", "maxItems": 64, "items": {"type": "string", "minLength": 1, "maxLength": 1000}},
+        {"type": "string", "minLength": 1, "maxLength": 128},
+        {"type": "array", "maxItems": MOST_STOPS, "items": {"type": "string", "minLength": 1, "maxLength": 128}},
         {"type": "null"},
     ]
 }
@@ -52,8 +53,8 @@ def _parse_stop(value: Any, _: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("should be a string or a list of strings")
-    if len(stops) > 64 or not all(1 <= len(stop) <= 1000 for stop in stops):
-        raise ValueError("should be at most 64 strings of 1 to 1,000 characters")
+    if len(stops) > MOST_STOPS or not all(1 <= len(stop) <= 128 for stop in stops):
+        raise ValueError("should be at most 32 strings of 1 to 128 characters")
     return tuple(stops)
 
 
