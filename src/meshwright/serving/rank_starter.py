@@ -43,7 +43,7 @@ class RankPlan:
     secret: str
     directory: str | None
     step_seconds: float
-    engine: str = "meshwright.serving.engine:build_engine"
+    engine: str = "meshwright.serving.ranks:build_engine"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""

@@ -13,18 +13,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import ignore_model_warnings
+from meshwright.errors import UserError, ignore_model_warnings
 from meshwright.launcher import rendezvous
 from meshwright.launcher.rank_process import die_with_parent
 from meshwright.layout import Layout
+from meshwright.serving.blocks import BlockPool
+from meshwright.serving.engine import Engine
 from meshwright.serving.messages import Channel, Listener, Message, encode
+from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
+from meshwright.serving.runner import build_runner
+from meshwright.serving.scheduler import Scheduler
+from meshwright.serving.step_limits import StepLimits
 
 
 JOIN_SECONDS = 300.0
@@ -43,7 +50,7 @@ class RankEngine(Protocol):
     def add(self, request: Request) -> None:
         """Queue a request."""
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> Output | None:
         """End a request and free its blocks; unknown ones are ignored."""
 
     def step(self) -> list[Output]:
@@ -108,6 +115,18 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     _lead(engine, front, followers)
 
 
+def build_engine(plan: RankPlan, mesh: Mesh) -> RankEngine:
+    """Load this rank's part of the model and build its engine. Raises UserError if the model cannot be loaded."""
+    limits = StepLimits(plan.blocks, plan.token_budget, plan.max_sequences, plan.max_length)
+    runner = build_runner(Path(plan.checkpoint), mesh, plan.dtype, limits, plan.threads)
+    windows = {runner.config.layer_window(layer) for layer in range(runner.config.layers)}
+    scheduler = Scheduler(
+        BlockPool(plan.blocks), token_budget=plan.token_budget, max_sequences=plan.max_sequences,
+        max_length=plan.max_length, window=windows.pop() if len(windows) == 1 else None, groups=mesh.pp.size,
+    )  # fmt: skip
+    return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
+
+
 def _lead(engine: RankEngine, front: Channel, followers: list[Channel]) -> None:
     """Step the engine of the replica's first rank: one list of messages to the followers and one message to the front
     for each step. Step seconds are those of the whole iteration, the message to the front of the one before included."""
@@ -121,10 +140,12 @@ def _lead(engine: RankEngine, front: Channel, followers: list[Channel]) -> None:
             data = encode({"step": step, "messages": messages})
             for follower in followers:
                 follower.send_encoded(data)
-        stop = _apply(engine, messages)
-        outputs = [] if engine.idle else engine.step()
+        stop, outputs = _apply(engine, messages)
+        ran = not engine.idle
+        if ran:
+            outputs += engine.step()
         now = time.perf_counter()
-        report = {**engine.report(), "seconds": now - began}
+        report = {**engine.report(), "seconds": now - began if ran else 0.0}
         began = now
         front.send({"outputs": [output.to_json() for output in outputs], "step": report})
         if stop:
@@ -138,7 +159,7 @@ def _follow(engine: RankEngine, leader: Channel) -> None:
     while True:
         forwarded = leader.receive()
         assert forwarded["step"] == step, (forwarded["step"], step)
-        stop = _apply(engine, forwarded["messages"])
+        stop, _ = _apply(engine, forwarded["messages"])
         if not engine.idle:
             engine.step()
         if stop:
@@ -146,14 +167,19 @@ def _follow(engine: RankEngine, leader: Channel) -> None:
         step += 1
 
 
-def _apply(engine: RankEngine, messages: list[Message]) -> bool:
-    """Pass the front's messages to the engine; return True if one of them stops the rank."""
+def _apply(engine: RankEngine, messages: list[Message]) -> tuple[bool, list[Output]]:
+    """Pass the front's messages to the engine. Return whether one of them stops the rank, and an end for each request
+    that the engine refuses."""
+    refused = []
     for message in messages:
         if "add" in message:
-            engine.add(Request.from_json(message["add"]))
+            try:
+                engine.add(Request.from_json(message["add"]))
+            except UserError:  # the front checks requests: this one would never fit
+                refused.append(Output(message["add"]["id"], [], "cancelled"))
         elif "cancel" in message:
             engine.cancel(message["cancel"])
-    return any("stop" in message for message in messages)
+    return any("stop" in message for message in messages), refused
 
 
 def _import_function(name: str) -> Callable[..., Any]:
