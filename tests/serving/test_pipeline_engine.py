@@ -55,7 +55,9 @@ def run_engine(engine: Any, seed: int) -> dict[str, tuple[list[int], str]]:
         Request(
             f"r{number}",
             tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 60))),
-            Sampling(max_tokens=draw.randrange(0, 20), logprobs=draw.choice([None, 20]), temperature=draw.choice([0, 1])),
+            Sampling(
+                max_tokens=draw.randrange(0, 20), logprobs=draw.choice([None, 20]), temperature=draw.choice([0, 1])
+            ),
         )
         for number in range(25)
     ]

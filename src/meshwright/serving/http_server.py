@@ -105,7 +105,9 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient, *, drain_seconds: float = 60.0) -> int:
+async def serve_http(
+    app: FastAPI, listener: socket.socket, client: EngineClient, *, drain_seconds: float = 60.0
+) -> int:
     """Serve until SIGTERM or SIGINT; return the signal's number.
 
     From the signal on, new requests get 503 and those in flight are finished, for at most `drain_seconds`; a second

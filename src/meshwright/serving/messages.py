@@ -208,5 +208,3 @@ def _connect_socket(address: str) -> socket.socket:
         return connection
     host, _, port = where.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-
-

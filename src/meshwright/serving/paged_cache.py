@@ -67,7 +67,9 @@ class PagedCache:
             slots = slots.long().to(self._device)
             if self._one_by_one:
                 for row in range(low, high):
-                    self._segments.append(_Segment(row - begin, row + 1 - begin, slots[: len(slots) - (high - row - 1)]))
+                    self._segments.append(
+                        _Segment(row - begin, row + 1 - begin, slots[: len(slots) - (high - row - 1)])
+                    )
             else:
                 self._segments.append(_Segment(low - begin, high - begin, slots))
 

@@ -119,7 +119,9 @@ class _Replica:
     sent: int = 0  # requests since the last report
     report: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
-    known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # hashes of blocks that were sent, oldest first
+    known: OrderedDict[bytes, None] = field(
+        default_factory=OrderedDict
+    )  # hashes of blocks that were sent, oldest first
     lost: asyncio.Future[str] | None = None
 
     def lose(self, reason: str) -> None:

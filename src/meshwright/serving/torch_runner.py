@@ -106,9 +106,9 @@ class TorchRunner:
             x_BSH = torch.zeros(1, size, self.config.hidden, dtype=self._dtype, device=self._device)
             x_BSH[0, : end - begin] = torch.from_numpy(x_TH)
         self._cache.select(batch, begin, end)
-        return self._model.hidden(
-            tokens_BS, cache=self._cache, positions=positions_BS, stage=self._stage, x_BSH=x_BSH
-        )[0]
+        return self._model.hidden(tokens_BS, cache=self._cache, positions=positions_BS, stage=self._stage, x_BSH=x_BSH)[
+            0
+        ]
 
     def _logits(self, states_RH: torch.Tensor) -> npt.NDArray[np.float32]:
         """Return the logits [R, V] of the head's input."""
