@@ -110,7 +110,7 @@ INLINE Vec exponential(const Vec& x) {
     const Vec clipped = minimum(maximum(x, broadcast(low)), broadcast(88.0f));
     const Vec shifted = fma(clipped, broadcast(1.44269504088896341f), broadcast(magic));
     const Vec n = shifted - broadcast(magic);
-    const Vec r = fma(n, broadcast(1.42860677e-6f), fma(n, broadcast(-0.693145752f), clipped));  // x - n ln 2
+    const Vec r = fma(n, broadcast(-1.42860682e-6f), fma(n, broadcast(-0.693145752f), clipped));  // x - n ln 2
     Vec y = broadcast(1.0f / 5040);
     for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         y = fma(y, r, broadcast(coefficient));
