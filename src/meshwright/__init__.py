@@ -30,7 +30,7 @@ _MODULES = {
     "Result": "training.api",
     "Evaluation": "evaluation.api",
     "Model": "serving.api",
-    "Generation": "serving.generate",
+    "Generation": "serving.generation",
     "Layout": "layout",
     "Recipe": "recipe",
     "MeshwrightError": "errors",

@@ -6,9 +6,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner
 from meshwright.serving.scheduler import Scheduler, sample_batch
+from meshwright.serving.step_limits import StepLimits
+from meshwright.spec.config import ModelConfig
 
 
 class Engine:
@@ -58,3 +61,17 @@ class Engine:
         """Return `instruction_set`, `kernels` (their version) and `memory` (bytes by kind)."""
         runner = self.runner
         return {"instruction_set": runner.instruction_set, "kernels": runner.version, "memory": runner.memory()}
+
+
+def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
+    """Build a scheduler for a runner of these limits. `groups`: pipeline stages."""
+    windows = {config.layer_window(layer) for layer in range(config.layers)}
+    return Scheduler(
+        BlockPool(limits.blocks),
+        token_budget=limits.token_budget,
+        max_sequences=limits.max_sequences,
+        max_length=limits.max_length,
+        window=windows.pop() if len(windows) == 1 else None,
+        logit_rows=limits.logit_rows,
+        groups=groups,
+    )

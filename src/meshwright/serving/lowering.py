@@ -147,7 +147,8 @@ class Lowering:
             self._kernels.empty(shape, dtype) for shape in LayerCache.shapes(self._limits.blocks, kv_heads, size)
         )
         for each in (keys, values):
-            each[...] = 0  # touches the memory
+            if self._limits.touched:
+                each[...] = 0
             self.nbytes["kv"] += each.nbytes
         cache = LayerCache(keys, values, size)
         cosine, sine = self._rotation or (None, None)

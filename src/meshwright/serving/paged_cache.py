@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meshwright.model.precision import at_least_float32
 from meshwright.kernels.operations import BLOCK_TOKENS
+from meshwright.model.precision import at_least_float32
 from meshwright.serving.scheduler import StepBatch
 from meshwright.spec.config import ModelConfig
 
@@ -38,10 +38,10 @@ class PagedCache:
     def __init__(
         self, config: ModelConfig, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`kv_heads`: those of this rank. The memory is touched at once."""
+        """`kv_heads`: those of this rank."""
         shape = (blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
-        self._keys = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
-        self._values = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
+        self._keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self._values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
         self._windows = {layer: config.layer_window(layer) for layer in layers}
         self._one_by_one = device.type == "cpu"
         self._device = device
@@ -52,6 +52,11 @@ class PagedCache:
     def nbytes(self) -> int:
         """Size in bytes."""
         return sum(each.nbytes for each in (*self._keys.values(), *self._values.values()))
+
+    def touch(self) -> None:
+        """Write to the whole memory, so that it is the process's from now on."""
+        for each in (*self._keys.values(), *self._values.values()):
+            each.zero_()
 
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
         """Choose the tokens `begin` to `end` of a batch as those that `attend` gets next, possibly with padding."""
@@ -65,13 +70,11 @@ class PagedCache:
             table = batch.block_tables[number]
             slots = torch.from_numpy(table[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS)
             slots = slots.long().to(self._device)
-            if self._one_by_one:
-                for row in range(low, high):
-                    self._segments.append(
-                        _Segment(row - begin, row + 1 - begin, slots[: len(slots) - (high - row - 1)])
-                    )
-            else:
-                self._segments.append(_Segment(low - begin, high - begin, slots))
+            rows = range(low + 1, high + 1) if self._one_by_one else (high,)
+            for end_row in rows:
+                first_row = end_row - 1 if self._one_by_one else low
+                context = len(slots) - (high - end_row)
+                self._segments.append(_Segment(first_row - begin, end_row - begin, slots[:context]))
 
     def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
         """Write the keys and values of the selected tokens into their slots; return the attention of each over the

@@ -1,4 +1,4 @@
-"""What executes a step of a batch on one rank: compiled kernels on a CPU where there is a compiler, else plain torch."""
+"""What executes the steps of one rank: compiled kernels on a CPU where there is a compiler, else plain torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.library import load_kernels
-from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.native_runner import NativeRunner
+from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import TorchRunner
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
-
 
 KERNEL_DTYPES = ("float32", "bfloat16")
 """Dtypes of weights that the kernels have; others run in plain torch."""

@@ -15,6 +15,7 @@ class StepLimits:
         max_sequences: Most sequences of a step.
         max_length: Most tokens of a sequence.
         logit_rows: Most rows of logits of a step, if more than `max_sequences`.
+        touched: Write to the whole pool at once, so that its memory is the process's; else as it is used.
     """
 
     blocks: int
@@ -22,6 +23,7 @@ class StepLimits:
     max_sequences: int
     max_length: int
     logit_rows: int = 0
+    touched: bool = True
 
     @property
     def logits(self) -> int:

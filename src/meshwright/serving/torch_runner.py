@@ -68,6 +68,8 @@ class TorchRunner:
             self._model.get_parameter(name).copy_(weights.read(name, dtype).view_as(self._model.get_parameter(name)))
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         self._cache = PagedCache(self.config, self._stage.layers, limits.blocks, kv_heads, dtype, self._device)
+        if limits.touched:
+            self._cache.touch()
         self._tile = 0 if self._device.type != "cpu" else 1 if self.config.experts else TILE_TOKENS
         self._logit_rows = limits.logits
 
@@ -99,7 +101,9 @@ class TorchRunner:
     ) -> torch.Tensor:
         """Run the stage on the tokens `begin` to `end`, padded to `size`; return the states [size, H]."""
         numbers = np.zeros((2, 1, size), np.int64)
-        numbers[0, 0, : end - begin], numbers[1, 0, : end - begin] = batch.tokens[begin:end], batch.positions[begin:end]
+        numbers[0, 0, : end - begin] = batch.tokens[begin:end]
+        # A prompt's last token, where it is a target alone, may lie behind the last position: nothing reads its state.
+        numbers[1, 0, : end - begin] = np.minimum(batch.positions[begin:end], self.config.max_positions - 1)
         tokens_BS, positions_BS = torch.from_numpy(numbers).to(self._device)
         x_BSH = None
         if x_TH is not None:
