@@ -21,8 +21,8 @@ from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
-from tests.serving import fake_engine
-from tests.serving.fake_engine import HANG, KILL, KILL_ALWAYS, answer
+from tests.serving import fake_ranks
+from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 
 start_server()
 
@@ -36,7 +36,7 @@ def make_replicas(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
         token_budget=64, max_sequences=max_sequences, max_length=128, threads=1, front=f"unix:{directory}/front",
         secret=messages.make_secret(), directory=str(directory), step_seconds=step_seconds,
-        engine=f"{fake_engine.__name__}:{engine}",
+        engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
     return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, log=log)
 

@@ -50,9 +50,7 @@ class ServingMetrics:
 
         self._first = histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST)
         self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _BETWEEN)
-        self._mean = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN
-        )
+        self._mean = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN)
         self._whole = histogram("e2e_request_latency_seconds", "From the request to its last token.", _WHOLE)
         self._prompt_lengths = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)

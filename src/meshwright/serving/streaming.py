@@ -69,9 +69,7 @@ class JobRunner:
             await _stop(run, left)
         return to_json(job.form.answer(job.choices, [Piece.join(pieces[choice.index]) for choice in job.choices]))
 
-    async def run(
-        self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Callable[[Choice, Piece], None]
-    ) -> None:
+    async def run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Callable[[Choice, Piece], None]) -> None:
         """Follow all choices of a job to their ends and give each piece to `take`. Raises ApiError."""
         try:
             async with asyncio.timeout(job.timeout), asyncio.TaskGroup() as tasks:

@@ -131,3 +131,4 @@ def _build_job(
             )
             choices.append(Choice(len(choices), request, prompts, stop, echo))
     return Job(choices, form, bool(body.stream), body.timeout)
+
