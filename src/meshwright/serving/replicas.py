@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
-from meshwright.serving.blocks import BLOCK_TOKENS, chain_hashes
+from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
 from meshwright.serving.engine_client import Refusal, State
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import RankPlan, RankStarter
@@ -446,7 +446,7 @@ class Replicas:
         if not ready:
             self._parked.append(stream)
             return
-        hashes = chain_hashes(request.tokens, request.cache_salt) if len(self._replicas) > 1 else []
+        hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
         replica = min(ready, key=lambda each: each.work() - BLOCK_TOKENS * each.cached_blocks(hashes))
         replica.remember(hashes, self.plan.blocks)
         if not replica.streams:
