@@ -131,8 +131,10 @@ class _Replica:
             self.lost.set_result(reason)
 
     def count_waiting(self, most: int) -> int:
-        """Return how many of its requests wait to be computed; negative: how many more would not have to. most: sequences
-        of a step."""
+        """Return how many of its requests wait to be computed; negative: how many more would not have to.
+
+        most: sequences of a step.
+        """
         running, waiting = (self.report.get(name, 0) for name in ("running", "waiting"))
         room = 0 if waiting else most - running - self.report.get("paused", 0)
         return int(waiting + self.sent - room) if self.ready else 0
@@ -192,6 +194,7 @@ class Replicas:
     def properties(self) -> Mapping[str, Any]:
         """JSON object of facts about the engine."""
         shown = {name: getattr(self.plan, name) for name in SHOWN}
+        shown["layout"] = self.plan.layout.replace(":nosp", "")  # a step's tokens are never split over tp
         facts = {name: next(iter(self.hellos.values()), {}).get(name) for name in SAME_ON_ALL_RANKS}
         return {**shown, "kv_blocks": self.plan.blocks, "ranks": self.rank_processes, **facts}
 
@@ -328,7 +331,8 @@ class Replicas:
         assert replica.lost is not None
         ranks = asyncio.create_task(self._starter.run(replica.index, self.plan))
         try:
-            await asyncio.wait({ranks, replica.lost}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {ranks, replica.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not ranks.done():
                 # An error of a rank says more than its closed connection, if it comes at once.
                 await asyncio.wait({ranks}, timeout=0.1 if replica.ready_since == 0 else 0.0)

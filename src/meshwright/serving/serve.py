@@ -261,7 +261,7 @@ class _Start:
         self.log(f"ready at {url} after {seconds:.2f} s")
         on_ready(
             {
-                "url": url, "model": self.name, "layout": str(self.layout), "dtype": self.dtype,
+                "url": url, "model": self.name, "layout": replicas.properties["layout"], "dtype": self.dtype,
                 "kv_blocks": self.ledger.blocks, "memory": self._describe_memory(replicas),
                 "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
             }
@@ -290,8 +290,8 @@ class _Start:
 
 
 def read_keys(path: str | Path | None) -> list[str]:
-    """Return the API keys of a file, one a line; none without a file. Raises UserError for a file that cannot be read or
-    holds none."""
+    """Return the API keys of a file, one a line; none without a file. Raises UserError for a file that cannot be read,
+    or holds none."""
     if path is None:
         return []
     try:
@@ -314,8 +314,14 @@ def _run_until_signal(main: Any) -> None:
             """Serve; a signal during the start cancels it. HTTP has handlers of its own."""
             task = asyncio.current_task()
             assert task is not None
+
+            def stop(number: int) -> None:
+                """Cancel the start."""
+                received.append(number)
+                task.cancel()
+
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, lambda n=number: (received.append(n), task.cancel()))
+                loop.add_signal_handler(number, stop, number)
             return int(await main)
 
         try:
