@@ -1,4 +1,4 @@
-"""The structures of `operations.h` as ctypes sees them, field by field, and addresses of numpy arrays. Torch-free."""
+"""The structures of `structures.h` as ctypes sees them, field by field, and addresses of numpy arrays. Torch-free."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class Op(ctypes.Structure):
         ("mode", _INT),
         ("rows", _INT),
         ("accumulate", _INT),
+        ("gated", _INT),
         ("out", _POINTER),
         ("input", _POINTER),
         ("out_stride", _LONG),
