@@ -94,7 +94,7 @@ def requests(draw) -> list[Request]:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     wanted=requests(),
     arrivals=st.lists(st.integers(0, 30), min_size=9, max_size=9),

@@ -155,10 +155,10 @@ def sample(
 ) -> TokenResult:
     """Sample the token at `position` of an answer (0: its first) from logits [V]. The draw is a function of (seed,
     choice, position). `counts`: needed if `sampling.penalizes`. Raises InvalidLogits."""
-    _check_logits(logits_V)
+    token = _find_best(logits_V)
     adjusted_V = _adjust(logits_V, sampling, position, counts)
     if sampling.temperature < GREEDY_TEMPERATURE:
-        token = int(adjusted_V.argmax())
+        token = token if adjusted_V is logits_V else int(adjusted_V.argmax())
     else:
         token = _find_token(adjusted_V, sampling, draw_uniform(sampling.seed, choice, position))
     return TokenResult(token) if sampling.logprobs is None else score_token(logits_V, token, sampling.logprobs)
@@ -167,9 +167,8 @@ def sample(
 def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
     """Return a token with its log-probability and the `alternatives` most likely tokens, under a log-softmax of the
     logits [V] in float64. Raises InvalidLogits."""
-    highest = _check_logits(logits_V)
     shifted_V = logits_V.astype(np.float64)
-    shifted_V -= highest
+    shifted_V -= float(logits_V[_find_best(logits_V)])
     log_sum = math.log(np.exp(shifted_V).sum())
     best = min(alternatives, len(logits_V))
     top: list[tuple[int, float]] = []
@@ -186,14 +185,15 @@ def draw_uniform(seed: int, choice: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _check_logits(logits_V: Logits) -> float:
-    """Return the highest logit; raise InvalidLogits if it is not finite, as it is if any logit is NaN or +inf."""
-    highest = float(logits_V[logits_V.argmax()])  # argmax finds the first NaN
-    if not math.isfinite(highest):
+def _find_best(logits_V: Logits) -> int:
+    """Return the most likely token, the lowest token ID among equals; raise InvalidLogits if its logit is not finite,
+    as it is if any logit is NaN or +inf."""
+    token = int(logits_V.argmax())  # the first NaN, if there is one
+    if not math.isfinite(logits_V[token]):
         raise InvalidLogits(
-            f"the model computed {highest} as a logit: its weights are damaged, or the engine is at fault"
+            f"the model computed {logits_V[token]} as a logit: its weights are damaged or the engine is at fault"
         )
-    return highest
+    return token
 
 
 def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCounts | None) -> Logits:

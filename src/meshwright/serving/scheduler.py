@@ -117,6 +117,7 @@ class Scheduler:
         self._queue: list[tuple[int, int, Sequence]] = []  # heap of (priority, arrival, sequence)
         self._admitted: list[Sequence] = []  # oldest first
         self._arrivals = self._ages = 0
+        self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
         self._rows = list(range(max_sequences - 1, -1, -1))
         self._tables: Integers = np.zeros((max_sequences, count_blocks(max_length)), np.int32)
@@ -156,26 +157,26 @@ class Scheduler:
     def schedule(self, group: int = 0) -> StepBatch | None:
         """Return the next step of a group, None if none of its sequences can run. The group's previous batch must have
         been published."""
-        state = self._admit(group)
+        self._state = None
+        if self._queue:
+            self._admit(group)
         mine = [sequence for sequence in self._admitted if sequence.group == group]
-        decoding = [sequence for sequence in mine if sequence.computed == len(sequence.tokens) - 1]
-        prefilling = [sequence for sequence in mine if sequence.computed < len(sequence.tokens) - 1]
-        picked: list[Sequence] = []
-        counts: list[int] = []
+        mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first, by age
+        picked: list[tuple[Sequence, int, range]] = []
         budget, rows = self._token_budget, self._logit_rows
-        for sequence in (*decoding, *prefilling):
+        for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been published"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)
             if sequence.scores_prompt:
                 wanted = min(wanted, rows)
             if not wanted or not rows:
                 continue
-            if count := self._extend(sequence, wanted, state):
-                picked.append(sequence)
-                counts.append(count)
+            if count := self._extend(sequence, wanted):
+                positions = sequence.output_positions(count)
+                picked.append((sequence, count, positions))
                 budget -= count
-                rows -= len(sequence.output_positions(count))
-        return self._build(picked, counts, group) if picked else None
+                rows -= len(positions)
+        return self._build(picked, group) if picked else None
 
     def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record a step that has run, with the result of each output row, as `sample_batch` returns them [R]; return
@@ -219,24 +220,24 @@ class Scheduler:
     def check(self) -> None:
         """Assert that the pool's blocks are those of the sequences and that the admission state is safe."""
         self.pool.check({each.age: each.table[each.first_held :] for each in self._admitted})
+        self._state = None
         assert self._admission_state().safe
-        if self.idle:
-            assert self.pool.available == self.pool.size
 
     def _admission_state(self) -> AdmissionState:
-        """Return the state of the admitted sequences."""
-        for place, sequence in enumerate(self._admitted):
-            sequence.place = place
-        return AdmissionState(
-            self.pool.available,
-            [each.total_blocks - len(each.table) for each in self._admitted],
-            [each.most_blocks for each in self._admitted],
-            [self.pool.owned[each.age] for each in self._admitted],
-        )
+        """Return the state of the admitted sequences; built at its first use in a step."""
+        if self._state is None:
+            for place, sequence in enumerate(self._admitted):
+                sequence.place = place
+            self._state = AdmissionState(
+                self.pool.available,
+                [each.total_blocks - len(each.table) for each in self._admitted],
+                [each.most_blocks for each in self._admitted],
+                [self.pool.owned[each.age] for each in self._admitted],
+            )
+        return self._state
 
-    def _admit(self, group: int) -> AdmissionState:
-        """Admit requests to a group, one after the other while safe; return the resulting state."""
-        state = self._admission_state()
+    def _admit(self, group: int) -> None:
+        """Admit requests to a group, one after the other while safe."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         while self._queue:
             sequence = self._queue[0][2]
@@ -245,10 +246,10 @@ class Scheduler:
                 break
             blocks = self._find_prefix(sequence)
             first = self._first_in_window(len(blocks) * BLOCK_TOKENS)
-            held, places = blocks[first:], {each.age: each.place for each in self._admitted}
-            youngest = [self.pool.youngest_holder(block) for block in held]
+            youngest = [self.pool.youngest_holder(block) for block in blocks[first:]]
+            places = {each.age: place for place, each in enumerate(self._admitted)}
             shared = Counter(places[age] for age in youngest if age is not None)
-            joined = state.admit(
+            joined = self._admission_state().admit(
                 sequence.most_blocks, sequence.total_blocks - len(blocks), youngest.count(None), shared
             )
             if not joined.safe or not joined.allowance(len(self._admitted)):
@@ -257,8 +258,7 @@ class Scheduler:
             heapq.heappop(self._queue)
             sizes[group] += 1
             self._start(sequence, group, blocks, first)
-            state = joined
-        return state
+            self._state = joined
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks that begin a waiting sequence; its last token is always computed, as are all tokens
@@ -275,57 +275,58 @@ class Scheduler:
     def _start(self, sequence: Sequence, group: int, blocks: list[int], first: int) -> None:
         """Admit a sequence with the blocks of its prefix, from block `first` on."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
-        sequence.place = len(self._admitted)
+        sequence.place, sequence.state = len(self._admitted), State.RUNNING
         self._ages += 1
         self._admitted.append(sequence)
-        sequence.state = State.RUNNING
         for block in blocks[first:]:
             self.pool.share(block, sequence.age)
-        sequence.table, sequence.first_held = blocks, first
-        sequence.computed = len(blocks) * BLOCK_TOKENS
+        sequence.table, sequence.first_held, sequence.computed = blocks, first, len(blocks) * BLOCK_TOKENS
         sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
         self._tables[sequence.row, first : len(blocks)] = blocks[first:]
         self._waiting_tokens -= len(sequence.tokens)
         self._prompt_tokens += len(sequence.tokens)
         self._prefix_hit_tokens += sequence.computed
 
-    def _extend(self, sequence: Sequence, wanted: int, state: AdmissionState) -> int:
+    def _extend(self, sequence: Sequence, wanted: int) -> int:
         """Allocate blocks for the next `wanted` tokens of a sequence, as far as that is safe; return for how many there
         is room. With room for none, the sequence pauses."""
-        missing = count_blocks(sequence.computed + wanted) - len(sequence.table)
-        if missing > 0:
-            missing = min(missing, state.allowance(sequence.place))
+        room = len(sequence.table) * BLOCK_TOKENS - sequence.computed
+        if room < wanted:
+            state = self._admission_state()
+            missing = min(count_blocks(wanted - room), state.allowance(sequence.place))
             state.take(sequence.place, missing)
             for _ in range(missing):
                 block = self.pool.allocate(sequence.age)
                 self._tables[sequence.row, len(sequence.table)] = block
                 sequence.table.append(block)
-        count = min(wanted, len(sequence.table) * BLOCK_TOKENS - sequence.computed)
-        self._pauses += not count and sequence.state is State.RUNNING
-        sequence.state = State.RUNNING if count else State.PAUSED
-        return count
+            room += missing * BLOCK_TOKENS
+        if not room and sequence.state is State.RUNNING:
+            self._pauses += 1
+        sequence.state = State.RUNNING if room else State.PAUSED
+        return min(wanted, room)
 
-    def _build(self, sequences: list[Sequence], counts: list[int], group: int) -> StepBatch:
-        """Return the batch of the next `counts` tokens of the sequences [S]."""
+    def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
+        """Return the batch of S sequences, with the number of next tokens and the positions whose logits are wanted."""
         tokens = array("i")
         output_rows: list[int] = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            start, begin = len(tokens), sequence.computed
+        for sequence, count, positions in picked:
             sequence.in_flight = True
-            output_rows.extend(start - begin + position for position in sequence.output_positions(count))
-            tokens += sequence.tokens[begin : begin + count]
-        counts_S = np.array(counts, np.int32)
+            offset = len(tokens) - sequence.computed
+            output_rows.extend(range(offset + positions.start, offset + positions.stop))
+            tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+        sequences = [sequence for sequence, _, _ in picked]
+        counts_S = np.array([count for _, count, _ in picked], np.int32)
         computed_S = np.array([sequence.computed for sequence in sequences], np.int32)
         rows_S = np.array([sequence.row for sequence in sequences], np.int32)
-        starts = np.zeros(len(sequences) + 1, np.int32)
+        starts = np.zeros(len(picked) + 1, np.int32)
         np.cumsum(counts_S, out=starts[1:])
-        positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(computed_S - starts[:-1], counts_S)
-        blocks = self._tables[np.repeat(rows_S, counts_S), positions // BLOCK_TOKENS]
+        positions_T = np.arange(len(tokens), dtype=np.int32) + np.repeat(computed_S - starts[:-1], counts_S)
+        blocks = self._tables[np.repeat(rows_S, counts_S), positions_T // BLOCK_TOKENS]
         context = computed_S + counts_S
         return StepBatch(
             tokens=np.frombuffer(tokens, np.int32),
-            positions=positions,
-            slots=blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+            positions=positions_T,
+            slots=blocks * BLOCK_TOKENS + positions_T % BLOCK_TOKENS,
             starts=starts,
             context=context,
             block_tables=self._tables[rows_S, : count_blocks(int(context.max()))],
@@ -355,8 +356,7 @@ class Scheduler:
             self._finish(sequence, "stop")
         elif sequence.answered == sampling.max_tokens:
             self._finish(sequence, "length")
-        request = sequence.request
-        return Output(request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results)
+        return Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results)
 
     def _store(self, sequence: Sequence, count: int) -> None:
         """Record `count` computed tokens: make full blocks known to the prefix cache, release those behind the

@@ -32,11 +32,13 @@ class Sequence:
         state: State.
         age: Number of its admission; larger is younger.
         table: Blocks by position; those before `first_held` have left the window.
+        scores_prompt: True if the tokens of the prompt get results; replayed tokens were sent after them.
     """
 
     __slots__ = (
         "age", "cached_tokens", "chain", "computed", "counts", "finish_reason", "first_held", "group", "in_flight",
-        "most_blocks", "place", "prompt_results", "request", "row", "state", "table", "tokens", "total_blocks",
+        "most_blocks", "place", "prompt_results", "request", "row", "scores_prompt", "state", "table", "tokens",
+        "total_blocks",
     )  # fmt: skip
 
     def __init__(self, request: Request, longest_hold: int) -> None:
@@ -54,6 +56,7 @@ class Sequence:
         self.in_flight = False
         self.finish_reason: FinishReason | None = None
         self.prompt_results: list[TokenResult | None] = [None]
+        self.scores_prompt = request.sampling.prompt_logprobs is not None and not request.replayed
         penalizes = request.sampling.penalizes
         self.counts = TokenCounts(request.tokens, request.replayed) if penalizes else None
 
@@ -62,19 +65,14 @@ class Sequence:
         """Tokens of the answer so far, replayed ones included."""
         return len(self.tokens) - len(self.request.tokens)
 
-    @property
-    def scores_prompt(self) -> bool:
-        """True if the tokens of the prompt get results. Replayed tokens were sent after them."""
-        return self.request.sampling.prompt_logprobs is not None and not self.request.replayed
-
     def output_positions(self, count: int) -> range:
         """Return the positions among the next `count` tokens whose logits are wanted."""
         end = self.computed + count
         ends = end == len(self.tokens)
-        last = end if ends and self.request.sampling.max_tokens else end - 1 if ends else end
+        begin = end - ends
         if self.scores_prompt and self.computed < len(self.request.tokens):
-            return range(self.computed, last)
-        return range(end - 1, last) if ends else range(end, end)
+            begin = self.computed
+        return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def sample_row(self, logits_V: npt.NDArray[np.float32], position: int) -> TokenResult:
         """Return the result of the logits [V] at a position."""
