@@ -22,6 +22,7 @@ _MODULES = {
     "fit": "training.module.fit",
     "evaluate": "evaluation.api",
     "load": "serving.api",
+    "serve": "serving.serve",
     "Plan": "planner.api",
     "ScheduleReport": "schedules.report",
     "CollectiveReport": "collectives.report",

@@ -1,117 +1,118 @@
-"""A fast deterministic engine for tests of ranks and replicas: each token is a function of all tokens before it.
-
-Requests steer it by the first token of their prompt: `KILL` kills the rank before the third step after their arrival,
-`HANG` makes that step sleep, unless the file `marker` of the plan's checkpoint directory says that it has happened.
-"""
+"""An engine for tests of the HTTP server: says a given text, token by token, and notes what happens to its requests."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import signal
-import time
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm.collectives import barrier
-from meshwright.comm.mesh import Mesh
-from meshwright.errors import UserError
-from meshwright.serving.ranks import RankPlan
-from meshwright.serving.request import Output, Request
+from meshwright.data.records.chat_template import _load_own_source
+from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
+from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.prompts import Prompts
+from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
 
-VOCABULARY = 1000
-KILL, HANG, KILL_ALWAYS = 901, 902, 903
+SAMPLE = "The quick brown fox jumps over the lazy dog. naïve façade, 日本語, emoji 👩🏽‍🚀 and plain words.\n"
+MAX_LENGTH = 512
 
 
-def next_token(tokens: list[int]) -> int:
-    """The token after `tokens`."""
-    return int.from_bytes(hashlib.sha256(repr(tokens).encode()).digest()[:4], "little") % 900
+def make_prompts(directory: Path, max_length: int = MAX_LENGTH) -> Prompts:
+    """Prompts of a byte-level BPE tokenizer with the template "instruction"."""
+    write_tokenizer(directory, "bpe", 300, None, iter([SAMPLE * 20]), _load_own_source("instruction"))
+    tokenizer = load_tokenizer(directory)
+    return Prompts(
+        tokenizer.tokenizer,
+        start=tokenizer.start,
+        ends=[tokenizer.end],
+        vocabulary=tokenizer.vocabulary,
+        max_length=max_length,
+        directory=directory,
+    )
 
 
-def answer(request: Request) -> list[int]:
-    """All tokens that the engine answers to a request."""
-    tokens = list(request.tokens)
-    for _ in range(request.sampling.max_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(request.tokens) :]
+def logprob(token: int) -> float:
+    """The log-probability that the engine tells of a token."""
+    return -1.0 - token / 1000
 
 
 class FakeEngine:
-    def __init__(self, plan: RankPlan, mesh: Mesh, step_seconds: float = 0.002) -> None:
-        self.plan, self.mesh, self.step_seconds = plan, mesh, step_seconds
-        self.requests: dict[str, tuple[Request, list[int]]] = {}
-        self.steps = 0
+    """Implements `EngineClient`. Every choice says `text` and its end token, again and again if that ends nothing.
 
-    @property
-    def idle(self) -> bool:
-        return not self.requests
+    Attributes:
+        step_seconds: Time of a token; None: none ever comes.
+        refusal: Answer of `admit`.
+        running: Requests that were submitted and have neither ended nor been cancelled.
+        requests: All requests ever submitted, in order.
+        error: Raised after the first token.
+    """
 
-    def add(self, request: Request) -> None:
-        self.requests[request.id] = request, [*request.tokens, *request.replayed]
+    def __init__(self, prompts: Prompts, text: str = "The quick brown fox") -> None:
+        self.state: State = "ready"
+        self.properties: Mapping[str, Any] = {"layout": "dp1", "instruction_set": "none"}
+        self.step_seconds: float | None = 0.0
+        self.refusal: Refusal | None = None
+        self.running: set[str] = set()
+        self.requests: list[Request] = []
+        self.error: Exception | None = None
+        self._prompts = prompts
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Set the text of the answers."""
+        self.tokens = [*self._prompts.encode(text, add_start=False), *sorted(self._prompts.ends)]
+
+    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+        return Refusal("draining", 1.0) if self.state == "draining" else self.refusal
+
+    def submit(self, request: Request) -> AsyncIterator[Output]:
+        self.running.add(request.id)
+        self.requests.append(request)
+        return self._generate(request)
 
     def cancel(self, request_id: str) -> None:
-        self.requests.pop(request_id, None)
+        self.running.discard(request_id)
 
-    def step(self) -> list[Output]:
-        self.steps += 1
-        time.sleep(self.step_seconds)
-        barrier(self.mesh.world, "fake.step")
-        outputs = []
-        for name, (request, tokens) in list(self.requests.items())[: self.plan.max_sequences]:
-            made = len(tokens) - len(request.tokens)
-            if made == 3:
-                self.misbehave(request.tokens[0])
-            tokens.append(next_token(tokens))
-            finished = made + 1 == request.sampling.max_tokens
-            outputs.append(Output(name, [TokenResult(tokens[-1], None, ())], "length" if finished else None))
-            if finished:
-                del self.requests[name]
-        return outputs
+    def drain(self) -> None:
+        self.state = "draining"
 
-    def misbehave(self, token: int) -> None:
-        """Do what a request wants, on the last rank of the replica, once."""
-        marker = Path(self.plan.checkpoint, f"done-{token}")
-        if token not in (KILL, HANG, KILL_ALWAYS) or self.mesh.rank < self.mesh.world_size - 1:
-            return
-        if token != KILL_ALWAYS:
-            if marker.exists():
+    def stats(self) -> Sequence[Mapping[str, float]]:
+        held = len(self.running)
+        return [{"running": held, "free": 90 - held, "held": held, "cached": 10, "steps": 7, "step_seconds": 0.5}]
+
+    async def _generate(self, request: Request) -> AsyncIterator[Output]:
+        sampling = request.sampling
+        prompt = None
+        if sampling.prompt_logprobs is not None:
+            results = [self._result(token, sampling.prompt_logprobs) for token in request.tokens]
+            prompt = [None, *results[1:]]
+        for number in range(max(sampling.max_tokens, 1)):
+            if self.step_seconds is None:
+                await asyncio.Event().wait()
+            await asyncio.sleep(self.step_seconds or 0)
+            if self.error is not None and number == 1:
+                raise self.error
+            if request.id not in self.running:
+                yield Output(request.id, [], "cancelled")
                 return
-            marker.touch()
-        if token == HANG:
-            time.sleep(60)
-        os.kill(os.getpid(), signal.SIGKILL)
+            reason: FinishReason | None = None
+            results = []
+            if sampling.max_tokens > 0:
+                token = self.tokens[number % len(self.tokens)]
+                results = [self._result(token, sampling.logprobs)]
+                reason = "stop" if token in sampling.stop_tokens else None
+            if reason is None and number + 1 >= sampling.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self.running.discard(request.id)
+            yield Output(request.id, results, reason, 0, prompt)
+            prompt = None
+            if reason is not None:
+                return
 
-    def report(self) -> dict[str, Any]:
-        running = min(len(self.requests), self.plan.max_sequences)
-        return {
-            "tokens": running, "context": 0, "running": running, "waiting": len(self.requests) - running, "paused": 0,
-            "free": self.plan.blocks, "cached": 0, "held": 0,
-        }  # fmt: skip
-
-    def properties(self) -> dict[str, Any]:
-        return {"instruction_set": "none", "kernels": "fake", "memory": {"weights": 0}}
-
-
-def build(plan: RankPlan, mesh: Mesh) -> FakeEngine:
-    return FakeEngine(plan, mesh)
-
-
-def build_slow(plan: RankPlan, mesh: Mesh) -> FakeEngine:
-    return FakeEngine(plan, mesh, 0.05)
-
-
-def build_unlike(plan: RankPlan, mesh: Mesh) -> FakeEngine:
-    """An engine whose kernels differ from process to process."""
-    engine = FakeEngine(plan, mesh)
-    engine.properties = lambda: {"instruction_set": "none", "kernels": str(os.getpid()), "memory": {}}  # type: ignore
-    return engine
-
-
-def refuse(plan: RankPlan, mesh: Mesh) -> FakeEngine:
-    raise UserError("model.safetensors: damaged")
-
-
-def die(plan: RankPlan, mesh: Mesh) -> FakeEngine:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
+    def _result(self, token: int, alternatives: int | None) -> TokenResult:
+        if alternatives is None:
+            return TokenResult(token)
+        top = tuple((number, logprob(token) - 0.5 * place) for place, number in enumerate(range(alternatives)))
+        return TokenResult(token, logprob(token), top)

@@ -17,13 +17,12 @@ import pytest
 from meshwright.comm.local import start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
-from meshwright.serving.rank_starter import LocalStarter
-from meshwright.serving.ranks import RankPlan
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
-from tests.serving import fake_engine
-from tests.serving.fake_engine import HANG, KILL, KILL_ALWAYS, answer
+from tests.serving import fake_ranks
+from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 
 start_server()
 
@@ -37,10 +36,9 @@ def make_replicas(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
         token_budget=64, max_sequences=max_sequences, max_length=128, threads=1, front=f"unix:{directory}/front",
         secret=messages.make_secret(), directory=str(directory), step_seconds=step_seconds,
-        engine=f"{fake_engine.__name__}:{engine}",
+        engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
-    starter = LocalStarter(ranks, 1, step_seconds)
-    return Replicas(plan.to_json(), starter, replicas=replicas, ranks=ranks, limits=limits, log=log)
+    return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, log=log)
 
 
 @asynccontextmanager
@@ -264,7 +262,7 @@ def test_rank_with_a_wrong_secret_is_turned_away(tmp_path: Path):
     async def run() -> None:
         async with running(tmp_path) as replicas:
             with pytest.raises(RankLost):
-                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan["front"], "wrong")
+                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
                 channel.send({"hello": {}})
                 await asyncio.to_thread(channel.receive)
             await collect_all(replicas, [make_request("r")])

@@ -6,7 +6,8 @@ import asyncio
 import errno
 import signal
 import socket
-from typing import Any
+import time
+from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 from fastapi import FastAPI
@@ -98,19 +99,13 @@ class _LimitedProtocol(HttpToolsProtocol):
 class _Server(uvicorn.Server):
     """uvicorn's server, which leaves signals to `serve_http`."""
 
-    def capture_signals(self) -> Any:
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Return a context that does nothing."""
-        from contextlib import nullcontext
-
         return nullcontext()
 
 
-async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient, *, drain_seconds: float = 60.0) -> int:
-    """Serve until SIGTERM or SIGINT; return the signal's number.
-
-    From the signal on, new requests get 503 and those in flight are finished, for at most `drain_seconds`; a second
-    signal ends them at once.
-    """
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """Return the server of an application; its `serve([listener])` runs until its `should_exit` is set."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -124,33 +119,41 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
     )
-    server, loop = _Server(config), asyncio.get_running_loop()
+    return _Server(config)
+
+
+async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0) -> int:
+    """Serve until SIGTERM or SIGINT; return the signal's number.
+
+    From the signal on, new requests get 503 and those in flight are finished, for at most `drain_seconds`; a second
+    signal ends them at once.
+    """
+    server, loop = make_server(app), asyncio.get_running_loop()
     received: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received.put_nowait, number)
     serving = asyncio.create_task(server.serve([listener]))
-    waiting = asyncio.create_task(received.get())
+    stopping = asyncio.create_task(_wait_for_end(server, client, received, drain_seconds))
     try:
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()
-            raise RuntimeError("the HTTP server ended without a signal")
-        client.drain()
-        drained = asyncio.create_task(_drain(server))
-        again = asyncio.create_task(received.get())
-        await asyncio.wait((drained, again), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-        drained.cancel()
-        again.cancel()
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        number = stopping.result() if stopping.done() else 0
         server.should_exit = True
         await serving
-        return waiting.result()
+        assert number, "the HTTP server ended without a signal"
+        return number
     finally:
-        waiting.cancel()
+        stopping.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-async def _drain(server: uvicorn.Server) -> None:
-    """Return when no request is in flight."""
-    while server.server_state.tasks:
+async def _wait_for_end(
+    server: uvicorn.Server, client: EngineClient, received: asyncio.Queue[int], drain_seconds: float
+) -> int:
+    """Wait for a signal, then until no request is in flight, `drain_seconds` or a second signal; return the first."""
+    number = await received.get()
+    client.drain()
+    deadline = time.monotonic() + drain_seconds
+    while server.server_state.tasks and received.empty() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
+    return number

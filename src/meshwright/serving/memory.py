@@ -52,9 +52,9 @@ def parse_memory(text: str, host: HostMemory) -> int:
 
 def plan_memory(
     config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
-    steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), host: HostMemory | None = None,
+    steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), host: HostMemory | None = None, hosts: int = 1,
 ) -> ServingLedger:  # fmt: skip
-    """Return the memory bill of a server whose ranks are all on this machine, with the KV blocks that fit.
+    """Return the memory bill of a server with the KV blocks that fit.
 
     Args:
         config: Configuration of the model.
@@ -64,15 +64,20 @@ def plan_memory(
         max_length: Most tokens of a sequence; the model's positions, or as many as fit, unless given.
         steps: Most tokens and most sequences of a step.
         host: Memory of this machine.
+        hosts: Machines over which the ranks are spread, each with as much.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
     """
     host = host or HostMemory.read()
-    budget = parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host)
+    budget = hosts * parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host)
     for option, number in zip(("--token-budget", "--max-sequences"), steps, strict=True):
         if number < 1:
             raise UserError(f"{option} {number}: should be 1 or more")
+    if steps[1] > steps[0]:
+        raise UserError(f"--max-sequences {steps[1]}: should be at most the --token-budget of {steps[0]}")
+    if steps[1] < layout.pp:
+        raise UserError(f"--max-sequences {steps[1]}: should be at least pp{layout.pp}, a sequence for each stage")
     if max_length is not None and not 1 <= max_length <= config.max_positions:
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
     sizes = ServingSizes(steps[0], steps[1], max_length or config.max_positions, dtype)
@@ -84,5 +89,5 @@ def plan_memory(
     if max_length is None:
         fits = min(most, max(0, budget - ledger.fixed) // ledger.kv_block) * BLOCK_TOKENS
         if 0 < fits < sizes.max_length:
-            ledger = serving_ledger(config, layout, replace(sizes, max_length=fits))
+            ledger = serving_ledger(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)))
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))

@@ -76,6 +76,11 @@ class Channel:
         channel._socket.sendall(_prove(secret, channel._read_exactly(_NONCE_BYTES)))
         return channel
 
+    @property
+    def own_host(self) -> str:
+        """Address of this machine by which the other end knows it; empty for a Unix socket."""
+        return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
+
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message."""
         self.send_encoded(encode(message))
@@ -203,5 +208,3 @@ def _connect_socket(address: str) -> socket.socket:
         return connection
     host, _, port = where.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-
-

@@ -17,10 +17,10 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
-from meshwright.serving.blocks import BLOCK_TOKENS, chain_hashes
+from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
 from meshwright.serving.engine_client import Refusal, State
 from meshwright.serving.messages import Message
-from meshwright.serving.rank_starter import RankStarter
+from meshwright.serving.rank_starter import RankPlan, RankStarter
 from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes
 
@@ -33,6 +33,8 @@ FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
 """Seconds before a second start; doubled for each further loss in a row."""
 SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
 """What must not differ between ranks, or answers would."""
+SHOWN = ("layout", "dtype", "max_length", "max_sequences", "token_budget", "threads")
+"""What clients may know of the plan."""
 LOOK_SECONDS = 0.5
 """Between looks for replicas whose step takes too long."""
 
@@ -117,7 +119,9 @@ class _Replica:
     sent: int = 0  # requests since the last report
     report: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
-    known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # hashes of blocks that were sent, oldest first
+    known: OrderedDict[bytes, None] = field(
+        default_factory=OrderedDict
+    )  # hashes of blocks that were sent, oldest first
     lost: asyncio.Future[str] | None = None
 
     def lose(self, reason: str) -> None:
@@ -154,15 +158,15 @@ class _Replica:
 class Replicas:
     """All replicas of a server: an `EngineClient`, and the supervisor of their ranks.
 
-    plan: RankPlan as JSON, without the front's address. starter: starts the ranks of a replica. ranks: of one replica.
+    plan: what ranks are told. starter: starts the ranks of a replica. ranks: of one replica.
     limits: bounds of the queue. log: called with a line for each loss and restart.
     """
 
     def __init__(
-        self, plan: Mapping[str, Any], starter: RankStarter, *, replicas: int = 1, ranks: int = 1,
+        self, plan: RankPlan, starter: RankStarter, *, replicas: int = 1, ranks: int = 1,
         limits: QueueLimits | None = None, log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self.plan, self.ranks = dict(plan), ranks
+        self.plan, self.ranks = plan, ranks
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
@@ -187,15 +191,20 @@ class Replicas:
     @property
     def properties(self) -> Mapping[str, Any]:
         """JSON object of facts about the engine."""
-        shown = {name: self.plan[name] for name in ("layout", "dtype", "max_length", "max_sequences", "token_budget")}
+        shown = {name: getattr(self.plan, name) for name in SHOWN}
         facts = {name: next(iter(self.hellos.values()), {}).get(name) for name in SAME_ON_ALL_RANKS}
-        return {**shown, "kv_blocks": self.plan["blocks"], "replicas": len(self._replicas), **facts}
+        return {**shown, "kv_blocks": self.plan.blocks, "ranks": self.rank_processes, **facts}
+
+    @property
+    def rank_processes(self) -> list[dict[str, int]]:
+        """Replica, rank and process ID of each rank."""
+        return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
         """Return None if the queue takes all of `requests`, else a refusal."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
-        most = int(self.plan["max_sequences"])
+        most = self.plan.max_sequences
         waiting = len(self._parked) + len(requests) + sum(replica.count_waiting(most) for replica in self._replicas)
         if waiting <= 0:
             return None
@@ -247,7 +256,7 @@ class Replicas:
 
     async def start(self) -> None:
         """Start all ranks and wait until every replica is ready. Raises what kept one from starting (UserError ...)."""
-        secret = self.plan["secret"]
+        secret = self.plan.secret
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """Serve the connection of one rank."""
@@ -255,7 +264,7 @@ class Replicas:
                 await self._listen_to_rank(reader, writer)
             writer.close()
 
-        kind, _, where = str(self.plan["front"]).partition(":")
+        kind, _, where = self.plan.front.partition(":")
         if kind == "unix":
             self._server = await asyncio.start_unix_server(serve, where, limit=2**24)
         else:
@@ -351,7 +360,7 @@ class Replicas:
 
     async def _watch_steps(self) -> None:
         """Lose each replica that computes and has reported no step for longer than a step may take."""
-        limit = float(self.plan["step_seconds"])
+        limit = self.plan.step_seconds
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, limit / 4))
             for replica in self._replicas:
@@ -437,9 +446,9 @@ class Replicas:
         if not ready:
             self._parked.append(stream)
             return
-        hashes = chain_hashes(request.tokens, request.cache_salt) if len(self._replicas) > 1 else []
+        hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
         replica = min(ready, key=lambda each: each.work() - BLOCK_TOKENS * each.cached_blocks(hashes))
-        replica.remember(hashes, int(self.plan["blocks"]))
+        replica.remember(hashes, self.plan.blocks)
         if not replica.streams:
             replica.heard = time.monotonic()
         stream.replica = replica

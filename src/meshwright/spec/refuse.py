@@ -53,9 +53,7 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
     does not fit the model.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
-    reading = Layout(
-        dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep
-    )
+    reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
     if layout not in (reading, reading.with_(tensor_sequence_parallel=True)):
         raise UserError(f'layout "{layout}": serving runs on dpN, tpN, ppN and epN alone, as in "tp2 pp2 dp2"')
     if layout.tp % layout.ep:
