@@ -92,7 +92,7 @@ class Lowering:
         self._rotation: tuple[Float32, Float32] | None = None
         if self.config.positions == "rope":
             tables = RotaryTable(self.config, torch.float32).up_to(limits.max_length, torch.device("cpu"))
-            cosine, sine = (self._keep(table[: limits.max_length].numpy().copy()) for table in tables)
+            cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
             self._rotation = cosine, sine
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
@@ -115,13 +115,13 @@ class Lowering:
         if self._stage.last and self.config.tied:
             packed = self._pack(self._model.embedding)
         else:
-            table = self._read("embedding.weight", keep_dtype=True)
+            table = self._keep(self._read("embedding.weight", keep_dtype=True))
         shared = packed if packed is not None else table
         assert shared is not None
         self.ops.append(Embed(self.states, shared, first=self._first_token))
         self._sum_over_ranks(self.states)
         if self._model.positions is not None:
-            positions = self._read("positions.weight", keep_dtype=True)
+            positions = self._keep(self._read("positions.weight", keep_dtype=True))
             self.ops.append(Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
@@ -268,9 +268,9 @@ class Lowering:
         return self._weights.read(name, torch.float32).numpy()
 
     def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Count an array that stays as weights."""
+        """Return a copy of an array, counted as weights."""
         self.nbytes["weights"] += values.nbytes
-        return values
+        return values.copy()
 
     def _buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
         """Return the buffer of this name, float32 [T or `rows`, width]; layers share it."""

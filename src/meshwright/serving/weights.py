@@ -56,6 +56,7 @@ class RankWeights:
             mesh.pp.rank
         ]
         self.bytes_read, self.seconds = 0, 0.0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         table = parameter_table(self.config)
         self._files = CheckpointFiles(directory)
         self._names = match_rows(self._files, table, self.config)
@@ -77,11 +78,18 @@ class RankWeights:
         return flat.tensors[at].shape
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's slice of an engine tensor in `dtype`, in new memory; vocabulary padding is 0."""
+        """Return this rank's slice of an engine tensor in `dtype`, valid until the next call; vocabulary padding is
+        0."""
         begin = time.perf_counter()
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
-        values = torch.zeros(placed.numel, dtype=dtype)
+        size = placed.numel * dtype.itemsize
+        if self._scratch.numel() < size:  # the same pages for every tensor: new ones cost as much as the copy
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        values = self._scratch[:size].view(dtype)
+        filled = sum(last - first for _, first, last in flat.within(placed.offset, placed.offset + placed.numel))
+        if filled < placed.numel:
+            values.zero_()
         read: list[torch.Tensor] = []
 
         def value_of(row: Row) -> torch.Tensor:
