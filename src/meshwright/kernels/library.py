@@ -128,7 +128,7 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
     for name in supported if instruction_set is None else (instruction_set,):
         built = build.build(name)
         if built is None:
-            return None
+            continue
         path, version = built
         library = ctypes.CDLL(str(path))
         library.kernels_new_pool.restype = ctypes.c_void_p

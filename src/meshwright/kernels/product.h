@@ -11,10 +11,13 @@ struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
     bfloat16 value[2 * LANES];
 };
 
+// Most rows of a tile and accumulators in registers, for weights of type W; on AVX2 pairs leave fewer of 16 registers.
 #ifdef __AVX512F__
-constexpr int TILE_ROWS = 12, ACCUMULATORS = 24;
+template <class W> constexpr int TILE_ROWS = 12;
+template <class W> constexpr int ACCUMULATORS = 24;
 #else
-constexpr int TILE_ROWS = 6, ACCUMULATORS = 6;
+template <class W> constexpr int TILE_ROWS = std::is_same_v<W, Pairs> ? 5 : 6;
+template <class W> constexpr int ACCUMULATORS = 6;
 #endif
 constexpr int MOST_PANELS = 4;
 constexpr long BLOCK_ROWS = 96, GROUP_PANELS = 8;  // of a work item with many rows: 128 columns
@@ -27,56 +30,54 @@ constexpr long SECTION = 256;
 #endif
 constexpr long AMX_K = 32;  // k of one AMX tile; panels are padded to it
 
-INLINE Vec even_k(const Pairs& p) {
+INLINE Vec load(const Pairs* p) {  // the even k
     Vec v;
-    const IntPart* words = (const IntPart*)p.value;
-    EACH v.part[i] = (Part)(words[i] << 16);
+    EACH v.part[i] = (Part)(((const IntPart*)p)[i] << 16);
     return v;
 }
-INLINE Vec odd_k(const Pairs& p) {
+INLINE Vec load_odd(const Pairs* p) {
     Vec v;
-    const IntPart* words = (const IntPart*)p.value;
-    EACH v.part[i] = (Part)(words[i] & int32_t(0xffff0000));
+    EACH v.part[i] = (Part)(((const IntPart*)p)[i] & int32_t(0xffff0000));
     return v;
 }
 
 // sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
 template <class X, class W, int R, int P>
-static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
+static __attribute__((noinline)) void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
     const W* panel[P];
     const X* row[R];
-    for (int p = 0; p < P; ++p) panel[p] = w[p];
-    for (int r = 0; r < R; ++r) row[r] = x[r];
-    for (long k = 0; k < depth; k += pairs ? 2 : 1) {
-        const long at = (pairs ? k / 2 : k) * stride;
-        if constexpr (std::is_same_v<X, bfloat16>) {
+    UNROLL for (int p = 0; p < P; ++p) panel[p] = w[p];
+    UNROLL for (int r = 0; r < R; ++r) row[r] = x[r];
+    for (long k = 0; k + pairs < depth; k += 1 + pairs) {
+        const long at = k / (1 + pairs) * stride;
+        UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__
-            for (int p = 0; p < P; ++p) {
+            if constexpr (std::is_same_v<X, bfloat16>) {
                 const __m512bh b = (__m512bh)_mm512_loadu_si512(panel[p] + at);
-                for (int r = 0; r < R; ++r) {
+                UNROLL for (int r = 0; r < R; ++r) {
                     int32_t pair;
                     std::memcpy(&pair, row[r] + k, sizeof pair);
                     total[r][p].part[0] = _mm512_dpbf16_ps(total[r][p].part[0], (__m512bh)_mm512_set1_epi32(pair), b);
                 }
+                continue;
             }
 #endif
-        } else if constexpr (pairs) {
-            for (int p = 0; p < P; ++p) {
-                const Vec even = even_k(panel[p][at]), odd = odd_k(panel[p][at]);
-                for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
-                for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k + 1]), odd, total[r][p]);
-            }
-        } else {
-            for (int p = 0; p < P; ++p) {
-                const Vec b = load(panel[p] + at);
-                for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), b, total[r][p]);
+            const Vec even = load(panel[p] + at);
+            UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
+            if constexpr (pairs) {
+                const Vec odd = load_odd(panel[p] + at);
+                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k + 1]), odd, total[r][p]);
             }
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) {
+    if (pairs && !ROUNDS_INPUT && depth % 2)
+        UNROLL for (int p = 0; p < P; ++p)
+            UNROLL for (int r = 0; r < R; ++r)
+                total[r][p] = fma(broadcast(row[r][depth - 1]), load(panel[p] + depth / 2 * stride), total[r][p]);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int p = 0; p < P; ++p) {
             float* sum = sums + r * columns + p * LANES;
             store(sum, load(sum) + total[r][p]);
         }
@@ -85,22 +86,28 @@ static void multiply_tile(const X* const* x, const W* const* w, long stride, lon
 template <class X, class W, int R>
 static void multiply_rows(const X* const* x, const W* const* w, long panels, long stride, long depth, float* sums,
                           long columns) {
-    constexpr int most = std::clamp(ACCUMULATORS / R, 1, MOST_PANELS);
+    constexpr int most = std::clamp(ACCUMULATORS<W> / R, 1, MOST_PANELS);
     long p = 0;
     for (; p + most <= panels; p += most)
         multiply_tile<X, W, R, most>(x, w + p, stride, depth, sums + p * LANES, columns);
     for (; p < panels; ++p) multiply_tile<X, W, R, 1>(x, w + p, stride, depth, sums + p * LANES, columns);
 }
 
+template <class X, class W, size_t... R>
+static void multiply(std::index_sequence<R...>, const X* const* x, long rows, const W* const* w, long panels, long stride,
+                     long depth, float* sums, long columns) {
+    constexpr decltype(&multiply_rows<X, W, 1>) by_rows[] = {multiply_rows<X, W, R + 1>...};
+    for (long tiles = (rows + TILE_ROWS<W> - 1) / TILE_ROWS<W>; tiles; --tiles) {  // of nearly equal height
+        const long height = (rows + tiles - 1) / tiles;
+        by_rows[height - 1](x, w, panels, stride, depth, sums, columns);
+        x += height, rows -= height, sums += height * columns;
+    }
+}
 // The same for any number of rows and panels.
-template <class X, class W, int R = TILE_ROWS>
+template <class X, class W>
 static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
                      long columns) {
-    if constexpr (R > 0) {
-        for (; rows >= R; rows -= R, x += R, sums += R * columns)
-            multiply_rows<X, W, R>(x, w, panels, stride, depth, sums, columns);
-        multiply<X, W, R - 1>(x, rows, w, panels, stride, depth, sums, columns);
-    }
+    multiply(std::make_index_sequence<TILE_ROWS<W>>(), x, rows, w, panels, stride, depth, sums, columns);
 }
 
 #ifdef __AMX_BF16__
@@ -203,17 +210,8 @@ static void multiply_panels(const float* const* x, long rows, const Matrix& w, l
 #else
             multiply(rounded, rows, panel_w, panels, 1, padded, sums, columns);
 #endif
-        } else if (rows <= TILE_ROWS && depth % 2 == 0) {
-            multiply(row, rows, panel_w, panels, 1, depth, sums, columns);
         } else {
-            for (long p = 0; p < panels; ++p) {
-                for (long k = 0; k < depth; k += 2) {
-                    store(work + k * LANES, even_k(panel_w[p][k / 2]));
-                    store(work + (k + 1) * LANES, odd_k(panel_w[p][k / 2]));
-                }
-                const float* expanded = work;
-                multiply(row, rows, &expanded, 1, LANES, depth, sums + p * LANES, columns);
-            }
+            multiply(row, rows, panel_w, panels, 1, depth, sums, columns);
         }
     }
 #ifdef __AMX_BF16__
