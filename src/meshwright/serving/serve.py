@@ -26,7 +26,7 @@ from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import MAX_SEQUENCES, TOKEN_BUDGET, plan_memory
 from meshwright.serving.messages import make_secret
-from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
+from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -161,7 +161,7 @@ class _Start:
             rendezvous.check_world_size(place, self.layout)
         self.ledger = self._plan_memory()
         if place is None:
-            start_server()  # it loads torch meanwhile
+            start_server(PRELOADED)  # it loads torch meanwhile
         from meshwright.serving.http_server import open_socket
 
         self.socket: socket.socket = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
