@@ -219,6 +219,8 @@ def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
     The options keep the first tokens of that order, so only as many as are kept have to be sorted.
     """
     highest = logits_V.max()
+    if highest == -np.inf:  # every token is a stop token before `min_tokens`
+        return 0
     kept = size = len(logits_V)
     if sampling.min_p > 0:
         least = highest + np.float32(sampling.temperature * math.log(sampling.min_p))
