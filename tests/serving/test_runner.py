@@ -61,7 +61,9 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
     return make
 
 
-def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, **sampling: int) -> list[list[int]]:
+def run_greedily(
+    runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, **sampling: int
+) -> list[list[int]]:
     """Tokens of the answers to all prompts at once."""
     limits = dataclasses.replace(LIMITS, token_budget=budget)
     engine = Engine(runner, build_scheduler(runner.config, limits))
@@ -78,9 +80,9 @@ def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int =
 def test_greedy_tokens_are_those_of_transformers(name: str, build: Build, directories: Callable[[str], Path]):
     model = transformers.AutoModelForCausalLM.from_pretrained(directories(name), dtype=torch.float32)
     expected = [
-        model.generate(
-            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(prompt) :].tolist()
+        model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
+            0, len(prompt) :
+        ].tolist()
         for prompt in PROMPTS
     ]
     assert run_greedily(build(directories(name)), PROMPTS) == expected

@@ -33,7 +33,6 @@ from meshwright.serving.runner import build_runner
 from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.step_limits import StepLimits
 
-
 JOIN_SECONDS = 300.0
 """How long ranks that others start wait for each other."""
 
