@@ -21,9 +21,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -35,8 +36,12 @@ from meshwright.flight_recorder.rank_report import Snapshot
 from meshwright.threads import build_child_environment
 
 _SERVER_CODE = (
-    "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[3:]; from meshwright.comm.local import serve; "
+    "serve(int(sys.argv[1]), sys.argv[2].split(','))"
 )
+
+LONGEST_WAIT = 86400.0
+"""Seconds of one system call: poll(2) takes no more than 24 days, and a `run` may have no time-out (math.inf)."""
 
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
 """Imported once by the server, so that the ranks need not (the last: for activations that are computed again)."""
@@ -108,8 +113,9 @@ class LocalRanks:
         seen: Snapshot | None = None
         while len(answers) + len(died) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
-            ready = wait([self._connections[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait([self._connections[rank] for rank in waiting], min(left, LONGEST_WAIT))
+            if not ready and left <= LONGEST_WAIT:
                 break
             for rank in waiting:
                 if self._connections[rank] in ready:
@@ -182,9 +188,12 @@ class LocalRanks:
             self._directory = None
 
 
-def start_server() -> None:
-    """Start the server in advance, so that it loads torch in the background. `LocalRanks` does so itself."""
-    _Server.running()
+def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
+    """Start the server in advance, so that it loads torch in the background. `LocalRanks` does so itself.
+
+    preloaded: modules that it imports, if it does not run yet.
+    """
+    _Server.running(preloaded)
 
 
 class _Server:
@@ -193,30 +202,33 @@ class _Server:
     _instance: _Server | None = None
 
     @classmethod
-    def running(cls) -> _Server:
-        """Return the running server, starting it if necessary."""
-        if cls._instance is None or cls._instance.process.poll() is not None or cls._instance.owner != os.getpid():
-            cls._instance = cls()
-        return cls._instance
+    def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
+        """Return the running server, starting it if necessary; with `preloaded` or as the one before it."""
+        last = cls._instance
+        if last is None or last.process.poll() is not None or last.owner != os.getpid():
+            cls._instance = last = cls(preloaded or (PRELOADED if last is None else last.preloaded))
+        return last
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str]) -> None:
+        self.preloaded = preloaded
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), *sys.path],
+                [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), ",".join(preloaded), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=build_child_environment(),
             )
-        self.owner = os.getpid()
+        self.owner, self.lock = os.getpid(), threading.Lock()
         self.connection = Connection(ours.detach())
         atexit.register(self.stop)
 
     def fork(self, order: tuple[Any, ...]) -> list[int]:
         """Fork ranks; return their process IDs. order: arguments of `_run_rank_process` after the rank."""
         try:
-            self.connection.send(order)
-            return self.connection.recv()  # type: ignore[no-any-return]
+            with self.lock:  # pools may start in threads
+                self.connection.send(order)
+                return self.connection.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError) as error:
             raise RankLost(f"the server of local ranks has ended: {error}") from error
 
@@ -230,13 +242,14 @@ class _Server:
 # --- in the server
 
 
-def serve(descriptor: int) -> None:
-    """Run the server's main loop: fork ranks as requested on the socket with file descriptor `descriptor`, until its
-    other end is closed."""
+def serve(descriptor: int, preloaded: Sequence[str]) -> None:
+    """Run the server's main loop: import the modules `preloaded`, then fork ranks as requested on the socket with file
+    descriptor `descriptor`, until its other end is closed."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is this, which may come to all processes of a service
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
-    for name in PRELOADED:
+    for name in preloaded:
         importlib.import_module(name)
     while True:
         try:
@@ -269,7 +282,8 @@ def _run_rank_process(
     try:
         _end_with_parent()
         ignore_model_warnings()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         sys.path[:] = path
         os.chdir(cwd)
         attach_process_writer(os.open(f"{directory}/calls-{rank}", os.O_RDWR | os.O_CLOEXEC))

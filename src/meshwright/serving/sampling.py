@@ -6,11 +6,24 @@ the step computes. Definitions of the options follow vLLM's `SamplingParams`.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshwright.errors import UserError
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.errors import MeshwrightError, UserError
+
+Logits = npt.NDArray[np.float32]
+GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
+_FIRST_LOOK = (256, 4096)  # most likely tokens among which top-p is looked for before all are sorted
+_SUM_BLOCK = 256
+
+
+class InvalidLogits(MeshwrightError):
+    """Logits that are NaN or infinite: damaged weights, or a fault of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,169 @@ class TokenResult:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenCounts:
+    """Distinct tokens of a sequence and their counts in the answer, as the penalties need them; a token is added in
+    constant time."""
+
+    def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._tokens = np.fromiter(self._places, np.int64, len(self._places))
+        self._counts = np.zeros(len(self._places), np.float32)
+        for token in answer:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Count a token of the answer."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+    def penalize(self, logits_V: Logits, sampling: Sampling) -> None:
+        """Apply the penalties of `sampling` to logits [V] in place."""
+        tokens, counts = self._tokens[: len(self._places)], self._counts[: len(self._places)]
+        values = logits_V[tokens]
+        penalty = np.float32(sampling.repetition_penalty)
+        values = np.where(values > 0, values / penalty, values * penalty)
+        values -= np.float32(sampling.frequency_penalty) * counts
+        values -= np.float32(sampling.presence_penalty) * (counts > 0)
+        logits_V[tokens] = values
+
+
+def sample(
+    logits_V: Logits, sampling: Sampling, *, choice: int = 0, position: int = 0, counts: TokenCounts | None = None
+) -> TokenResult:
+    """Sample the token at `position` of an answer (0: its first) from logits [V]. The draw is a function of (seed,
+    choice, position). `counts`: needed if `sampling.penalizes`. Raises InvalidLogits."""
+    token = _find_best(logits_V)
+    adjusted_V = _adjust(logits_V, sampling, position, counts)
+    if sampling.temperature < GREEDY_TEMPERATURE:
+        token = token if adjusted_V is logits_V else int(adjusted_V.argmax())
+    else:
+        token = _find_token(adjusted_V, sampling, draw_uniform(sampling.seed, choice, position))
+    return TokenResult(token) if sampling.logprobs is None else score_token(logits_V, token, sampling.logprobs)
+
+
+def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
+    """Return a token with its log-probability and the `alternatives` most likely tokens, under a log-softmax of the
+    logits [V] in float64. Raises InvalidLogits."""
+    shifted_V = logits_V.astype(np.float64)
+    shifted_V -= float(logits_V[_find_best(logits_V)])
+    log_sum = math.log(np.exp(shifted_V).sum())
+    best = min(alternatives, len(logits_V))
+    top: list[tuple[int, float]] = []
+    if best:
+        likely = np.flatnonzero(logits_V >= np.partition(logits_V, -best)[-best])
+        likely = likely[np.argsort(-logits_V[likely], kind="stable")][:best]
+        top = [(each, float(shifted_V[each]) - log_sum) for each in likely.tolist()]
+    return TokenResult(token, float(shifted_V[token]) - log_sum, tuple(top))
+
+
+def draw_uniform(seed: int, choice: int, position: int) -> float:
+    """Return the draw in [0, 1) of a position: 53 bits of a BLAKE2b hash of (seed, choice, position)."""
+    digest = hashlib.blake2b(b"%d %d %d" % (seed, choice, position), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _find_best(logits_V: Logits) -> int:
+    """Return the most likely token, the lowest token ID among equals; raise InvalidLogits if its logit is not finite,
+    as it is if any logit is NaN or +inf."""
+    token = int(logits_V.argmax())  # the first NaN, if there is one
+    if not math.isfinite(logits_V[token]):
+        raise InvalidLogits(
+            f"the model computed {logits_V[token]} as a logit: its weights are damaged or the engine is at fault"
+        )
+    return token
+
+
+def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCounts | None) -> Logits:
+    """Return logits [V] after minimum length, bias and penalties, in vLLM's order; the same array if none is set."""
+    forbid = position < sampling.min_tokens and sampling.stop_tokens
+    if not (forbid or sampling.logit_bias or sampling.penalizes):
+        return logits_V
+    adjusted_V = logits_V.copy()
+    if forbid:
+        adjusted_V[list(sampling.stop_tokens)] = -np.inf
+    if sampling.logit_bias:
+        adjusted_V[list(sampling.logit_bias)] += np.array(list(sampling.logit_bias.values()), np.float32)
+    if sampling.penalizes:
+        assert counts is not None, "penalties need the counts of tokens"
+        counts.penalize(adjusted_V, sampling)
+    return adjusted_V
+
+
+def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
+    """Return the token at quantile `uniform` of the kept tokens, by the inverse of their cumulative distribution: in
+    the order of token IDs if all are kept, else the most likely first, the lower token ID first among equals.
+
+    The options keep the first tokens of that order, so only as many as are kept have to be sorted.
+    """
+    highest = logits_V.max()
+    if highest == -np.inf:  # every token is a stop token before `min_tokens`
+        return 0
+    kept = size = len(logits_V)
+    if sampling.min_p > 0:
+        least = highest + np.float32(sampling.temperature * math.log(sampling.min_p))
+        kept = int(np.count_nonzero(logits_V >= least))
+    if sampling.top_k:
+        kept = min(kept, sampling.top_k)
+    if kept == size and sampling.top_p == 1:
+        return _find_quantile(_weigh(logits_V, highest, sampling), uniform)
+    if kept < size:
+        values = _sort_highest(logits_V, kept)
+        weights = _weigh(values, highest, sampling)
+        if sampling.top_p < 1:
+            weights = _keep_nucleus(weights, sampling.top_p * weights.sum(dtype=np.float64))
+    else:
+        mass = sampling.top_p * _weigh(logits_V, highest, sampling).sum(dtype=np.float64)
+        for count in (*_FIRST_LOOK, size):
+            values = _sort_highest(logits_V, min(count, size))
+            weights = _keep_nucleus(_weigh(values, highest, sampling), mass)
+            if len(weights) < len(values):
+                break
+    rank = _find_quantile(weights, uniform)
+    value = values[rank]
+    return int(np.flatnonzero(logits_V == value)[rank - int((values > value).sum())])
+
+
+def _keep_nucleus(weights: Logits, mass: float) -> Logits:
+    """Return the first of descending weights that reach `mass` together: each stays while those before it have not."""
+    return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
+
+
+def _sort_highest(logits_V: Logits, count: int) -> Logits:
+    """Return the `count` highest logits, descending."""
+    highest = logits_V if count == len(logits_V) else np.partition(logits_V, -count)[-count:]
+    return np.sort(highest)[::-1]
+
+
+def _weigh(logits: Logits, highest: np.float32, sampling: Sampling) -> Logits:
+    """Return exp((logit - highest) / temperature), the probabilities up to a factor; float32 takes a third of float64's
+    time, most of a draw, and leaves a relative error of 1e-6."""
+    weights = logits - highest
+    weights /= np.float32(sampling.temperature)
+    return np.exp(weights, out=weights)
+
+
+def _find_quantile(weights: Logits, uniform: float) -> int:
+    """Return the first index at which cumulative weights exceed the fraction `uniform` of their total; its weight is
+    positive. Sums over blocks find the block first: a cumulative sum of all would take longer than their exponentials.
+    """
+    block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
+    reach = uniform * block_sums[-1]
+    block = _first_above(block_sums, reach)
+    below = block_sums[block - 1] if block else 0.0
+    sums = below + np.cumsum(weights[block * _SUM_BLOCK : (block + 1) * _SUM_BLOCK], dtype=np.float64)
+    return block * _SUM_BLOCK + _first_above(sums, reach)
+
+
+def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
+    """Return the first index of cumulative sums above `reach`; where rounding leaves none, the first at the total."""
+    return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))
 
 
 def _check(holds: bool, name: str, value: object, right: str) -> None:

@@ -78,7 +78,7 @@ class AnswerText:
         """Return the remaining text of an answer that ended other than by a stop string."""
         if self.stopped_by is not None:
             return ""
-        piece = self._show(self._detokenizer.rest(), searched=bool(self._stop))
+        piece = self._show(self._detokenizer.rest(), searched=True)
         if self.stopped_by is None:
             piece, self._held = piece + self._held, ""
         return piece
@@ -87,7 +87,7 @@ class AnswerText:
         """Return what becomes visible of the held text and a new piece."""
         self._characters += len(piece)
         text = self._held + piece
-        if not searched:
+        if not searched or not self._stop:
             return text
         found = [(at, len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
@@ -100,5 +100,5 @@ class AnswerText:
 
     def _count_held(self, text: str) -> int:
         """Return the length of the longest end of `text` with which a stop string begins."""
-        longest = min(max(map(len, self._stop), default=1) - 1, len(text))
+        longest = min(max(map(len, self._stop)) - 1, len(text))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
