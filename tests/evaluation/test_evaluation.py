@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import meshwright as mw
 from meshwright.checkpoint import find_checkpoint
 from meshwright.cli.main import meshwright
 from meshwright.data import prepare
@@ -240,7 +241,6 @@ def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
 def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, checkpoint, tmp_path):
     """A bit of a norm's weight is wrong: the sizes are right, the loss would be another."""
     from meshwright.checkpoint.manifest import MANIFEST, Manifest, hash_file
-    from meshwright.serving.generate import Generator
     from tests.training import checkpoint_cases as cases
 
     run = tmp_path / "run"
@@ -251,19 +251,15 @@ def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, che
     text = str(place / "texts.jsonl")
     expected = run_evaluation(checkpoint, text, with_xz=False)
     assert run_evaluation(run, text, with_xz=False) == expected | {"checkpoint": str(step)}
-    assert Generator.from_directory(str(run)).directory == step
+    assert mw.load(str(run)).directory == step
 
     cases.flip_bit(step / "model.safetensors")
-    for call in (
-        lambda **how: run_evaluation(step, text, with_xz=False, **how),
-        lambda **how: Generator.from_directory(step, **how),
-    ):
+    for call in (lambda: run_evaluation(step, text, with_xz=False), lambda: mw.load(step)):
         with pytest.raises(UserError, match=r"step-000001 is damaged: model.safetensors was altered"):
             call()
-        call(check_hashes=False)
+    assert run_evaluation(run, text, with_xz=False, check_hashes=False)["loss"] != expected["loss"]
     with pytest.raises(UserError, match=r"no checkpoint in it, none of the 1 there is whole"):
-        Generator.from_directory(run)
-    assert Generator.from_directory(run, check_hashes=False).directory == step
+        mw.load(run)
 
 
 # --- what is meant by a path

@@ -1,0 +1,369 @@
+"""The front's side of the ranks: which replica runs a request, what to do when a rank is lost.
+
+Each replica is a group of rank processes (`ranks.py`). When one of them ends or a step takes too long, all ranks of the
+replica are started again and its requests continue: their tokens so far are replayed, which gives the same state bit
+for bit. Free of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import MeshwrightError, RankLost, UserError
+from meshwright.serving import messages
+from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
+from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.messages import Message
+from meshwright.serving.rank_starter import RankPlan, RankStarter
+from meshwright.serving.replica import Replica, Stream
+from meshwright.serving.request import Output, Request
+
+LOSSES_OF_REQUEST = 3
+"""A request that was running each time is ended with an error: it may be the cause."""
+LOSSES_OF_REPLICA = 5
+"""Losses in a row, without `STEADY_SECONDS` of service in between, after which the server gives up."""
+STEADY_SECONDS = 60.0
+FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
+"""Seconds before a second start; doubled for each further loss in a row."""
+SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
+"""What must not differ between ranks, or answers would."""
+SHOWN = ("layout", "dtype", "max_length", "max_sequences", "token_budget", "threads")
+"""What clients may know of the plan."""
+STOP_SECONDS = 2.0
+"""For ranks to end by themselves when the server does."""
+LOOK_SECONDS = 0.5
+"""Between looks for replicas whose step takes too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of the queue: requests and prompt tokens that no replica computes yet, predicted seconds of wait."""
+
+    requests: int = 512
+    tokens: int = 1_000_000
+    seconds: float = 120.0
+
+
+class Replicas:
+    """All replicas of a server: an `EngineClient`, and the supervisor of their ranks.
+
+    plan: what ranks are told. starter: starts the ranks of a replica. ranks: of one replica.
+    limits: bounds of the queue. log: called with a line for each loss and restart.
+    """
+
+    def __init__(
+        self, plan: RankPlan, starter: RankStarter, *, replicas: int = 1, ranks: int = 1,
+        limits: QueueLimits | None = None, log: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
+        self.plan, self.ranks = plan, ranks
+        self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
+        self.failure: MeshwrightError | None = None
+        self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
+        self._replicas = [Replica(index, plan.max_sequences) for index in range(replicas)]
+        self._streams: dict[str, Stream] = {}
+        self._parked: list[Stream] = []  # no replica is ready for them
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
+        self._state: State = "starting"
+        self._changed = asyncio.Event()
+
+    # --- EngineClient
+
+    @property
+    def state(self) -> State:
+        """State of the engine."""
+        if self._state == "ready" and not all(replica.ready for replica in self._replicas):
+            return "recovering"
+        return self._state
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """JSON object of facts about the engine."""
+        shown = {name: getattr(self.plan, name) for name in SHOWN}
+        shown["layout"] = self.plan.layout.replace(":nosp", "")  # a step's tokens are never split over tp
+        facts = {name: next(iter(self.hellos.values()), {}).get(name) for name in SAME_ON_ALL_RANKS}
+        return {**shown, "kv_blocks": self.plan.blocks, "ranks": self.rank_processes, **facts}
+
+    @property
+    def rank_processes(self) -> list[dict[str, int]]:
+        """Replica, rank and process ID of each rank."""
+        return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
+
+    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+        """Return None if the queue takes all of `requests`, else a refusal."""
+        if self._state in ("starting", "draining", "failed"):
+            return Refusal(self._state, 1.0)
+        ready = [replica for replica in self._replicas if replica.ready]
+        waiting = len(self._parked) + len(requests) - sum(replica.room for replica in ready)
+        if waiting <= 0:
+            return None
+        limits, queued = self._limits, [stream.request for stream in self._streams.values() if not stream.tokens]
+        tokens = sum(len(request.tokens) for request in (*queued, *requests))
+        if waiting <= limits.requests and tokens <= limits.tokens:
+            seconds = self._predict_wait(ready, requests)
+            return Refusal("seconds", seconds - limits.seconds) if seconds > limits.seconds else None
+        over = max(0, waiting - limits.requests)  # requests that have to be admitted before the queue takes these
+        while over < len(queued) and tokens - sum(len(each.tokens) for each in queued[:over]) > limits.tokens:
+            over += 1
+        reason = "requests" if waiting > limits.requests else "tokens"
+        return Refusal(reason, self._predict_wait(ready, requests, first=over))
+
+    def submit(self, request: Request) -> AsyncIterator[Output]:
+        """Queue a request and return the iterator over its outputs."""
+        assert request.id not in self._streams, request.id
+        stream = self._streams[request.id] = Stream(request)
+        if request.deadline is not None:
+            left = max(0.0, request.deadline - time.time())
+            stream.deadline = asyncio.get_running_loop().call_later(left, self.cancel, request.id)
+        self._place(stream)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request by the next step; unknown and finished ones are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if stream.replica is not None:
+            self._send(stream.replica, {"cancel": request_id})
+        self._forget(stream)
+        stream.put(Output(request_id, [], "cancelled"))
+
+    def drain(self) -> None:
+        """Admit no further requests; those admitted are finished."""
+        if self._state == "ready":
+            self._state = "draining"
+
+    def stats(self) -> list[Mapping[str, float]]:
+        """Return the figures of each replica, as `EngineClient.stats` describes them."""
+        return [replica.stats() for replica in self._replicas]
+
+    # --- start and end
+
+    async def start(self) -> None:
+        """Start all ranks and wait until every replica is ready. Raises what kept one from starting (UserError ...)."""
+        secret = self.plan.secret
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Serve the connection of one rank."""
+            if await messages.accept(reader, writer, secret):
+                await self._listen_to_rank(reader, writer)
+            writer.close()
+
+        kind, _, where = self.plan.front.partition(":")
+        if kind == "unix":
+            self._server = await asyncio.start_unix_server(serve, where, limit=2**24)
+        else:
+            host, _, port = where.rpartition(":")
+            self._server = await asyncio.start_server(serve, host, int(port), limit=2**24)
+        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
+        self._tasks.append(asyncio.create_task(self._watch_steps()))
+        await self._wait_for_state(lambda: all(replica.ready for replica in self._replicas))
+        if self.failure is not None:
+            await self.close()
+            raise self.failure
+        self._state = "ready"
+
+    async def wait_for_failure(self) -> None:
+        """Return when the server has given up; `failure` is the reason."""
+        await self._wait_for_state(lambda: False)
+
+    async def close(self) -> None:
+        """End all ranks, after the step that they compute if it is a short one, and stop listening; unfinished streams
+        fail."""
+        self._state = "failed"
+        for replica in self._replicas:
+            self._send(replica, {"stop": True})
+        if any(replica.ready for replica in self._replicas):
+            await asyncio.wait(self._tasks[:-1], timeout=STOP_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_streams(RankLost("the server has ended"))
+        if self._server is not None:
+            self._server.close()
+
+    async def _wait_for_state(self, reached: Callable[[], bool]) -> None:
+        """Wait until `reached()` or a failure."""
+        while not reached() and self.failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    # --- supervision
+
+    async def _supervise(self, replica: Replica) -> None:
+        """Keep a replica running until the server ends or it was lost `LOSSES_OF_REPLICA` times in a row."""
+        losses = 0
+        while True:
+            replica.lost = asyncio.get_running_loop().create_future()
+            error = await self._run_once(replica)
+            if self._state == "failed":
+                return
+            steady = replica.ready_since > 0 and time.monotonic() - replica.ready_since > STEADY_SECONDS
+            losses = 1 if steady else losses + 1
+            started, streams = self._state != "starting", len(replica.streams)
+            self._recover(replica)
+            if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):
+                self.failure, self._state = error, "failed"
+                self._fail_streams(RankLost(str(error)))
+                self._changed.set()
+                return
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (losses - 1)) if losses > 1 else 0.0
+            again = f"starting it again in {delay:g} s" if delay else "starting it again"
+            self._log(f"replica {replica.index} was lost: {error}; {again}, {streams} requests continue")
+            replica.totals["restarts"] += 1
+            await asyncio.sleep(delay)
+
+    async def _run_once(self, replica: Replica) -> MeshwrightError:
+        """Start a replica's ranks, and return why they ended; none is left running."""
+        assert replica.lost is not None
+        ranks = asyncio.create_task(self._starter.run(replica.index, self.plan))
+        try:
+            ends: set[asyncio.Future[Any]] = {ranks, replica.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not ranks.done():
+                # An error of a rank says more than its closed connection, if it comes at once.
+                await asyncio.wait({ranks}, timeout=0.1 if replica.ready_since == 0 else 0.0)
+            if ranks.done():
+                ranks.result()
+        except MeshwrightError as error:
+            return error
+        finally:
+            ranks.cancel()
+            await asyncio.gather(ranks, return_exceptions=True)
+        return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
+
+    def _recover(self, replica: Replica) -> None:
+        """Forget what a lost replica had, and move its requests to others or let them wait for it."""
+        for stream in replica.forget():
+            stream.losses += 1
+            if stream.losses >= LOSSES_OF_REQUEST:
+                self._forget(stream)
+                stream.fail(RankLost(f"the request was running {stream.losses} times when a rank was lost"))
+            else:
+                self._place(stream)
+
+    async def _watch_steps(self) -> None:
+        """Lose each replica that computes and has reported no step for longer than a step may take."""
+        limit = self.plan.step_seconds
+        while True:
+            await asyncio.sleep(min(LOOK_SECONDS, limit / 4))
+            for replica in self._replicas:
+                if replica.ready and replica.streams and time.monotonic() - replica.heard > limit:
+                    replica.lose(f"no step within {limit:g} s")
+
+    # --- messages of the ranks
+
+    async def _listen_to_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle the messages of one rank until its connection ends."""
+        first = await messages.receive(reader)
+        if first is None:
+            return
+        hello = first["hello"]
+        replica, rank = self._replicas[hello["replica"]], hello["rank"]
+        lost = replica.lost
+        if not self._greet(replica, hello, writer):
+            return
+        while (message := await messages.receive(reader)) is not None:
+            if replica.lost is not lost:
+                return  # of ranks that are gone
+            if "ready" in message:
+                self._make_ready(replica)
+            else:
+                self._take_step(replica, message)
+        if replica.lost is lost:
+            replica.lose(f"rank {rank} has ended")
+
+    def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """Register a rank; False if it computes in another way than the ranks before it, so that answers would
+        differ."""
+        first = next(iter(self.hellos.values()), hello)
+        if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
+            mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
+            who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
+            error = UserError(
+                f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all ranks "
+                "on the same kind of processor with the same version"
+            )
+            self.failure, self._state = error, "failed"
+            self._changed.set()
+            return False
+        self.hellos[replica.index, hello["rank"]] = hello
+        replica.peers[hello["rank"]] = writer
+        replica.leader = hello["leader"] or replica.leader
+        if replica.leader is not None and len(replica.peers) == self.ranks:
+            for rank, follower in replica.peers.items():
+                if rank:
+                    follower.write(messages.encode({"leader": replica.leader}))
+        return True
+
+    def _make_ready(self, replica: Replica) -> None:
+        """Let a replica take requests, those that wait first."""
+        replica.ready, replica.ready_since = True, time.monotonic()
+        parked, self._parked = self._parked, []
+        for stream in parked:
+            self._place(stream)
+        self._changed.set()
+
+    def _take_step(self, replica: Replica, message: Message) -> None:
+        """Pass on the outputs of a step and learn from its time."""
+        replica.take_report(message["step"])
+        for document in message["outputs"]:
+            stream = replica.streams.get(document["request_id"])
+            if stream is not None:  # else it was cancelled
+                stream.put(Output.from_json(document))
+                if stream.ended:
+                    self._forget(stream)
+                    if stream.tokens:
+                        replica.answers.observe(len(stream.tokens), stream.request.sampling.max_tokens)
+
+    # --- requests
+
+    def _place(self, stream: Stream) -> None:
+        """Send a request to the replica with the least work before its first token, or park it."""
+        request = stream.resumed()
+        ready = [replica for replica in self._replicas if replica.ready]
+        if not ready:
+            self._parked.append(stream)
+            return
+        hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
+        replica = min(ready, key=lambda each: each.work - BLOCK_TOKENS * each.cached_blocks(hashes))
+        replica.remember(hashes, self.plan.blocks)
+        if not replica.streams:
+            replica.heard = time.monotonic()
+        stream.replica = replica
+        replica.streams[request.id] = stream
+        replica.sent += 1
+        self._send(replica, {"add": request.to_json()})
+
+    def _send(self, replica: Replica, message: Message) -> None:
+        """Send a message to the rank that leads a replica."""
+        writer = replica.peers.get(0)
+        if writer is not None and not writer.is_closing():
+            writer.write(messages.encode(message))
+
+    def _forget(self, stream: Stream) -> None:
+        """Remove a request that has ended."""
+        self._streams.pop(stream.request.id, None)
+        if stream.replica is not None:
+            stream.replica.streams.pop(stream.request.id, None)
+        with contextlib.suppress(ValueError):
+            self._parked.remove(stream)
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+
+    def _predict_wait(self, ready: Sequence[Replica], requests: Sequence[Request], first: int | None = None) -> float:
+        """Return the predicted seconds until the replica that is the soonest has admitted its queue and `requests`, or
+        its share of the `first` ones of all queues; 1 while none is ready."""
+        share = None if first is None else -(-first // max(1, len(ready)))
+        return min((replica.predict_wait(requests, share) for replica in ready), default=1.0)
+
+    def _fail_streams(self, error: RankLost) -> None:
+        """End all requests with an error."""
+        for stream in list(self._streams.values()):
+            self._forget(stream)
+            stream.fail(error)
