@@ -42,6 +42,7 @@ from serving_client import (
     check_stream,
     completion,
     is_answered,
+    run,
     run_wave,
     wait_until,
 )
@@ -641,7 +642,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
     server = start_meshwright(options.model, options.dtype, work, *arguments)
 
-    async def run() -> dict[str, Any]:
+    async def work_through() -> dict[str, Any]:
         client = Client(server.port)
         try:
             return await PARTS[name](server, client, options)
@@ -649,7 +650,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             client.close()
 
     try:
-        found = asyncio.run(run())
+        found = run(work_through())
         if server.process.poll() is not None:
             raise server.failed(f"the server ended with {server.process.returncode}")
         return found

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving_client import Client, RequestFailed, Wave, is_answered, run_wave, wait_until
+from serving_client import Client, RequestFailed, Wave, is_answered, run, run_wave, wait_until
 from serving_models import CACHE, model_directory
 
 PEERS = CACHE / "peers"
@@ -185,7 +185,7 @@ class Server(Contender):
         async def answered() -> bool:
             return self.process.poll() is not None or await is_answered(Client(self.port), path)
 
-        if not asyncio.run(wait_until(answered, START_SECONDS)):
+        if not run(wait_until(answered, START_SECONDS)):
             raise self.failed(f"not ready within {START_SECONDS} s")
         if self.process.poll() is not None:
             raise self.failed(f"ended with {self.process.returncode}")
@@ -199,7 +199,7 @@ class Server(Contender):
                 client.close()
 
         try:
-            return asyncio.run(wave())
+            return run(wave())
         except (OSError, RequestFailed, TimeoutError) as error:
             raise self.failed(repr(error)) from error
 

@@ -62,13 +62,15 @@ def openvino(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Event
 def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Events], dict[str, Any]]:
     """The continuous batching of transformers."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     torch.set_num_threads(options.threads)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa").eval()
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
-    manager = model.init_continuous_batching(generation_config=config)
+    # Its own choice takes all memory for the cache, and a mask over it for every step: no token within a minute.
+    cache = ContinuousBatchingConfig(page_size=32, num_blocks=320, max_batch_tokens=1024, max_requests_per_batch=32)
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
     manager.start()
     turns = iter(range(1 << 30))
 
