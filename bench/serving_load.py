@@ -600,27 +600,47 @@ def write_task(directory: Path, text: Path) -> None:
 
 
 async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -> dict[str, Any]:
-    """Bits per byte of a text that fits one window, by lm-eval over HTTP and by `meshwright evaluate`."""
+    """Loss of a text that fits one window: the sum of the server's echoed log-probabilities, lm-eval's score over HTTP
+    (without the end token, which it does not score) and `meshwright evaluate`."""
     directory = CACHE / "work" / "lm-eval"
     directory.mkdir(parents=True, exist_ok=True)
     text = directory / "text.txt"
     text.write_text(Path(random.__file__).read_text()[:3000])
-    write_task(directory, text)
     model = model_directory(options.model)
+    tokens = (await client.post("/tokenize", {"prompt": text.read_text(), "add_special_tokens": False})).json()[
+        "tokens"
+    ]
+    body = {"model": "m", "prompt": [1, *tokens, 2], "max_tokens": 0, "echo": True, "logprobs": 0}
+    echoed = await client.post("/v1/completions", body)
+    if echoed.status != 200:
+        raise RequestFailed(f"{echoed.status}: {echoed.body()[:300]!r}")
+    values = echoed.json()["choices"][0]["logprobs"]["token_logprobs"][1:]
+    command = [sys.executable, "-m", "meshwright", "evaluate", str(model), "--data", str(text), "--sequence", "2048"]
+    status, output = await asyncio.to_thread(run_program, [*command, "--no-xz", "--json"], 300)
+    if status:
+        raise RequestFailed(f"evaluate: {status}: {output[-800:]}")
+    evaluated = json.loads(output[output.index("{") :])
+    found = {
+        "tokens": len(tokens),
+        "echoed_nats_per_token": -math.fsum(values) / len(values),
+        "evaluate_nats_per_token": evaluated["loss"],
+        "evaluate_tokens": evaluated["tokens"],
+    }
+    same = math.isclose(found["echoed_nats_per_token"], evaluated["loss"], rel_tol=1e-9)
+    write_task(directory, text)
     arguments = f"model=m,base_url=http://127.0.0.1:{server.port}/v1/completions,tokenizer={model},max_length=1024"
     command = [str(LM_EVAL / "lm_eval"), "--model", "local-completions", "--tasks", "document"]
     command += ["--model_args", arguments, "--include_path", str(directory), "--output_path", str(directory / "out")]
     status, output = await asyncio.to_thread(
         run_program, command, 600, HF_HUB_OFFLINE="1", HF_HOME=str(directory / "home")
     )
-    results = sorted((directory / "out").rglob("results_*.json"))
+    results = sorted((directory / "out").rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
     if status or not results:
-        return {"passed": False, "failure": f"{status}: {output[-1500:]}"}
-    theirs = json.loads(results[-1].read_text())["results"]["document"]["bits_per_byte,none"]
-    command = [sys.executable, "-m", "meshwright", "evaluate", str(model), "--data", str(text), "--sequence", "2048"]
-    status, output = await asyncio.to_thread(run_program, [*command, "--no-xz", "--json"], 300)
-    ours = json.loads(output[output.index("{") :]) if status == 0 else {"failure": output[-800:]}
-    return {"lm_eval_bits_per_byte": theirs, "evaluate": ours, "passed": False}
+        return {**found, "passed": False, "failure": f"lm_eval: {status}: {output[-1500:]}"}
+    found["lm_eval_bits_per_byte"] = json.loads(results[-1].read_text())["results"]["document"]["bits_per_byte,none"]
+    found["echoed_bits_per_byte"] = -math.fsum(values[:-1]) / math.log(2) / text.stat().st_size
+    same_bits = math.isclose(found["lm_eval_bits_per_byte"], found["echoed_bits_per_byte"], rel_tol=1e-9)
+    return {**found, "passed": same and same_bits}
 
 
 Part = Callable[[Server, Client, argparse.Namespace], Awaitable[dict[str, Any]]]
@@ -640,7 +660,8 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
-    server = start_meshwright(options.model, options.dtype, work, *arguments)
+    dtype = "fp32" if name == "lm-eval" else options.dtype  # as `meshwright evaluate` computes
+    server = start_meshwright(options.model, dtype, work, *arguments)
 
     async def work_through() -> dict[str, Any]:
         client = Client(server.port)
