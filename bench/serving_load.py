@@ -351,13 +351,9 @@ async def disconnects(server: Server, client: Client, options: argparse.Namespac
 # --- kills
 
 
-def rank_processes(session: int) -> list[int]:
-    """Processes of the server's session that hold ranks."""
-    return [
-        pid
-        for pid in session_memory(session)
-        if pid != session and b"ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+async def rank_processes(client: Client) -> list[int]:
+    """Process IDs of the ranks that run now."""
+    return [rank["pid"] for rank in (await client.get("/props")).json()["ranks"]]
 
 
 def stream_bodies(count: int) -> list[dict[str, Any]]:
@@ -414,7 +410,7 @@ async def kills(server: Server, client: Client, options: argparse.Namespace) -> 
     unhealthy, recovered, killed = [], [], 0
     for _ in range(options.kills):
         await asyncio.sleep(draw.uniform(0.5, 4))
-        ranks = rank_processes(server.process.pid)
+        ranks = await rank_processes(client)
         if not ranks:
             wrong.append("no rank process found")
             break
@@ -607,9 +603,8 @@ async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -
     text = directory / "text.txt"
     text.write_text(Path(random.__file__).read_text()[:3000])
     model = model_directory(options.model)
-    tokens = (await client.post("/tokenize", {"prompt": text.read_text(), "add_special_tokens": False})).json()[
-        "tokens"
-    ]
+    tokenized = await client.post("/tokenize", {"prompt": text.read_text(), "add_special_tokens": False})
+    tokens = tokenized.json()["tokens"]
     body = {"model": "m", "prompt": [1, *tokens, 2], "max_tokens": 0, "echo": True, "logprobs": 0}
     echoed = await client.post("/v1/completions", body)
     if echoed.status != 200:
