@@ -27,6 +27,7 @@ PACKAGES = [
         "data",
         "synthesis",
         "flight_recorder",
+        "kernels",
     ),
     *("comm", "model", "parallel", "checkpoint", "monitoring", "launcher", "probe", "training", "verification"),
     *("serving", "evaluation", "inspection", "cli"),

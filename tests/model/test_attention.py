@@ -9,7 +9,7 @@ import torch
 
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import attend, visibility
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.spec.presets import preset
@@ -130,7 +130,6 @@ def test_reading_in_pieces_through_a_cache_is_reading_at_once(pieces: list[int],
     want = by_definition(q, k, v, allowed(torch.zeros(2, 9), window))
     for size in pieces:
         new = slice(cache.length, cache.length + size)
-        visible = visibility(ONE_DOCUMENT, size, window, CPU, cached=cache.length)
-        keys, values = cache.append(1, k[:, :, new], v[:, :, new])
-        torch.testing.assert_close(attend(q[:, :, new], keys, values, visible), want[:, :, new], rtol=0, atol=1e-13)
-        cache.length += size
+        out = cache.attend(1, q[:, :, new], k[:, :, new], v[:, :, new])
+        torch.testing.assert_close(out, want[:, :, new], rtol=0, atol=1e-13)
+        cache.advance(size)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
-from meshwright.serving.text import IncrementalDetokenizer
+from meshwright.serving.text import AnswerText, IncrementalDetokenizer
 
 SAMPLE = "naïve façade — 日本語のテキスト, emoji 👩🏽‍🚀🏳️‍🌈 and plain words\n\tdef f(x): return x  # ok\n"
 
@@ -83,3 +85,61 @@ def test_a_long_text_costs_no_more_a_token_than_a_short_one():
         text.push(token)
         longest = max(longest, len(text._window))
     assert longest < 10
+
+
+class Letters:
+    """Detokenizer whose tokens are the letters of a string."""
+
+    def push(self, token: int) -> str:
+        return chr(token)
+
+    def rest(self) -> str:
+        return ""
+
+
+def show(text: str, stop: list[str], min_tokens: int = 0) -> tuple[str, str | None, list[str]]:
+    answer = AnswerText(Letters(), stop, min_tokens)  # type: ignore[arg-type]
+    pieces = []
+    for letter in text:
+        pieces.append(answer.push(ord(letter)))
+        if answer.stopped_by:
+            break
+    return "".join(pieces) + answer.finish(), answer.stopped_by, pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text("ab", max_size=30), stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_visible_text_ends_before_the_stop_string_that_is_complete_first(text: str, stop: list[str]):
+    shown, stopped_by, pieces = show(text, stop)
+    ends = [text.find(each) + len(each) for each in stop if each in text]
+    if not ends:
+        assert (shown, stopped_by) == (text, None)
+        return
+    read = text[: min(ends)]  # the token that ends it is the first to complete any of them
+    assert len(pieces) == len(read)
+    assert shown == read[: min(read.find(each) for each in stop if each in read)]
+    assert stopped_by in stop
+    assert not any(each in shown for each in stop)
+
+
+def test_text_that_may_become_a_stop_string_is_held_back_until_it_cannot():
+    assert show("a<ende", ["<end>"])[2] == ["a", "", "", "", "", "<ende"]
+    assert show("a<en", ["<end>"])[0] == "a<en"  # shown at the end
+    assert show("a<<end>", ["<end>"])[0] == "a<"
+
+
+def test_the_text_of_min_tokens_tokens_is_not_searched():
+    assert show("ab ab", ["ab"], min_tokens=1)[:2] == ("ab ", "ab")
+    assert show("ab ab", ["ab"], min_tokens=9)[:2] == ("ab ab", None)
+
+
+def test_offsets_are_where_the_characters_of_each_token_begin():
+    tokenizer = fallback_tokenizer()
+    tokens = tokenizer.encode("a señor x", add_special_tokens=False).ids
+    answer = AnswerText(IncrementalDetokenizer(tokenizer), ["or x"])
+    shown = "".join(map(answer.push, tokens))
+    assert (shown, answer.stopped_by) == ("a señ", "or x")
+    whole = tokenizer.decode(tokens)
+    beginnings = [len(tokenizer.decode(tokens[:n]).rstrip("\N{REPLACEMENT CHARACTER}")) for n in range(len(tokens))]
+    assert answer.offsets == beginnings
+    assert whole[answer.offsets[-1] :] == "x"

@@ -50,7 +50,7 @@ def command(
     from meshwright.serving.sampling import Sampling
 
     with answering(as_json) as answer:
-        Sampling(temperature, top_k, top_p, seed)  # a wrong number is refused before a model is loaded
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # refused before a model is loaded
         if prompt == "-":
             prompt = _read_standard_input()
         model = load(checkpoint, layout, device=device, log=print_message)

@@ -31,6 +31,7 @@ COMMANDS = {
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
     "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",
     "generate": "Continue a prompt with a checkpoint.",
+    "serve": "Serve a checkpoint over HTTP: OpenAI's API, one answer whatever the load.",
     "inspect": "Show what a checkpoint or a model directory holds, and which device would hold what.",
     "report": "Write a run's page: loss curve, throughput, recipe, sample.",
 }

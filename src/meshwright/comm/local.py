@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,9 @@ from meshwright.threads import build_child_environment
 _SERVER_CODE = (
     "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
 )
+
+LONGEST_WAIT = 86400.0
+"""Seconds of one system call: poll(2) takes no more than 24 days, and a `run` may have no time-out (math.inf)."""
 
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
 """Imported once by the server, so that the ranks need not (the last: for activations that are computed again)."""
@@ -108,8 +112,9 @@ class LocalRanks:
         seen: Snapshot | None = None
         while len(answers) + len(died) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
-            ready = wait([self._connections[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait([self._connections[rank] for rank in waiting], min(left, LONGEST_WAIT))
+            if not ready and left <= LONGEST_WAIT:
                 break
             for rank in waiting:
                 if self._connections[rank] in ready:
@@ -208,15 +213,16 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 env=build_child_environment(),
             )
-        self.owner = os.getpid()
+        self.owner, self.lock = os.getpid(), threading.Lock()
         self.connection = Connection(ours.detach())
         atexit.register(self.stop)
 
     def fork(self, order: tuple[Any, ...]) -> list[int]:
         """Fork ranks; return their process IDs. order: arguments of `_run_rank_process` after the rank."""
         try:
-            self.connection.send(order)
-            return self.connection.recv()  # type: ignore[no-any-return]
+            with self.lock:  # pools may start in threads
+                self.connection.send(order)
+                return self.connection.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError) as error:
             raise RankLost(f"the server of local ranks has ended: {error}") from error
 
@@ -235,6 +241,7 @@ def serve(descriptor: int) -> None:
     other end is closed."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is this, which may come to all processes of a service
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
     for name in PRELOADED:
         importlib.import_module(name)
@@ -269,7 +276,8 @@ def _run_rank_process(
     try:
         _end_with_parent()
         ignore_model_warnings()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         sys.path[:] = path
         os.chdir(cwd)
         attach_process_writer(os.open(f"{directory}/calls-{rank}", os.O_RDWR | os.O_CLOEXEC))

@@ -84,7 +84,7 @@ def evaluate(
         data: Recipe (its validation split), or a source as in `data.source` (all of it): a path, a glob, `"stdlib"`.
         overrides: Values of keys of that recipe by dotted name, `{"data.validation_fraction": 0.1}`.
         sequence: Tokens of context; the default: the recipe's or the model's.
-        layout: Split the model over CPU ranks of this machine; only tp and pp.
+        layout: Split the model over CPU ranks of this machine, by dp, tp, pp and ep.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU if there is one.
         **options: Fields of `EvaluationOptions`.
 

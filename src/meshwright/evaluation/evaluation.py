@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.comm.local import LocalRanks
@@ -18,18 +19,21 @@ from meshwright.data import PackedDataset, PackedExamples, PreparedData, TokenBa
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
-from meshwright.model.huggingface import load_huggingface
-from meshwright.parallel.inference import SplitModel, parse_inference_layout
-from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.model.loss import IGNORED
 from meshwright.recipe import DataRecipe, load_recipe
+from meshwright.serving.engine import Engine
+from meshwright.serving.offline import build_offline_engine, run_requests
+from meshwright.serving.pipeline_engine import PipelineEngine
+from meshwright.serving.request import Request
+from meshwright.serving.sampling import Sampling
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
+from meshwright.spec.refuse import serving_layout
 from meshwright.threads import choose_threads
 from meshwright.untrusted import read_file
 
 LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
-TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = 1 << 14
 
 
 def run_evaluation(
@@ -56,14 +60,15 @@ def run_evaluation(
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = config_from_path(directory)
-    reading = None if layout is None else parse_inference_layout(layout, config)
+    reading = Layout() if layout is None else serving_layout(layout, config)
     prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
-    if reading is None:
+    if reading.world_size == 1:
         nats, count = _evaluate_on_device(directory, tokens, device, progress)
     else:
         with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
             given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
-            nats, count = ranks.run(_evaluate_on_rank, *given, timeout=24 * 3600.0)[0]
+            shares = ranks.run(_evaluate_on_rank, *given, timeout=24 * 3600.0)
+            nats, count = math.fsum(share[0] for share in shares), sum(share[1] for share in shares)
     result: dict[str, Any] = {
         "loss": nats / count,
         "perplexity": math.exp(min(nats / count, 700.0)),
@@ -88,47 +93,66 @@ def _evaluate_on_device(
 ) -> tuple[float, int]:
     """Return (sum of token losses in nats, number of target tokens) on one device. progress: called with (rows done,
     all)."""
-    model, _ = load_huggingface(directory, torch.float32, device)
-    nats, count, done = 0.0, 0, 0
-    with torch.no_grad():
-        for batch in tokens.iterate_batches(_rows_per_batch(tokens)):
-            nats += float(model(*(part.to(device) for part in _micro_batch(batch))))
-            count += batch.target_tokens
-            done += len(batch.tokens)
-            progress(done, tokens.rows)
-    return nats, count
+    engine = build_offline_engine(directory, Mesh.single(device=device), "float32", scoring=True)
+    batches = tokens.iterate_batches(_rows_per_batch(tokens))
+    return _sum_losses(engine, batches, lambda done: progress(done, tokens.rows))
 
 
 def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]
 ) -> tuple[float, int]:
-    """Return (sum of token losses in nats, number of target tokens), as one of several ranks among which the model is
-    split."""
+    """Return (sum of token losses in nats, number of target tokens) of a replica's share of the batches on its first
+    rank, zeros on the others."""
     mesh = Mesh.create(Layout.parse(layout))
-    split = SplitModel(Path(directory), mesh)
-    _, tokens = held_out(Path(directory), split.config, data, sequence, lambda line: None, overrides)
-    nats, count = 0.0, 0
-    under_way: list[MicroBatch] = []
-    for number, batch in enumerate(tokens.iterate_batches(_rows_per_batch(tokens)), start=1):
-        under_way.append(_micro_batch(batch))
-        count += batch.target_tokens
-        if number % mesh.pp.size == 0:
-            nats += split.losses(under_way)
-            under_way.clear()
-    nats += split.losses(under_way)
+    engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True)
+    config = config_from_path(directory)
+    _, tokens = held_out(Path(directory), config, data, sequence, lambda line: None, overrides)
+    batches = tokens.iterate_batches(_rows_per_batch(tokens))
+    nats, count = _sum_losses(engine, itertools.islice(batches, mesh.dp.rank, None, mesh.dp.size))
     mesh.close()
-    return nats, count
+    return (nats, count) if mesh.tp.rank == mesh.pp.rank == 0 else (0.0, 0)
+
+
+def _sum_losses(
+    engine: Engine | PipelineEngine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
+) -> tuple[float, int]:
+    """Return (sum of token losses in nats, number of target tokens) of some batches: minus the log-probabilities that a
+    server would echo for each document's part of a row. progress: called with the number of rows done."""
+    losses, rows = array("d"), 0
+    for batch in batches:
+        requests, counted = _build_requests(batch)
+        for output in run_requests(engine, requests):
+            for place in counted[output.request_id] if output.prompt_results is not None else ():
+                result = output.prompt_results[place]
+                assert result is not None and result.logprob is not None
+                losses.append(-result.logprob)
+        rows += len(batch.tokens)
+        progress(rows)
+    return math.fsum(losses), len(losses)
+
+
+def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
+    """Return a request for each document's part of each row that has targets, its last target included, and by request
+    ID the places of its tokens that count."""
+    requests: list[Request] = []
+    counted: dict[str, list[int]] = {}
+    sampling = Sampling(max_tokens=0, prompt_logprobs=0)
+    for row, begins in enumerate(batch.document_starts()):
+        for begin, end in itertools.pairwise([*begins.tolist(), batch.tokens.shape[1]]):
+            targets = batch.targets[row, begin:end]
+            places = np.flatnonzero(targets != IGNORED)
+            if not len(places):
+                continue
+            last = int(places[-1]) + 1
+            part = (*batch.tokens[row, begin : begin + last].tolist(), int(targets[last - 1]))
+            requests.append(Request(f"{row}-{begin}", part, sampling))
+            counted[requests[-1].id] = (places + 1).tolist()
+    return requests, counted
 
 
 def _rows_per_batch(tokens: PackedDataset) -> int:
     """Return the number of rows per batch, about `TOKENS_AT_ONCE` tokens."""
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
-
-
-def _micro_batch(batch: TokenBatch) -> MicroBatch:
-    """Return the batch as torch tensors (tokens [B, S], targets [B, S]) and its document boundaries."""
-    tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-    return tokens_BS, targets_BS, Documents.from_ids(batch.document_ids)
 
 
 def held_out(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from meshwright.flight_recorder.call_ring import create_memory_file
@@ -137,14 +136,6 @@ def _temporary_descriptor() -> int:
     """Return the descriptor of an unnamed temporary file."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def machine_memory() -> int:
-    """Return this machine's memory in bytes without swap, or its container's limit if lower."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory
 
 
 def _loopback_environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import KeyValueCache
+from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import attend_bidirectionally
@@ -45,12 +45,13 @@ class Attention(nn.Module):
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
         visible: torch.Tensor | None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
         """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position,
         None with learned positions; `visible`: attention mask that `visibility` (encoder: `bidirectional_mask`)
-        returns, None: plain causal (encoder: all visible); `cache`: KV cache whose layer `layer` is extended.
+        returns, None: plain causal (encoder: all visible); `cache`: KV cache whose layer `layer` is extended, and which
+        attends in place of the mask.
         """
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
@@ -62,8 +63,8 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
             assert self.context.size == 1, "a cache holds whole rows"
-            k, v = cache.append(layer, k, v)
-        if self.encoder:
+            out_BNSD = cache.attend(layer, q, k, v)
+        elif self.encoder:
             out_BNSD = attend_bidirectionally(q, k, v, visible)
         else:
             out_BNSD = self.context.attend(q, k, v, visible)

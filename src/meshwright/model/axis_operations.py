@@ -92,11 +92,11 @@ class ContextOperations:
     size = 1
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
         """Return the argument `visible` of `attend` for the `tokens` tokens of every sequence that this rank holds.
-        `window`: sliding-window size in tokens; `cached`: tokens already in the KV cache."""
-        return visibility(documents, tokens, window, device, cached)
+        `window`: sliding-window size in tokens."""
+        return visibility(documents, tokens, window, device)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None

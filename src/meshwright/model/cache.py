@@ -5,9 +5,29 @@ Shapes: B rows, K key-value heads, D head size, S new tokens, C tokens in the ca
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from meshwright.model.documents import ONE_DOCUMENT
+from meshwright.model.scaled_dot_product import attend, visibility
 from meshwright.spec.config import ModelConfig
+
+
+class AttentionCache(Protocol):
+    """KV cache as attention sees it: it stores the keys and values of new tokens and attends to all that they may see.
+
+    length: tokens of each sequence that every layer has seen, from which positions count where none are given.
+    """
+
+    length: int
+
+    def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
+        """Store the keys and values of S new tokens of `layer`; return the attention of their queries over them and
+        the tokens before, inside the layer's sliding window, [B, N, S, D]."""
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` new tokens of each sequence as seen; called after the last layer."""
 
 
 class KeyValueCache:
@@ -16,20 +36,17 @@ class KeyValueCache:
     """
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
-        self.length = 0  # tokens that every layer has seen; the transformer advances it after its last layer
+        self.length = 0
         self._windows = [config.layer_window(layer) for layer in range(config.layers)]
         self._buffers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * config.layers
         self._rows, self._capacity = rows, capacity
+        self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}  # of the tokens being read, by window
 
-    def append(self, layer: int, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens to the cache of `layer`; return the keys and values that they may attend to, [B, K, C, D],
-        as views.
-
-        With a sliding window a single new token gets only the tokens inside it; several new tokens get all, to be
-        masked.
-        """
+    def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
+        """Append new tokens to the cache of `layer`; return the attention of their queries over the cached tokens and
+        themselves, [B, N, S, D]."""
         assert k_BKSD.shape[0] == self._rows, (k_BKSD.shape, self._rows)
-        sequence = k_BKSD.shape[2]
+        sequence, window = k_BKSD.shape[2], self._windows[layer]
         length = self.length + sequence
         buffers = tuple(
             _grow_buffer(old, new, self.length, length, self._capacity)
@@ -38,9 +55,31 @@ class KeyValueCache:
         self._buffers[layer] = (buffers[0], buffers[1])
         for buffer, new in zip(buffers, (k_BKSD, v_BKSD), strict=True):
             buffer[:, :, self.length : length] = new
-        window = self._windows[layer]
+        # A single token gets the tokens inside its window; several get all, to be masked.
         oldest = max(0, length - window) if window is not None and sequence == 1 else 0
-        return buffers[0][:, :, oldest:length], buffers[1][:, :, oldest:length]
+        k_BKCD, v_BKCD = (buffer[:, :, oldest:length] for buffer in buffers)
+        if (window, sequence) not in self._masks:
+            self._masks[window, sequence] = self._mask(sequence, window, q_BNSD.device)
+        return attend(q_BNSD, k_BKCD, v_BKCD, self._masks[window, sequence])
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` new tokens of each sequence as seen; called after the last layer."""
+        self.length += tokens
+        self._masks.clear()
+
+    def _mask(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Return the attention mask of `sequence` new tokens: boolean, [1, 1, S, C], or, of tokens without any before
+        them, as `visibility` returns it; None: causal without a window, or one token, which sees all it is given."""
+        if self.length == 0:
+            return visibility(ONE_DOCUMENT, sequence, window, device)
+        if sequence == 1:
+            return None
+        places_C = torch.arange(self.length + sequence, device=device)
+        now_S1 = places_C[self.length :, None]
+        mask_SC = places_C <= now_S1
+        if window is not None:
+            mask_SC &= places_C > now_S1 - window
+        return mask_SC[None, None]
 
 
 def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:

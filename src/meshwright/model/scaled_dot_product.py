@@ -12,30 +12,17 @@ from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import tiled_attention
 
 
-def visibility(
-    documents: Documents, sequence: int, window: int | None, device: torch.device, cached: int = 0
-) -> torch.Tensor | None:
-    """Return the causal attention mask for packed documents, a sliding `window` and `cached` earlier tokens; None:
-    plain causal.
+def visibility(documents: Documents, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return the causal attention mask for packed documents and a sliding `window`; None: plain causal.
 
-    Built once per batch for all layers with the same window. On a CPU without a cache it is the first visible index of
-    each of the `sequence` tokens, [B or 1, S]; else a boolean mask [B or 1, 1, S, C], True where a token may attend.
+    Built once per batch for all layers with the same window. On a CPU it is the first visible index of each of the
+    `sequence` tokens, [B or 1, S]; else a boolean mask [B or 1, 1, S, S], True where a token may attend.
     """
-    if cached == 0:
-        first_BS = documents.first_visible_BS(sequence, window, device)
-        if first_BS is None or device.type == "cpu":
-            return first_BS
-        places_S = torch.arange(sequence, device=device)
-        return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
-    assert documents.starts_BS is None, "a cache holds one document per row"
-    if sequence == 1:
-        return None  # the cache hands out exactly what a single token may see
-    places_C = torch.arange(cached + sequence, device=device)
-    now_S1 = places_C[cached:, None]
-    mask_SC = places_C <= now_S1
-    if window is not None:
-        mask_SC &= places_C > now_S1 - window
-    return mask_SC[None, None]
+    first_BS = documents.first_visible_BS(sequence, window, device)
+    if first_BS is None or device.type == "cpu":
+        return first_BS
+    places_S = torch.arange(sequence, device=device)
+    return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
 
 
 def attend(

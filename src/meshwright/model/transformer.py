@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
-from meshwright.model.cache import KeyValueCache
+from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, norm
@@ -50,7 +50,7 @@ class Block(nn.Module):
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
         visible: torch.Tensor | None,
         counted_B: torch.Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the block's output [B, S, H] and the load-balancing loss of its mixture (None without one or without
@@ -66,7 +66,7 @@ class Block(nn.Module):
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
         visible: torch.Tensor | None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x + attention(norm(x)) and its norm, the input of the MLP, [B, S, H] each. `rotation`: cosine and
@@ -211,7 +211,7 @@ class Transformer(nn.Module):
         tokens_BS: torch.Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
         stage: Stage | None = None,
         x_BSH: torch.Tensor | None = None,
@@ -232,7 +232,7 @@ class Transformer(nn.Module):
         self,
         tokens_BS: torch.Tensor,
         documents: Documents | None = None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the next-token logits, [B, S, V], in the model's dtype."""
@@ -276,7 +276,7 @@ class Transformer(nn.Module):
         tokens_BS: torch.Tensor,
         documents: Documents | None,
         units: Units,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         positions_BS: torch.Tensor | None = None,
         counted_B: torch.Tensor | None = None,
         balances: list[torch.Tensor] | None = None,
@@ -289,7 +289,9 @@ class Transformer(nn.Module):
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
-        visible = self._attention_masks(documents, set(windows.values()), sequence, tokens_BS.device, cached)
+        visible: dict[int | None, torch.Tensor | None] = {}
+        if cache is None:
+            visible = self._attention_masks(documents, set(windows.values()), sequence, tokens_BS.device)
         if positions_BS is None:
             positions_BS = documents.positions_BS()
         rotation = None
@@ -314,20 +316,20 @@ class Transformer(nn.Module):
                 if balance is not None and balances is not None:
                     balances.append(balance)
             else:
-                x_BSH, _ = block(x_BSH, rotation, visible[windows[layer]], None, cache, layer)
+                x_BSH, _ = block(x_BSH, rotation, None, None, cache, layer)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)
         if cache is not None:
-            cache.length += sequence
+            cache.advance(sequence)
         return x_BSH
 
     def _attention_masks(
-        self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device, cached: int
+        self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device
     ) -> dict[int | None, torch.Tensor | None]:
         """Return the attention mask for each sliding-window size of `windows`; this rank holds `sequence` tokens of
-        every sequence, after `cached` ones."""
+        every sequence."""
         context = self.axes.context
         assert context.size == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
-        return {window: context.visibility(documents, sequence, window, device, cached) for window in windows}
+        return {window: context.visibility(documents, sequence, window, device) for window in windows}
 
     def _learned_positions(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device

@@ -86,10 +86,10 @@ class RingAttention(ContextParallel):
     """Ring attention over zig-zag chunks of each sequence."""
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
         """Return the first visible sequence index of each token on this rank, [B or 1, C]; None: plain causal."""
-        assert cached == 0 and documents.places_C is not None
+        assert documents.places_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.places_C]
 
@@ -104,10 +104,10 @@ class UlyssesAttention(ContextParallel):
     """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice and attends over N / cp heads."""
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device, cached: int = 0
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
         """Return the attention mask of unsharded sequences, as on one device."""
-        return visibility(documents, self.size * tokens, window, device, cached)
+        return visibility(documents, self.size * tokens, window, device)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None

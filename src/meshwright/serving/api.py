@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload
 
 from meshwright.checkpoint import find_checkpoint
+from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
-from meshwright.launcher.device import refuse_device_of_layout
+from meshwright.launcher.device import one_device, refuse_device_of_layout
 from meshwright.layout import Layout
-from meshwright.names import unknown
+from meshwright.limits import limit_error
+from meshwright.names import check_options
+from meshwright.planner.serving_ledger import parse_dtype
+from meshwright.serving.generation import Answer, Generation, GenerationOptions
+from meshwright.serving.prompts import Prompts
+from meshwright.serving.request import Output, Request
+from meshwright.serving.sampling import Sampling
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
+from meshwright.spec.refuse import refuse, serving_layout
 from meshwright.threads import prepare_process
 
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.serving.generate import Generation, Generator
-    from meshwright.serving.sampling import Sampling
-    from meshwright.serving.split import SplitGenerator
+Prompt = str | Sequence[int]
+"""A text, or token IDs."""
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+class OfflineEngine(Protocol):
+    """What runs the requests of a call: `LocalEngine` or `RanksEngine`."""
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Yield the outputs of requests until all have ended."""
 
 
 class TextStream:
@@ -30,9 +45,9 @@ class TextStream:
         generation: Text, tokens and times so far; final once the iterator has ended.
     """
 
-    def __init__(self, pieces: Iterator[tuple[str, Generation]], generation: Generation) -> None:
-        self.generation = generation
-        self._pieces = pieces
+    def __init__(self, outputs: Iterator[Output], answer: Answer) -> None:
+        self.generation = answer.generation
+        self._pieces = filter(None, map(answer.add, outputs))
 
     def __iter__(self) -> TextStream:
         """Return the iterator itself."""
@@ -40,8 +55,7 @@ class TextStream:
 
     def __next__(self) -> str:
         """Return the next piece of text."""
-        piece, self.generation = next(self._pieces)
-        return piece
+        return next(self._pieces)
 
 
 class Model:
@@ -52,42 +66,36 @@ class Model:
         layout: Layout over ranks of this machine; None for one process.
     """
 
-    def __init__(self, directory: Path, generator: Generator | SplitGenerator, layout: Layout | None = None) -> None:
+    def __init__(
+        self, directory: Path, config: ModelConfig, engine: OfflineEngine, layout: Layout | None = None
+    ) -> None:
         self.directory, self.layout = directory, layout
-        self._generator = generator
+        self._engine, self._positions = engine, config.max_positions
+        self._prompts = Prompts.of_directory(directory, config, config.max_positions)
+        self._numbers = itertools.count()
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
-        self, prompts: str, *, max_tokens: int = ..., temperature: float = ..., top_k: int = ..., top_p: float = ...,
-        seed: int = ..., chat: bool = ...,
-    ) -> Generation: ...  # fmt: skip
+        self, prompts: str, **options: Unpack[GenerationOptions]
+    ) -> Generation: ...
 
     @overload
-    def generate(
-        self, prompts: Sequence[str], *, max_tokens: int = ..., temperature: float = ..., top_k: int = ...,
-        top_p: float = ..., seed: int = ..., chat: bool = ...,
-    ) -> list[Generation]: ...  # fmt: skip
+    def generate(self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]) -> list[Generation]: ...
 
     def generate(
-        self, prompts: str | Sequence[str], *, max_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, seed: int = 0, chat: bool = False,
-    ) -> Generation | list[Generation]:  # fmt: skip
-        """Continue one prompt, or each of several.
+        self, prompts: str | Sequence[Prompt], **options: Unpack[GenerationOptions]
+    ) -> Generation | list[Generation]:
+        """Continue one prompt, or several at once, each as if it were alone.
 
         Args:
-            prompts: A text, or several.
-            max_tokens: New tokens of each, at most.
-            temperature: Divisor of the logits; 0 takes the most likely token each time.
-            top_k: Draw among the k most likely tokens; 0: among all.
-            top_p: Draw among the most likely tokens that together reach this probability.
-            seed: Seed of the draws, the same for each prompt.
-            chat: Take the prompt as a user's turn and generate the answer, by the chat template of the directory.
+            prompts: A text, or several texts or lists of token IDs.
+            **options: Fields of `GenerationOptions`.
 
         Returns:
             The generation of the prompt, or a list of them: `text`, `tokens`, `stopped`, `seconds_to_first_token`.
 
         Raises:
-            UserError: A number is out of range, or the prompt leaves no position for a new token.
+            UserError: A number is out of range, or a prompt leaves no position for a new token.
 
         Examples:
             >>> import meshwright as mw
@@ -98,21 +106,17 @@ class Model:
             >>> [len(each.tokens) for each in model.generate(["def ", "class "], max_tokens=3)]
             [3, 3]
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        for text in texts:
-            _check_prompt(text)
-        sampling = _sampling(temperature, top_k, top_p, seed)
-        if self.layout is not None:
-            found = self._split_generator.generate(texts, max_tokens, sampling, chat=chat) if texts else []
-        else:
-            found = [self._local_generator.generate(text, max_tokens, sampling, chat=chat) for text in texts]
-        return found[0] if isinstance(prompts, str) else found
+        check_options(self.generate, options, GenerationOptions)
+        alone = isinstance(prompts, str)
+        requests = [self._make_request(each, options) for each in ([prompts] if alone else prompts)]
+        answers = {request.id: answer for request, answer in requests}
+        for output in self._engine.run([request for request, _ in requests]):
+            answers[output.request_id].add(output)
+        found = [answer.generation for answer in answers.values()]
+        return found[0] if alone else found
 
-    def stream(
-        self, prompt: str, *, max_tokens: int = 256, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-        seed: int = 0, chat: bool = False,
-    ) -> TextStream:  # fmt: skip
-        """Continue a prompt and yield the text as it is generated; arguments and errors as in `generate`.
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
+        """Continue a prompt and yield the text as it is generated; options and errors as in `generate`.
 
         Examples:
             >>> import meshwright as mw
@@ -120,29 +124,43 @@ class Model:
             >>> "".join(pieces) == pieces.generation.text
             True
         """
-        from meshwright.serving.generate import Generation
+        check_options(self.stream, options, GenerationOptions)
+        request, answer = self._make_request(prompt, options)
+        return TextStream(self._engine.run([request]), answer)
 
-        _check_prompt(prompt)
-        sampling = _sampling(temperature, top_k, top_p, seed)
-        generator = self._local_generator if self.layout is None else self._split_generator
-        pieces = generator.stream(prompt, max_tokens, sampling, chat=chat)
-        return TextStream(pieces, Generation(prompt, checkpoint=self.directory))
+    def _make_request(self, prompt: object, options: GenerationOptions) -> tuple[Request, Answer]:
+        """Return the request of a prompt and its answer, empty so far."""
+        chosen: dict[str, Any] = dict(options)
+        chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
+        wanted = chosen.pop("max_tokens", 256)
+        if not isinstance(wanted, int) or wanted < 1:
+            raise UserError(f"max_tokens {wanted}: should be 1 or more")
+        if problem := limit_error("new_tokens", wanted, "max_tokens"):
+            raise UserError(problem)
+        tokens = self._encode(prompt, chat)
+        if len(tokens) >= self._positions:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens with its start, and the model {self._positions} positions: "
+                "none is left for a new token; shorten the prompt"
+            )
+        ends = frozenset() if ignore_eos else self._prompts.chat_ends if chat else self._prompts.ends
+        sampling = Sampling(
+            **chosen,
+            max_tokens=min(wanted, self._positions - len(tokens)),
+            stop_tokens=frozenset(token for token in ends if token < self._prompts.vocabulary),
+        )
+        request = Request(f"offline-{next(self._numbers)}", tuple(tokens), sampling)
+        text = prompt if isinstance(prompt, str) else self._prompts.decode(tokens)
+        generation = Generation(text, prompt_tokens=len(tokens), checkpoint=self.directory)
+        return request, Answer(self._prompts, generation, request, wanted)
 
-    @property
-    def _local_generator(self) -> Generator:
-        """Generator of a model in this process; requires `layout` None."""
-        from meshwright.serving.generate import Generator
-
-        assert isinstance(self._generator, Generator)
-        return self._generator
-
-    @property
-    def _split_generator(self) -> SplitGenerator:
-        """Generator of a model split over local ranks; requires a `layout`."""
-        from meshwright.serving.split import SplitGenerator
-
-        assert isinstance(self._generator, SplitGenerator)
-        return self._generator
+    def _encode(self, prompt: object, chat: bool) -> list[int]:
+        """Return the token IDs of a prompt; with `chat`, those of a conversation of one user turn."""
+        if isinstance(prompt, str):
+            return self._prompts.encode_chat([Message("user", prompt)]) if chat else self._prompts.encode(prompt)
+        if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            return self._prompts.check(prompt)
+        raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")
 
 
 def load(
@@ -158,9 +176,9 @@ def load(
     Args:
         path: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory. Every byte of a
             checkpoint's model is checked against its hash.
-        layout: Split over CPU ranks of this machine, by tp and pp alone, such as `"tp2 pp2"`. Each
-            call then starts the ranks and loads the model on them.
-        dtype: Dtype of the parameters, a name such as `"bfloat16"` or a torch dtype; float32 unless given.
+        layout: Split over CPU ranks of this machine, by dp, tp, pp and ep, such as `"tp2 pp2"`. Each call then starts
+            the ranks and loads the model on them.
+        dtype: Dtype of weights and KV cache, a name such as `"bfloat16"` or a torch dtype; float32 unless given.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
         log: Called with a line for each newer checkpoint that is damaged and passed over.
 
@@ -168,7 +186,8 @@ def load(
         The model, with `generate` and `stream`.
 
     Raises:
-        UserError: No model or tokenizer is there, a checkpoint is damaged, or the layout does not fit the model.
+        UserError: No model or tokenizer is there, a checkpoint is damaged, it is an encoder, or the layout does not fit
+            the model.
 
     Examples:
         >>> import meshwright as mw
@@ -177,46 +196,13 @@ def load(
     """
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
-    from meshwright.parallel.inference import parse_inference_layout
-    from meshwright.serving.generate import Generator
-    from meshwright.spec.config_json import config_from_path
-
-    chosen = _parse_dtype(dtype)
-    if layout is None:
-        generator = Generator.from_directory(path, dtype=chosen, device=device, log=log)
-        assert generator.directory is not None
-        return Model(generator.directory, generator)
+    name = parse_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
     directory = find_checkpoint(path, log)
-    reading = parse_inference_layout(str(layout), config_from_path(directory))
-    if reading.world_size == 1:
-        generator = Generator.from_directory(directory, dtype=chosen, device=device, check_hashes=False)
-        return Model(directory, generator)
-    from meshwright.serving.split import SplitGenerator
+    config = config_from_path(directory)
+    reading = Layout() if layout is None else serving_layout(str(layout), config)
+    refuse(reading, config, batch=reading.dp)
+    from meshwright.serving.offline import LocalEngine, RanksEngine
 
-    return Model(directory, SplitGenerator(directory, reading, chosen), reading)
-
-
-def _sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:
-    """Build the sampling options."""
-    from meshwright.serving.sampling import Sampling
-
-    return Sampling(temperature, top_k, top_p, seed)
-
-
-def _check_prompt(prompt: object) -> None:
-    """Raise UserError unless the prompt is a string."""
-    if not isinstance(prompt, str):
-        raise UserError(f"prompt: takes a text, not {type(prompt).__name__}")
-
-
-def _parse_dtype(wanted: str | torch.dtype | None) -> torch.dtype:
-    """Return the torch dtype of a name or dtype; None: float32. Raises UserError for an unknown name."""
-    import torch
-
-    if isinstance(wanted, torch.dtype):
-        return wanted
-    name = "float32" if wanted is None else str(wanted)
-    if name not in DTYPES:
-        raise UserError(unknown("dtype", name, DTYPES))
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    if reading.world_size > 1:
+        return Model(directory, config, RanksEngine(directory, reading, name), reading)
+    return Model(directory, config, LocalEngine(directory, name, one_device(device)))

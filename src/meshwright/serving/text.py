@@ -1,4 +1,4 @@
-"""Incremental detokenization: tokens to text, in pieces of complete characters."""
+"""Incremental detokenization: tokens to text, in pieces of complete characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -44,3 +44,61 @@ class IncrementalDetokenizer:
     def _decode(self) -> str:
         """Decode the current window of tokens."""
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
+
+
+class AnswerText:
+    """Visible text of one answer: the detokenizer's pieces up to the first stop string, which never shows.
+
+    Text that may still become a stop string is held back until later tokens decide, so that the joined pieces do not
+    depend on how tokens are cut into messages.
+
+    Attributes:
+        offsets: Characters of the answer before each token's own, the first character that the token completes; that of
+            a token of the stop string may lie past the visible text.
+        stopped_by: Stop string that ended the text; None so far.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """`stop`: strings, none of them empty; `min_tokens`: the text of so many tokens is not searched for them."""
+        assert all(stop), "an empty stop string ends every text before it begins"
+        self.offsets: list[int] = []
+        self.stopped_by: str | None = None
+        self._detokenizer, self._stop, self._min_tokens = detokenizer, tuple(stop), min_tokens
+        self._held = ""  # text not yet visible: the longest end of it that begins a stop string
+        self._characters = 0
+
+    def push(self, token: int) -> str:
+        """Append a token; return the text that becomes visible. The token that completes a stop string sets
+        `stopped_by`, and none may follow it."""
+        assert self.stopped_by is None
+        self.offsets.append(self._characters)
+        return self._show(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
+
+    def finish(self) -> str:
+        """Return the remaining text of an answer that ended other than by a stop string."""
+        if self.stopped_by is not None:
+            return ""
+        piece = self._show(self._detokenizer.rest(), searched=True)
+        if self.stopped_by is None:
+            piece, self._held = piece + self._held, ""
+        return piece
+
+    def _show(self, piece: str, searched: bool) -> str:
+        """Return what becomes visible of the held text and a new piece."""
+        self._characters += len(piece)
+        text = self._held + piece
+        if not searched or not self._stop:
+            return text
+        found = [(at, len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            at, _, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
+        kept = self._count_held(text)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def _count_held(self, text: str) -> int:
+        """Return the length of the longest end of `text` with which a stop string begins."""
+        longest = min(max(map(len, self._stop)) - 1, len(text))
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

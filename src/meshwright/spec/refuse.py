@@ -45,6 +45,26 @@ def refuse(
         raise UserError(f'layout "{layout}": {reason}')
 
 
+def serving_layout(text: str, config: ModelConfig) -> Layout:
+    """Parse a layout string for serving, generation and evaluation: dp, tp, pp, and ep that divides tp.
+
+    Tokens of one step cannot be split over ranks, so tp runs without sequence parallelism, and experts are spread over
+    the tp ranks of a replica, as replicas exchange no tokens. Raises UserError for other axes and for a layout that
+    does not fit the model.
+    """
+    layout = Layout.parse(text) if text.strip() else Layout()
+    reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
+    if layout not in (reading, reading.with_(tensor_sequence_parallel=True)):
+        raise UserError(f'layout "{layout}": serving runs on dpN, tpN, ppN and epN alone, as in "tp2 pp2 dp2"')
+    if layout.tp % layout.ep:
+        raise UserError(
+            f'layout "{layout}": ep{layout.ep} does not divide tp{layout.tp}; a replica spreads its experts over its tp '
+            "ranks, and replicas exchange no tokens"
+        )
+    refuse(reading, config, batch=layout.dp)
+    return reading
+
+
 def _ranks_problem(layout: Layout, world_size: int | None) -> str | None:
     """Return an error message if the layout does not use exactly `world_size` ranks, else None."""
     if world_size is None or world_size == layout.world_size:

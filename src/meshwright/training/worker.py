@@ -26,7 +26,7 @@ from meshwright.launcher.rank_threads import (
     share_this_host,
 )
 from meshwright.launcher.rendezvous import Place, check_world_size
-from meshwright.launcher.started_rank import machine_memory
+from meshwright.launcher.host_memory import machine_memory
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.machine_profile import LOCK_SECONDS

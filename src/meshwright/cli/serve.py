@@ -1,0 +1,65 @@
+"""`meshwright serve`: an HTTP server for a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import answering, json_option
+
+
+@plumbing.command(
+    "serve",
+    "meshwright serve runs/quickstart",
+    'meshwright serve ./Llama-3.2-1B --dtype bf16 --memory 12GiB --layout "tp2 dp2" --api-key-file keys.txt',
+    'curl http://127.0.0.1:8000/v1/completions -d \'{"prompt": "def main(", "max_tokens": 32}\'',
+    'torchrun --nnodes 2 --nproc-per-node 2 ... -m meshwright serve ./Llama-3.1-8B --layout "tp2 pp2"',
+)
+@click.argument("checkpoint")
+@click.option("--layout", default="", help='Ranks: "tp2 pp2 dp2", with "ep2" for experts.  [default: one rank]')
+@click.option("--dtype", help="Of parameters and KV cache: fp32 or bf16.  [default: fp32]")
+@click.option(
+    "--memory", help='A fraction of the memory, "0.9", or a size, "12GiB".  [default: 0.9, KV blocks ≤ 4 GiB]'
+)
+@click.option(
+    "--max-length", type=int, help="Most tokens of a prompt and its answer.  [default: the model's, or what fits]"
+)
+@click.option("--max-sequences", type=int, help="Most sequences of a step.  [default: 64]")
+@click.option("--token-budget", type=int, help="Most tokens of a step.  [default: 512]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
+@click.option("--served-model-name", help="Name in the API.  [default: the directory's]")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="A key a line; requests must name one.")
+@click.option("--queue-requests", type=click.IntRange(min=0), help="Most requests that wait; more are refused (429).")
+@click.option("--queue-seconds", type=click.FloatRange(min=0), help="Longest predicted wait of a request.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Of each rank.  [default: the cores, shared]")
+@click.option(
+    "--step-seconds",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    help="A longer step: its rank is lost.",
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="For requests in flight at the end.",
+)
+@json_option
+def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None:
+    """Serve CHECKPOINT over HTTP: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
+    directory.
+
+    The API is OpenAI's (/v1/completions, /v1/chat/completions) and llama.cpp's (/completion). SIGTERM and Ctrl-C finish
+    the requests in flight and stop, with exit code 143 or 130; a second one does not wait for them. --json prints one
+    document when requests are taken.
+    """
+    from meshwright.serving.serve import serve
+
+    with answering(as_json) as answer:
+        serve(checkpoint, layout, on_ready=answer, **options)

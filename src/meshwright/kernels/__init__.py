@@ -1,0 +1,46 @@
+"""CPU kernels of the serving engine: a compiled library per instruction set, built once, called through ctypes.
+Torch-free.
+
+Every output element is one fixed sequence of operations on its own row: its bits depend neither on the number of rows,
+nor on the tile a row falls into, nor on the number of threads.
+"""
+
+from meshwright.kernels.library import Kernels, PackedMatrix, load_kernels
+from meshwright.kernels.operations import (
+    Activation,
+    Add,
+    Attention,
+    Embed,
+    Experts,
+    ExpertsWorkspace,
+    Gate,
+    Greedy,
+    LayerCache,
+    Linear,
+    Norm,
+    OpList,
+    RopeStore,
+    StepArrays,
+    TakeRows,
+)
+
+__all__ = [
+    "load_kernels",
+    "Kernels",
+    "PackedMatrix",
+    "OpList",
+    "StepArrays",
+    "LayerCache",
+    "ExpertsWorkspace",
+    "Embed",
+    "Norm",
+    "Linear",
+    "RopeStore",
+    "Attention",
+    "Activation",
+    "Experts",
+    "Gate",
+    "TakeRows",
+    "Add",
+    "Greedy",
+]

@@ -1,0 +1,115 @@
+"""Build cache of the compiled kernels: one shared library per instruction set, named by the sha256 of everything that
+decides its bits. Torch-free.
+
+A file of the cache is trusted only with the checksum beside it; a damaged one is built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16"),
+    "avx512_bf16": (*_AVX512, "avx512bf16"),
+    "avx512": _AVX512,
+    "avx2": ("avx2", "fma"),
+}
+"""Compiler options (after -m) of each instruction set, the fastest first."""
+
+_CPU_FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}  # Linux's names
+
+# No contraction and no reassociation: the sources say where operations are fused, so that a tile's shape cannot change
+# a value.
+FLAGS = (
+    *("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized"),
+)
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler: what CXX names, else g++; None if there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def supported_instruction_sets() -> tuple[str, ...]:
+    """Return the instruction sets that this processor and system run, the fastest first."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ()
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return tuple(
+        name for name, options in INSTRUCTION_SETS.items() if all(_CPU_FLAGS.get(o, o) in flags for o in options)
+    )
+
+
+def cache_directory() -> Path:
+    """Return the directory of compiled kernels, under XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "meshwright" / "kernels"
+
+
+def compute_version(compiler: str, instruction_set: str) -> str:
+    """Return the sha256 of sources, compiler version and flags; `OSError` or `CalledProcessError` if the compiler does
+    not run."""
+    described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    digest = hashlib.sha256(described + repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
+    for path in SOURCES:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def build(instruction_set: str) -> tuple[Path, str] | None:
+    """Return the path of the compiled library and its version, built if the cache does not hold it intact; None
+    without a compiler that can build it."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    try:
+        version = compute_version(compiler, instruction_set)
+        library = cache_directory() / f"{version}.so"
+        if not _is_intact(library):
+            library.parent.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, instruction_set, library)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return library, version
+
+
+def _is_intact(library: Path) -> bool:
+    """Return True if the file has the checksum that was written beside it."""
+    try:
+        return _checksum_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _checksum_path(library: Path) -> Path:
+    """Return the path of a library's checksum."""
+    return library.with_suffix(".sha256")
+
+
+def _compile(compiler: str, instruction_set: str, library: Path) -> None:
+    """Compile into the cache; the file appears whole, its checksum after it. Several processes may do it at once."""
+    sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
+    options = [f"-m{option}" for option in INSTRUCTION_SETS[instruction_set]]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        made = Path(scratch) / "kernels.so"
+        subprocess.run(
+            [compiler, *FLAGS, *options, *sources, "-o", str(made)], check=True, capture_output=True, timeout=600
+        )
+        checksum = Path(scratch) / "sha256"
+        checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+        os.replace(made, library)
+        os.replace(checksum, _checksum_path(library))

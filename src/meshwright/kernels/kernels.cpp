@@ -1,0 +1,336 @@
+// The operations of a forward step (operations.py says what each computes), and the thread pool that executes a list of
+// them: each thread takes items of an operation, then all meet at a barrier.
+#include <atomic>
+#include <memory>
+#include <numeric>
+#include <thread>
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "attention.h"
+
+// --- rows of one token ------------------------------------------------------------------------------------------------
+
+static void embed(const Op& op, const Step& step, long t) {
+    const Matrix& table = op.matrix;
+    const long id = (op.mode ? step.positions : step.tokens)[t] - op.first;
+    float* out = op.out + t * op.out_stride;
+    for (long h = 0; h < table.k; ++h) {
+        float x = 0;
+        if (id >= 0 && id < table.n) {
+            const char* panel = panel_at(table, 0, id / LANES);
+            const long at = !table.packed ? id * table.k + h
+                            : table.bf16  ? (h / 2 * LANES + id % LANES) * 2 + h % 2
+                                          : h * LANES + id % LANES;
+            if (!table.packed) panel = (const char*)table.data;
+            x = table.bf16 ? to_float(((const bfloat16*)panel)[at]) : ((const float*)panel)[at];
+        }
+        out[h] = op.accumulate ? out[h] + x : x;
+    }
+}
+
+// (x - mean) / deviation * weight + bias; RMSNorm (`layer` false) has mean 0.
+static void normalise(const float* x, float* out, const float* weight, const float* bias, long size, float epsilon,
+                      bool layer) {
+    Vec total = broadcast(0.0f);
+    if (layer)
+        for (long i = 0; i < size; i += LANES) total = total + load(x + i, size - i);
+    const float mean = sum(total) / size;
+    Vec squares = broadcast(0.0f);
+    for (long i = 0; i < size; i += LANES) {
+        const Vec centred = load(x + i, size - i, mean) - broadcast(mean);
+        squares = fma(centred, centred, squares);
+    }
+    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / size + epsilon));
+    for (long i = 0; i < size; i += LANES) {
+        Vec y = (load(x + i, size - i) - broadcast(mean)) * scale * load(weight + i, size - i);
+        if (bias) y = y + load(bias + i, size - i);
+        store(out + i, y, size - i);
+    }
+}
+
+static void normalise_head(float* x, const float* weight, long size, float epsilon) {
+    normalise(x, x, weight, nullptr, size, epsilon, false);
+}
+
+static Vec activate(const Vec& x, int kind) {
+    const Vec positive = maximum(x, broadcast(0.0f));
+    switch (kind) {
+        case SILU: return x * sigmoid(x);
+        case GELU: return gelu(x);
+        case GELU_TANH: return gelu_tanh(x);
+        case RELU: return positive;
+        default: return positive * positive;
+    }
+}
+
+static void activation(const Op& op, long t, long begin) {
+    const float* x = op.in + t * op.in_stride;
+    float* out = op.out + t * op.out_stride;
+    for (long i = begin; i < std::min(op.size, begin + 1024); i += LANES) {
+        Vec y = activate(load(x + i, op.size - i), op.mode);
+        if (op.gated) y = y * load(x + op.size + i, op.size - i);
+        store(out + i, y, op.size - i);
+    }
+}
+
+static float dot(const float* a, const float* b, long size) {
+    Vec total = broadcast(0.0f);
+    for (long i = 0; i < size; i += LANES) total = fma(load(a + i, size - i), load(b + i, size - i), total);
+    return sum(total);
+}
+
+// --- mixture of experts -----------------------------------------------------------------------------------------------
+
+// Turns one token's router logits into scores (`mode` 1: sigmoid, else softmax) and chooses its experts.
+static void route(const Op& op, long t) {
+    const Routing& r = op.routing;
+    float* scores = op.out + t * op.out_stride;
+    float most = -INFINITY;
+    for (long e = 0; e < r.count; ++e) most = std::max(most, scores[e]);
+    Vec total = broadcast(0.0f);
+    for (long e = 0; e < r.count; e += LANES) {
+        const Vec x = load(scores + e, r.count - e, -INFINITY);
+        const Vec y = op.mode ? sigmoid(x) : exponential(x - broadcast(most));
+        total = total + y;
+        store(scores + e, y, r.count - e);
+    }
+    const float scale = op.mode ? 1.0f : sum(total);
+    for (long e = 0; e < r.count; ++e) scores[e] /= scale;
+    float *weights = r.weights + t * r.top_k, chosen_sum = 0;
+    int32_t* experts = r.experts + t * r.top_k;
+    for (long k = 0; k < r.top_k; ++k) {
+        long best = -1;
+        float highest = 0;
+        for (long e = 0; e < r.count; ++e) {
+            const float score = scores[e] + (op.bias ? op.bias[e] : 0.0f);
+            if ((best < 0 || score > highest) && std::find(experts, experts + k, e) == experts + k)
+                best = e, highest = score;
+        }
+        experts[k] = int32_t(best);
+        weights[k] = scores[best];
+        chosen_sum += weights[k];
+    }
+    const float norm = r.normalise ? chosen_sum + 1e-20f : 1.0f;
+    for (long k = 0; k < r.top_k; ++k) weights[k] = weights[k] / norm * r.scale;
+}
+
+static void group_assignments(const Op& op, const Step& step) {
+    const Routing& r = op.routing;
+    long count = 0;
+    for (long e = 0; e < r.held; ++e) {
+        for (long a = 0; a < step.token_count * r.top_k; ++a)
+            if (r.experts[a] == r.first + e) r.order[count++] = int32_t(a);
+        r.ends[e] = int32_t(count);
+    }
+}
+
+static bool is_held(const Routing& r, long assignment) {
+    return r.experts[assignment] >= r.first && r.experts[assignment] < r.first + r.held;
+}
+
+static void combine(const Op& op, long t) {
+    const Routing& r = op.routing;
+    float* out = op.out + t * op.out_stride;
+    for (long i = 0; i < op.size; i += LANES) {
+        Vec total = broadcast(0.0f);
+        for (long a = t * r.top_k; a < (t + 1) * r.top_k; ++a)
+            if (is_held(r, a))
+                total = fma(broadcast(r.weights[a]), load(op.in + a * op.in_stride + i, op.size - i), total);
+        if (op.accumulate) total = load(out + i, op.size - i) + total;
+        store(out + i, total, op.size - i);
+    }
+}
+
+static void grouped_linear(const Op& op, long threads, long item, Scratch& scratch) {
+    const Routing& r = op.routing;
+    for (long e = 0, begin = 0; e < r.held; begin = r.ends[e++]) {
+        const Items items(r.ends[e] - begin, op.matrix.n, threads);
+        if (item < items.count())
+            return multiply_item(op, items, item, e, scratch, [&](long row) {
+                const long assignment = r.order[begin + row];
+                return std::pair(op.mode ? assignment / r.top_k : assignment, assignment);
+            });
+        item -= items.count();
+    }
+}
+
+// --- output head ------------------------------------------------------------------------------------------------------
+
+// The index of the largest of a row's logits, the lowest among equals, and the log-sum-exp of all.
+static void greedy(const Op& op, long row) {
+    const float* x = op.in + row * op.in_stride;
+    Vec most = broadcast(-INFINITY), total = broadcast(0.0f);
+    for (long i = 0; i < op.size; i += LANES) most = maximum(most, load(x + i, op.size - i, -INFINITY));
+    const float peak = largest(most);
+    double sums = 0;
+    for (long i = 0; i < op.size; i += LANES) {
+        total = total + exponential(load(x + i, op.size - i, -INFINITY) - broadcast(peak));
+        if (i / LANES % 64 == 63 || i + LANES >= op.size) sums += sum(total), total = broadcast(0.0f);
+    }
+    op.indices[row] = int32_t(std::find(x, x + op.size, peak) - x);
+    op.log_sums[row] = peak + std::log(sums);
+}
+
+// --- execution --------------------------------------------------------------------------------------------------------
+
+struct Run {
+    const Op* ops;
+    long count;
+    const Step* step;
+    std::vector<QueryTile> tiles;
+    long threads;
+};
+
+static long count_rows(const Op& op, const Step& step) {
+    if (op.rows == OUTPUTS) return step.outputs;
+    return op.rows == ASSIGNMENTS ? step.token_count * op.routing.top_k : step.token_count;
+}
+
+static long count_items(const Op& op, const Run& run) {
+    const long rows = count_rows(op, *run.step);
+    long count = 0;
+    switch (op.kind) {
+        case LINEAR: return Items(rows, op.matrix.n, run.threads).count();
+        case ATTENTION: return long(run.tiles.size()) * op.cache.kv_heads;
+        case ACTIVATION: return rows * ((op.size + 1023) / 1024);
+        case GROUP: return 1;
+        case GROUPED_LINEAR:
+            for (long e = 0; e < op.routing.held; ++e)
+                count += Items(op.routing.ends[e] - (e ? op.routing.ends[e - 1] : 0), op.matrix.n, run.threads).count();
+            return count;
+        case PACK: return op.matrix.count * ((op.matrix.n + LANES - 1) / LANES);
+        default: return rows;
+    }
+}
+
+static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
+    const Step& step = *run.step;
+    const long rows = count_rows(op, step);
+    float* out = op.out + item * op.out_stride;
+    const float* in = op.in + item * op.in_stride;
+    switch (op.kind) {
+        case EMBED: return embed(op, step, item);
+        case NORM: return normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode);
+        case LINEAR:
+            return multiply_item(op, Items(rows, op.matrix.n, run.threads), item, 0, scratch,
+                                 [](long row) { return std::pair(row, row); });
+        case ROPE_STORE:
+            return op.cache.bf16 ? rope_store<bfloat16>(op, step, item) : rope_store<float>(op, step, item);
+        case ATTENTION: {
+            const QueryTile& tile = run.tiles[item / op.cache.kv_heads];
+            const long head = item % op.cache.kv_heads;
+            return op.cache.bf16 ? attend<bfloat16>(op, step, tile, head, scratch)
+                                 : attend<float>(op, step, tile, head, scratch);
+        }
+        case ACTIVATION: {
+            // Assignments to experts of other ranks have no input.
+            if (op.rows == ASSIGNMENTS && !is_held(op.routing, item % rows)) return;
+            return activation(op, item % rows, item / rows * 1024);
+        }
+        case ROUTE: return route(op, item);
+        case GROUP: return group_assignments(op, step);
+        case GROUPED_LINEAR: return grouped_linear(op, run.threads, item, scratch);
+        case COMBINE: return combine(op, item);
+        case GATE: {
+            const Vec gate = sigmoid(broadcast(dot(in, op.weight, op.matrix.k)));
+            for (long i = 0; i < op.size; i += LANES) store(out + i, load(out + i, op.size - i) * gate, op.size - i);
+            return;
+        }
+        case TAKE_ROWS: {
+            in = op.in + step.output_rows[item] * op.in_stride;
+            std::copy(in, in + op.size, out);
+            return;
+        }
+        case ADD:
+            for (long i = 0; i < op.size; i += LANES)
+                store(out + i, load(out + i, op.size - i) + load(in + i, op.size - i), op.size - i);
+            return;
+        case GREEDY: return greedy(op, item);
+        case PACK: return pack_panel(op, item);
+    }
+}
+
+// A counter that threads wait on: they spin for about 40 microseconds, then sleep (another process may need the core).
+struct Signal {
+    std::atomic<uint32_t> value{0};
+    void wait_for_change(uint32_t old) {
+        const uint64_t start = __rdtsc();
+        while (value.load(std::memory_order_acquire) == old) {
+            if (__rdtsc() - start < 100'000)
+                _mm_pause();
+            else
+                value.wait(old, std::memory_order_acquire);
+        }
+    }
+    void change() {
+        value.fetch_add(1, std::memory_order_acq_rel);
+        value.notify_all();
+    }
+};
+
+class Pool {
+  public:
+    explicit Pool(long threads) : threads_(threads), scratch_(threads) {
+        for (long i = 1; i < threads; ++i)
+            workers_.emplace_back([this, i] {
+                for (uint32_t seen = 0; start_.wait_for_change(seen), !stop_; ++seen) work(i);
+            });
+    }
+    ~Pool() {
+        stop_ = true;
+        start_.change();
+        for (auto& worker : workers_) worker.join();
+    }
+    void run(const Op* ops, long count, const Step* step) {
+        run_ = {ops, count, step, query_tiles(*step), threads_};
+        if (threads_ > 1) start_.change();
+        work(0);
+    }
+
+  private:
+    void work(long thread) {
+        const Op* const end = run_.ops + run_.count;  // read before the last barrier: the next run may change it
+        for (const Op* op = run_.ops; op < end; ++op) {
+            const long items = count_items(*op, run_);
+            for (long item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;)
+                execute(*op, run_, item, scratch_[thread]);
+            meet();
+        }
+    }
+    // Barrier; the last thread to arrive resets the item counter.
+    void meet() {
+        const uint32_t phase = phase_.value.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads_) return phase_.wait_for_change(phase);
+        arrived_.store(0, std::memory_order_relaxed);
+        next_.store(0, std::memory_order_relaxed);
+        if (threads_ > 1) phase_.change();
+    }
+
+    const long threads_;
+    Run run_{};
+    std::atomic<bool> stop_{false};
+    alignas(64) std::atomic<long> next_{0};
+    alignas(64) std::atomic<long> arrived_{0};
+    alignas(64) Signal phase_;
+    alignas(64) Signal start_;
+    std::vector<Scratch> scratch_;
+    std::vector<std::thread> workers_;
+};
+
+#define EXPORT __attribute__((visibility("default")))
+extern "C" {
+// Asks the system for the AMX registers; false if it has none (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
+EXPORT int kernels_prepare() {
+#ifdef __AMX_BF16__
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return 1;
+#endif
+}
+EXPORT Pool* kernels_new_pool(long threads) { return new Pool(threads); }
+EXPORT void kernels_delete_pool(Pool* pool) { delete pool; }
+EXPORT void kernels_run(Pool* pool, const Op* ops, long count, const Step* step) { pool->run(ops, count, step); }
+EXPORT long kernels_size_of(int which) { return which ? sizeof(Step) : sizeof(Op); }
+}

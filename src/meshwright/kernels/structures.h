@@ -1,0 +1,53 @@
+// The data that Python passes (structures.py has the same fields).
+#pragma once
+#include <cstdint>
+
+// `count` matrices [n, k]. Packed: panels of 16 columns (of n), zero-padded. In float32 a panel is [k][16]; in bfloat16
+// [k padded to 32 / 2][16][2], the layout that AMX and AVX512-BF16 read. Not packed: one matrix row by row.
+struct Matrix {
+    void* data;
+    int64_t n, k, count, stride;  // stride: bytes of one matrix
+    int32_t bf16, packed;
+};
+
+// Keys [block][kv_heads][head_dim][16 tokens], values [block][kv_heads][16 tokens][head_dim padded to 16].
+struct Cache {
+    void *keys, *values;
+    int64_t kv_heads, head_dim, bf16;
+};
+
+// `top_k` experts of each token (an assignment is a token times top_k plus its place), and the assignments of the `held`
+// experts from `first` on, sorted by expert: `order`, of which expert e's end at `ends[e]`.
+struct Routing {
+    float* weights;
+    int32_t *experts, *order, *ends;
+    int64_t top_k, count, first, held;
+    float scale;
+    int32_t normalise;
+};
+
+enum Kind : int32_t {
+    EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, GATE, TAKE_ROWS, ADD,
+    GREEDY, PACK,
+};
+enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
+enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
+
+struct Op {
+    int32_t kind, mode, rows, accumulate, gated;
+    float* out;
+    const float* in;
+    int64_t out_stride, in_stride, size, first, heads, window, rotated;
+    const float *weight, *bias, *cosine, *sine, *query_norm, *key_norm;
+    int32_t* indices;
+    double* log_sums;
+    float epsilon, scale;
+    Matrix matrix;
+    Cache cache;
+    Routing routing;
+};
+
+struct Step {
+    const int32_t *tokens, *positions, *slots, *starts, *block_tables, *output_rows;
+    int64_t token_count, sequences, table_width, outputs;
+};

@@ -1,0 +1,135 @@
+// Vectors of 16 floats, and the functions of them that every operation shares. fma is explicit, contraction is off
+// (build.py), so that a value does not depend on how the compiler arranges a loop.
+#pragma once
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+constexpr long LANES = 16;
+typedef uint16_t bfloat16;
+
+#ifdef __AVX512F__
+typedef __m512 Part;
+#else
+typedef __m256 Part;
+#endif
+typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
+constexpr int PARTS = LANES * sizeof(float) / sizeof(Part);
+
+struct Vec {
+    Part part[PARTS];
+};
+
+#define EACH for (int i = 0; i < PARTS; ++i)
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Vec broadcast(float x) {
+    Vec v;
+    EACH v.part[i] = Part{} + x;
+    return v;
+}
+INLINE Vec load(const float* p) {
+    Vec v;
+    EACH std::memcpy(&v.part[i], p + i * (LANES / PARTS), sizeof(Part));
+    return v;
+}
+INLINE void store(float* p, const Vec& v) { std::memcpy(p, &v, sizeof v); }
+INLINE Vec operator+(Vec a, const Vec& b) { EACH a.part[i] += b.part[i]; return a; }
+INLINE Vec operator-(Vec a, const Vec& b) { EACH a.part[i] -= b.part[i]; return a; }
+INLINE Vec operator*(Vec a, const Vec& b) { EACH a.part[i] *= b.part[i]; return a; }
+INLINE Vec operator/(Vec a, const Vec& b) { EACH a.part[i] /= b.part[i]; return a; }
+INLINE Vec maximum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]; return a; }
+INLINE Vec minimum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]; return a; }
+INLINE Vec fma(Vec a, const Vec& b, const Vec& c) {
+#ifdef __AVX512F__
+    EACH a.part[i] = _mm512_fmadd_ps(a.part[i], b.part[i], c.part[i]);
+#else
+    EACH a.part[i] = _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]);
+#endif
+    return a;
+}
+// a where a >= low, else b.
+INLINE Vec choose_at_least(const Vec& x, float low, Vec a, const Vec& b) {
+    EACH a.part[i] = x.part[i] >= Part{} + low ? a.part[i] : b.part[i];
+    return a;
+}
+
+INLINE float to_float(bfloat16 x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
+// Round to nearest even; NaN stays NaN.
+INLINE bfloat16 to_bfloat16(float x) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+    return x != x ? 0x7fc0 : bfloat16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+INLINE Vec load(const bfloat16* p) {
+    Vec v;
+#ifdef __AVX512F__
+    v.part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+#else
+    EACH v.part[i] = _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * i))), 16));
+#endif
+    return v;
+}
+
+// The first `count` (up to 16) values, `fill` in the other lanes.
+template <class T>
+INLINE Vec load(const T* p, long count, T fill = 0) {
+    if (count >= LANES) return load(p);
+    T lanes[LANES];
+    for (long i = 0; i < LANES; ++i) lanes[i] = i < count ? p[i] : fill;
+    return load(lanes);
+}
+INLINE void store(float* p, const Vec& v, long count) {
+    if (count >= LANES) return store(p, v);
+    float lanes[LANES];
+    store(lanes, v);
+    for (long i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
+// Sum and maximum of the lanes, pairwise.
+INLINE float sum(const Vec& v) {
+    float lanes[LANES];
+    store(lanes, v);
+    for (long half = LANES / 2; half; half /= 2)
+        for (long i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+INLINE float largest(const Vec& v) {
+    float lanes[LANES];
+    store(lanes, v);
+    for (long half = LANES / 2; half; half /= 2)
+        for (long i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+// exp within 2 units in the last place; 0 below the smallest normal result, saturated above 88.
+INLINE Vec exponential(const Vec& x) {
+    constexpr float low = -87.3f, magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec clipped = minimum(maximum(x, broadcast(low)), broadcast(88.0f));
+    const Vec shifted = fma(clipped, broadcast(1.44269504088896341f), broadcast(magic));
+    const Vec n = shifted - broadcast(magic);
+    const Vec r = fma(n, broadcast(-1.42860682e-6f), fma(n, broadcast(-0.693145752f), clipped));  // x - n ln 2
+    Vec y = broadcast(1.0f / 5040);
+    for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        y = fma(y, r, broadcast(coefficient));
+    EACH y.part[i] = (Part)((IntPart)y.part[i] + ((IntPart)shifted.part[i] << 23));  // times 2^n
+    return choose_at_least(x, low, y, broadcast(0.0f));
+}
+INLINE Vec sigmoid(const Vec& x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)); }
+// erfc(z) = exp(-z²) Q(1 / (1 + 0.4 z)) for z >= 0; Q fitted to 6e-8 of erfc itself, so gelu's tail keeps its digits.
+INLINE Vec gelu(const Vec& x) {
+    const Vec z = maximum(x, broadcast(0.0f) - x) * broadcast(0.70710678118654752f);
+    const Vec t = broadcast(1.0f) / fma(z, broadcast(0.4f), broadcast(1.0f));
+    Vec q = broadcast(0.04125073924660683f);
+    for (float coefficient : {-0.1403089463710785f, 0.08396758884191513f, 0.08798546344041824f, 0.07974261790513992f,
+                              0.19339890778064728f, 0.2018861621618271f, 0.2264433056116104f, 0.22563421726226807f})
+        q = fma(q, t, broadcast(coefficient));
+    const Vec half_tail = broadcast(0.5f) * q * t * exponential(broadcast(0.0f) - z * z);
+    return x * choose_at_least(x, 0.0f, broadcast(1.0f) - half_tail, half_tail);
+}
+INLINE Vec gelu_tanh(const Vec& x) {
+    const Vec cubic = fma(x * x * x, broadcast(0.044715f), x);
+    return x * sigmoid(cubic * broadcast(1.5957691216057308f));  // (1 + tanh u) / 2 = sigmoid(2 u)
+}

@@ -1,0 +1,84 @@
+"""Memory of this machine or of the control group that limits this process (versions 1 and 2). Free of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 2**60  # version 1 writes the largest multiple of a page
+# Where each version is mounted, and its files: limit, usage, and the entry of memory.stat that can be reclaimed.
+_VERSION_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory for processes of this machine, in bytes.
+
+    Attributes:
+        total: The control group's limit, else the machine's memory without swap.
+        available: What can be allocated now without swapping or being killed.
+        source: What sets `total`: "control group" or "machine".
+    """
+
+    total: int
+    available: int
+    source: str
+
+    @classmethod
+    def read(cls, root: Path = Path("/")) -> HostMemory:
+        """Return the memory now. root: directory with `proc` and `sys`, another one in tests."""
+        total, available = _read_machine(root)
+        source = "machine"
+        for directory, (_, limit_name, usage_name, reclaimable) in _control_groups(root):
+            with suppress(OSError, ValueError):
+                limit = int((directory / limit_name).read_text())
+                if limit >= min(total, _UNLIMITED):
+                    continue
+                used = int((directory / usage_name).read_text())
+                for line in (directory / "memory.stat").read_text().splitlines():
+                    if line.startswith(f"{reclaimable} "):
+                        used -= int(line.split()[1])
+                total, source = limit, "control group"
+                available = min(available, max(0, limit - used))
+        return cls(total, available, source)
+
+
+def machine_memory() -> int:
+    """Return the memory that processes here can use, in bytes: the machine's without swap, or its control group's
+    limit if lower."""
+    return HostMemory.read().total
+
+
+def _read_machine(root: Path) -> tuple[int, int]:
+    """Return the machine's total and available memory in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = {"MemTotal": total, "MemAvailable": total}
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.split()[0]) * 1024
+    return found["MemTotal"], found["MemAvailable"]
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+    """Yield the memory control groups of this process, from its own to the outermost, each with its version's files.
+
+    A container may see its own group as the mount's root and not its path.
+    """
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            files = _VERSION_1 if controllers else _VERSION_2
+            mount = root / files[0]
+            directory = mount / path.lstrip("/")
+            while directory != mount:
+                yield directory, files
+                directory = directory.parent
+            yield mount, files

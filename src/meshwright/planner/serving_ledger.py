@@ -1,0 +1,286 @@
+"""Memory of a server, item by item, before it starts: what each rank allocates, and how many KV blocks fit.
+
+The items are those of the CPU kernels (`serving/lowering.py`): matrices packed in panels of 16 output columns, all
+buffers float32, one copy of a tied matrix. Plain torch needs less workspace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.names import unknown
+from meshwright.planner.memory import GIB
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.rows import Tensor
+from meshwright.spec.stages import LOOKED_UP, Stage, stages_of, units_of
+
+BLOCK_TOKENS = 16
+"""Tokens of a KV block."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Bytes of a parameter and of a key or value, by dtype."""
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Short names of dtypes, as layouts write precisions."""
+FRONT_BYTES = 320 * 2**20
+"""Measured with the tokenizer of a 32,000-token vocabulary: the front (HTTP, tokenization) and the process from which
+ranks are forked, which has torch loaded."""
+RANK_BYTES = 96 * 2**20
+"""Measured: what a rank process adds to the one it is forked from, without the items of its ledger."""
+_PANEL = 16  # output columns of a packed panel
+_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSizes:
+    """What a server allocates for.
+
+    Attributes:
+        token_budget: Most tokens of a step.
+        max_sequences: Most sequences of a step, and rows of logits.
+        max_length: Most tokens of a sequence.
+        dtype: Of parameters and KV cache, a key of `ITEM_BYTES`.
+    """
+
+    token_budget: int
+    max_sequences: int
+    max_length: int
+    dtype: str
+
+    @property
+    def blocks_of_longest(self) -> int:
+        """KV blocks of one sequence of `max_length` tokens."""
+        return -(-self.max_length // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLedger:
+    """Memory of one rank in bytes.
+
+    Attributes:
+        weights: Embedding tables, norms, biases, tables of rotary positions.
+        packed: Matrices, packed for the kernels, their padding included.
+        workspace: Buffers for the token budget that all layers share.
+        logits: Logits of the output rows.
+        communication: Buffers of tensor-parallel sums and of pipeline messages.
+        slack: Process, and the largest matrix in transit while it is packed.
+        kv_block: One KV block in all layers of the rank.
+    """
+
+    weights: int
+    packed: int
+    workspace: int
+    logits: int
+    communication: int
+    slack: int
+    kv_block: int
+
+    @property
+    def fixed(self) -> int:
+        """All but the KV blocks."""
+        return self.weights + self.packed + self.workspace + self.logits + self.communication + self.slack
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLedger:
+    """Memory of a server: one ledger for each pipeline stage, whose tensor-parallel ranks are alike.
+
+    Attributes:
+        layout: Layout of all ranks.
+        sizes: What is allocated for.
+        stages: Ledger of a rank of each pipeline stage.
+        front: Bytes of the processes beside the ranks.
+        blocks: KV blocks of each rank.
+    """
+
+    layout: Layout
+    sizes: ServingSizes
+    stages: tuple[RankLedger, ...]
+    front: int = FRONT_BYTES
+    blocks: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of all ranks and the front without KV blocks."""
+        return self.front + self._copies * sum(stage.fixed for stage in self.stages)
+
+    @property
+    def kv_block(self) -> int:
+        """Bytes of one KV block over all ranks, a block of every replica."""
+        return self._copies * sum(stage.kv_block for stage in self.stages)
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.fixed + self.blocks * self.kv_block
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of `max_length` tokens whose KV blocks fit a replica's pool."""
+        return self.blocks / self.sizes.blocks_of_longest
+
+    @property
+    def _copies(self) -> int:
+        """Ranks that hold a stage."""
+        return self.layout.dp * self.layout.tp
+
+    def items(self) -> dict[str, int]:
+        """Return bytes by item, summed over all ranks."""
+        names = ("weights", "packed", "workspace", "logits", "communication", "slack")
+        found = {name: self._copies * sum(getattr(stage, name) for stage in self.stages) for name in names}
+        return {**found, "front": self.front, "kv": self.blocks * self.kv_block}
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the bill as a JSON object; memory in GiB."""
+        return {
+            "layout": str(self.layout),
+            **asdict(self.sizes),
+            "kv_blocks": self.blocks,
+            "kv_bytes_per_token": self.kv_block / self.layout.dp / BLOCK_TOKENS,
+            "concurrency": {"max_length": self.sizes.max_length, "sequences": self.concurrency * self.layout.dp},
+            "memory_gib": {name: size / GIB for name, size in {**self.items(), "total": self.total}.items()},
+            "ranks": [{"stage": number, **asdict(stage)} for number, stage in enumerate(self.stages)],
+        }
+
+
+def parse_dtype(name: str | None) -> str:
+    """Return the dtype that a short or long name such as "bf16" or "bfloat16" means; None: float32. Raises
+    UserError."""
+    name = name or "float32"
+    if name not in ITEM_BYTES and name not in DTYPE_NAMES:
+        raise UserError(unknown("dtype", name, [*DTYPE_NAMES, *ITEM_BYTES]))
+    return DTYPE_NAMES.get(name, name)
+
+
+def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
+    """Return the ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it."""
+    replica, table = layout.with_(dp=1), parameter_table(config)
+    stages = stages_of(config, layout.pp, min(_BALANCED_FOR, config.max_positions))
+    return ServingLedger(layout, sizes, tuple(_rank_ledger(config, table, replica, stage, sizes) for stage in stages))
+
+
+def _rank_ledger(
+    config: ModelConfig, table: ParameterTable, layout: Layout, stage: Stage, sizes: ServingSizes
+) -> RankLedger:
+    """Return the ledger of a rank of one pipeline stage. layout: of one replica."""
+    item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.max_sequences, sizes.token_budget
+    needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
+    weights = packed = largest = 0
+    for unit in needed:
+        for tensor in table.unit_tensors(unit):
+            shape = tensor.local_shape(layout)
+            as_table, as_matrix = _forms(config, tensor, stage)
+            if as_table:  # norms, biases and the shared expert's gate are float32
+                weights += math.prod(shape) * (item if tensor.unit in LOOKED_UP else 4)
+            if as_matrix:
+                packed += _packed_bytes(config, layout, tensor, item)
+            largest = max(largest, math.prod(shape) * item)
+    if config.positions == "rope":
+        weights += sizes.max_length * config.head_dim * 4  # cosines and sines of half the features each
+    heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
+    widths = _buffer_widths(config, layout, stage, heads, kv_heads)
+    vocabulary = -(-config.vocabulary // layout.tp)
+    logits = rows * _round_up(vocabulary) * 4 if stage.last else 0
+    experts = any(config.has_experts(layer) for layer in stage.layers)
+    workspace = 4 * (tokens * sum(widths.values()) + (rows * config.hidden if stage.last else 0))
+    gathered = layout.tp * max(tokens * config.hidden, rows * vocabulary if stage.last else 0)
+    messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
+    values = config.head_dim, _round_up(config.head_dim)
+    return RankLedger(
+        weights=weights,
+        packed=packed,
+        workspace=workspace + (_experts_bytes(config, layout, tokens) if experts else 0),
+        logits=logits,
+        communication=4 * ((gathered if layout.tp > 1 else 0) + messages),
+        slack=RANK_BYTES + 2 * largest,
+        kv_block=len(stage.layers) * kv_heads * BLOCK_TOKENS * sum(values) * item,
+    )
+
+
+def _forms(config: ModelConfig, tensor: Tensor, stage: Stage) -> tuple[bool, bool]:
+    """Return whether a rank of a stage holds an engine tensor as a table or vector, and as a packed matrix."""
+    if tensor.name == "embedding.weight":
+        shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
+        return stage.first and not shared, shared
+    matrix = len(tensor.shape) > 1 and tensor.unit != "positions" and "shared_gate" not in tensor.name
+    return not matrix, matrix
+
+
+def _packed_bytes(config: ModelConfig, layout: Layout, tensor: Tensor, item: int) -> int:
+    """Return the bytes of an engine tensor's local matrices: rows in whole panels, columns of 2-byte items in whole
+    tiles; routers stay float32."""
+    rows, columns = tensor.local_shape(layout)
+    count = config.experts // layout.ep if ".experts." in tensor.name else 1
+    item = 4 if "router" in tensor.name else item
+    return count * _round_up(rows // count) * (_round_up(columns, 32) if item == 2 else columns) * item
+
+
+def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int, kv_heads: int) -> dict[str, int]:
+    """Return the widths of the buffers with a row for each token, by name and width."""
+    tp, found = layout.tp, {"states": config.hidden, "normed": config.hidden}
+    if tp > 1:
+        found["partial"] = config.hidden
+    found["qkv"] = (heads + 2 * kv_heads) * config.head_dim
+    found["attention"] = heads * config.head_dim
+    inner = set()
+    for layer in stage.layers:
+        inner.add((config.shared_intermediate if config.has_experts(layer) else config.intermediate) // tp)
+        if config.has_experts(layer) and config.shared_gate:
+            found["shared"] = config.hidden
+    for width in inner - {0}:
+        gated = config.gated or width == config.shared_intermediate // tp
+        found[f"up.{width}"], found[f"hidden.{width}"] = width * (2 if gated else 1), width
+    return found
+
+
+def _experts_bytes(config: ModelConfig, layout: Layout, tokens: int) -> int:
+    """Return the bytes of the buffers for routed experts: scores, choices, and rows of all chosen experts."""
+    rows, width = tokens * config.experts_per_token, config.expert_intermediate
+    if not layout.expert_parallel:
+        width //= layout.tp
+    per_row = 3 + 3 * width + config.hidden  # weight, choice, order; up, activation, down
+    return 4 * (tokens * config.experts + config.experts + rows * per_row)
+
+
+def _round_up(count: int, multiple: int = _PANEL) -> int:
+    """Return the next multiple."""
+    return -(-count // multiple) * multiple
+
+
+def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = None) -> ServingLedger:
+    """Return the ledger with as many KV blocks as `budget` bytes hold, at most `most_blocks`.
+
+    Raises UserError where not one sequence of `max_length` tokens fits.
+    """
+    blocks = max(0, budget - ledger.fixed) // ledger.kv_block
+    if most_blocks is not None:
+        blocks = min(blocks, most_blocks)
+    longest = ledger.sizes.blocks_of_longest
+    if blocks < longest:
+        needed = ledger.fixed + longest * ledger.kv_block
+        fits = blocks * BLOCK_TOKENS
+        shorter = f", or --max-length {fits}" if fits else ""
+        raise UserError(
+            f"memory {budget / GIB:.2f} GiB: one request of {ledger.sizes.max_length} tokens does not fit: weights and "
+            f"buffers take {ledger.fixed / GIB:.2f} GiB, its KV blocks {longest * ledger.kv_block / GIB:.2f} GiB; it "
+            f"needs --memory {math.ceil(needed / GIB * 100) / 100:.2f}GiB{shorter}"
+        )
+    return ServingLedger(ledger.layout, ledger.sizes, ledger.stages, ledger.front, blocks)
+
+
+def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) -> list[str]:
+    """Return the bill as lines of text: bytes by item over all ranks, predicted and, if given, measured on each of
+    them."""
+    found = {name: sum(rank.get(name, 0) for rank in measured) for name in ledger.items()} if measured else {}
+    lines = []
+    for name, size in {**ledger.items(), "total": ledger.total}.items():
+        line = f"  {name:<14}{size / GIB:>10.3f} GiB"
+        if found.get(name):
+            error = f"{size / found[name] - 1:+.1%}"
+            line += f"   measured {found[name] / GIB:.3f} GiB ({error})"
+        lines.append(line)
+    return lines

@@ -1,0 +1,77 @@
+"""The engine of one rank: schedule, run, sample, publish."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.serving.blocks import BlockPool
+from meshwright.serving.request import Output, Request
+from meshwright.serving.runner import Runner
+from meshwright.serving.scheduler import Scheduler, sample_batch
+from meshwright.serving.step_limits import StepLimits
+from meshwright.spec.config import ModelConfig
+
+
+class Engine:
+    """Continues requests with a model that is not cut into pipeline stages. Ranks of tp make the same calls.
+
+    Attributes:
+        runner: What executes the steps.
+        scheduler: What chooses their tokens.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self._last: dict[str, int] = {}
+        self._kernel_seconds = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is unfinished."""
+        return self.scheduler.idle
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if it names a token that the model lacks, or can never fit."""
+        request.check(self.runner.config.vocabulary, request.longest)
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: str) -> Output | None:
+        """Cancel a request and return its last output; None if it is unknown or has finished."""
+        return self.scheduler.cancel(request_id)
+
+    def step(self) -> list[Output]:
+        """Run one step; return what it adds to each answer. Nothing runs while no sequence can."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        began = time.perf_counter()
+        logits_RV = self.runner.run(batch)
+        self._kernel_seconds += time.perf_counter() - began
+        self._last = {"tokens": len(batch.tokens), "context": int(batch.context.sum())}
+        return self.scheduler.publish(batch, sample_batch(batch, logits_RV))
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures of the last step (`tokens`, `context`), the scheduler's, and `kernel_seconds`, the time
+        spent in the runner so far."""
+        return {**self._last, **asdict(self.scheduler.stats), "kernel_seconds": self._kernel_seconds}
+
+    def properties(self) -> dict[str, Any]:
+        """Return `instruction_set`, `kernels` (their version) and `memory` (bytes by kind)."""
+        runner = self.runner
+        return {"instruction_set": runner.instruction_set, "kernels": runner.version, "memory": runner.memory()}
+
+
+def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
+    """Build a scheduler for a runner of these limits. `groups`: pipeline stages."""
+    windows = {config.layer_window(layer) for layer in range(config.layers)}
+    return Scheduler(
+        BlockPool(limits.blocks),
+        token_budget=limits.token_budget,
+        max_sequences=limits.max_sequences,
+        max_length=limits.max_length,
+        window=windows.pop() if len(windows) == 1 else None,
+        logit_rows=limits.logit_rows,
+        groups=groups,
+    )

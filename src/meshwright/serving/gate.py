@@ -1,0 +1,139 @@
+"""Gate of the HTTP server: request IDs, API keys, and limits on the bodies of requests. Free of torch."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_core import to_json
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshwright.errors import UserError
+from meshwright.serving.protocol.errors import ApiError
+from meshwright.untrusted import read_file
+
+OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none
+_GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits on the bodies of requests.
+
+    Attributes:
+        bytes: Of one body.
+        all_bytes: Of all bodies that are being read or parsed together.
+        seconds: From the first to the last byte of one body.
+    """
+
+    bytes: int = 16 << 20
+    all_bytes: int = 256 << 20
+    seconds: float = 60.0
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read API keys from a file, one a line; blank lines and lines that begin with # are skipped. Raises UserError."""
+    try:
+        lines = read_file(path, "config_bytes", pipe=True).decode().splitlines()
+    except OSError as error:
+        raise UserError(f"API keys: {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"API keys: {path}: byte {error.start} is not UTF-8 text") from None
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise UserError(f"API keys: {path} holds no key; write one a line")
+    return keys
+
+
+class Gate:
+    """ASGI middleware: gives each request its ID (`X-Request-Id`, honoured and returned) and checks its API key."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        """`api_keys`: any of them admits; none: no key is needed."""
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 or pass the request on."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).append("x-request-id", name)
+            await send(message)
+
+        if self._digests and scope["path"] not in OPEN_PATHS and not self._admits(headers.get(b"authorization", b"")):
+            error = ApiError(
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+            return await error_response(error)(scope, receive, send_named)
+        return await self._app(scope, receive, send_named)
+
+    def _admits(self, authorization: bytes) -> bool:
+        """Return whether the header names one of the keys; its time does not depend on which."""
+        kind, _, key = authorization.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return kind.lower() == b"bearer" and any(matches)
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the HTTP response of an error."""
+    return Response(to_json(error.to_json()), error.status, error.headers, "application/json")
+
+
+class BodyReader:
+    """Reads the bodies of requests within their limits."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._bytes = 0  # of all bodies now in memory
+
+    async def read(self, request: Request) -> bytes:
+        """Return the whole body, which counts until `release`. Raises ApiError, and starlette's ClientDisconnect."""
+        limits, parts, size = self._limits, [], 0
+        declared = request.headers.get("content-length", "0")
+        if not declared.isdecimal() or len(declared) > 12 or int(declared) > limits.bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(limits.seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    self._bytes += len(part)
+                    parts.append(part)
+                    if size > limits.bytes:
+                        raise self._too_large()
+                    if self._bytes > limits.all_bytes:
+                        raise ApiError(429, "the bodies of all requests are too large together", code="body_bytes")
+        except BaseException as error:
+            self.release(size)
+            if isinstance(error, TimeoutError):
+                raise ApiError(408, f"the body did not arrive within {limits.seconds:g} s", code="timeout") from None
+            raise
+        return b"".join(parts)
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes as no longer in memory."""
+        self._bytes -= size
+
+    def _too_large(self) -> ApiError:
+        """Return the error of a body that is too large."""
+        return ApiError(413, f"the body is larger than {self._limits.bytes:,} bytes", code="body_too_large")
+

@@ -1,0 +1,283 @@
+"""Lowers a model to the kernels' operations: walks the modules of a stage, packs their weights, allocates buffers.
+
+Shapes: T tokens of the budget, R rows of logits, H hidden, N query heads, K key-value heads, D head size, F width of an
+MLP, V vocabulary, P ranks of tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.library import Kernels, PackedMatrix
+from meshwright.kernels.operations import (
+    Activation,
+    Add,
+    Attention,
+    Embed,
+    Experts,
+    ExpertsWorkspace,
+    Gate,
+    LayerCache,
+    Linear,
+    Norm,
+    OpList,
+    RopeStore,
+    TakeRows,
+)
+from meshwright.model import layers as modules
+from meshwright.model.attention import Attention as AttentionModule
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.experts import Mixture, SharedExpert
+from meshwright.model.rope import RotaryTable
+from meshwright.model.transformer import Block, Transformer
+from meshwright.parallel.expert import AllToAllTokenDispatcher
+from meshwright.parallel.tensor import TensorParallel
+from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.weights import RankWeights
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Operations up to index `end`, after which the tensor-parallel ranks' `partial` [T, H] are summed, `bias` [H]
+    added, and the result added to `residual` (None: put into `partial`)."""
+
+    end: int
+    partial: Float32 | None = None
+    residual: Float32 | None = None
+    bias: Float32 | None = None
+
+
+class Lowering:
+    """The operations of one rank's stage and all that they read and write.
+
+    Attributes:
+        ops: The operations.
+        segments: Their cuts at sums over tensor-parallel ranks; one without these.
+        states: Hidden states [T, H]: input and output of the stage.
+        logits: Logits [R, V / P] of this rank's slice of the vocabulary; None but on the last stage.
+        nbytes: Bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`.
+    """
+
+    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+        self.config, self._stage = weights.config, weights.stage
+        self._kernels, self._weights, self._dtype, self._limits = kernels, weights, dtype, limits
+        self._split = not mesh.tp.trivial
+        self.ops: OpList = kernels.op_list()
+        self.segments: list[Segment] = []
+        self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
+        self._buffers: dict[str, Float32] = {}
+        self._experts_workspace: ExpertsWorkspace | None = None
+        axes = AxisOperations(
+            tensor=TensorParallel(mesh.tp, sequence_parallel=False),
+            dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None,
+        )
+        self._first_expert = 0
+        if axes.dispatcher is not None:
+            # Later blocks of ep x etp ranks hold copies of the same experts, which must not add to the sum again.
+            copies = mesh.tp.rank >= mesh.ep.size * mesh.etp.size
+            held = self.config.experts // mesh.ep.size
+            self._first_expert = self.config.experts if copies else mesh.ep.rank * held
+        self._first_token = mesh.tp.rank * -(-self.config.vocabulary // mesh.tp.size)
+        self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
+        self._names = {id(module): name for name, module in self._model.named_modules()}
+        self._rotation: tuple[Float32, Float32] | None = None
+        if self.config.positions == "rope":
+            tables = RotaryTable(self.config, torch.float32).up_to(limits.max_length, torch.device("cpu"))
+            cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
+            self._rotation = cosine, sine
+        self.states = self._buffer("states", self.config.hidden)
+        self.logits: Float32 | None = None
+        self._lower()
+
+    def _lower(self) -> None:
+        """Append the operations of the stage."""
+        packed = None
+        if self._stage.first:
+            packed = self._lower_embedding()
+        for layer in self._stage.layers:
+            self._lower_block(self._model.layers[layer], layer)
+        if self._stage.last:
+            self._lower_head(packed)
+        self.segments.append(Segment(len(self.ops)))
+
+    def _lower_embedding(self) -> PackedMatrix | None:
+        """Append token and position embeddings; return the packed matrix of a head that shares the table."""
+        packed, table = None, None
+        if self._stage.last and self.config.tied:
+            packed = self._pack(self._model.embedding)
+        else:
+            table = self._keep(self._read("embedding.weight", keep_dtype=True))
+        shared = packed if packed is not None else table
+        assert shared is not None
+        self.ops.append(Embed(self.states, shared, first=self._first_token))
+        self._sum_over_ranks(self.states)
+        if self._model.positions is not None:
+            positions = self._keep(self._read("positions.weight", keep_dtype=True))
+            self.ops.append(Embed(self.states, positions, ids="positions", accumulate=True))
+        return packed
+
+    def _lower_block(self, block: Block, layer: int) -> None:
+        """Append a transformer block."""
+        normed = self._buffer("normed", self.config.hidden)
+        self._lower_norm(block.attention_norm, normed, self.states)
+        self._lower_attention(block.attention, normed, layer)
+        self._lower_norm(block.mlp_norm, normed, self.states)
+        if isinstance(block.mlp, Mixture):
+            self._lower_mixture(block.mlp, normed)
+        else:
+            hidden = self._lower_up(block.mlp, block.mlp.gated, block.mlp.activation, normed)
+            self._lower_row_parallel(block.mlp.down, hidden)
+
+    def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> None:
+        """Append projections, rotation, cache and attention of one layer, added to the states."""
+        heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
+        qkv = self._buffer("qkv", (heads + 2 * kv_heads) * size)
+        self._lower_linear(attention.qkv, qkv, x)
+        dtype = np.float32 if self._dtype == "float32" else np.uint16
+        keys, values = (
+            self._kernels.empty(shape, dtype) for shape in LayerCache.shapes(self._limits.blocks, kv_heads, size)
+        )
+        for each in (keys, values):
+            if self._limits.touched:
+                each[...] = 0
+            self.nbytes["kv"] += each.nbytes
+        cache = LayerCache(keys, values, size)
+        cosine, sine = self._rotation or (None, None)
+        norms = (attention.query_norm, attention.key_norm)
+        query_norm, key_norm = (None if norm is None else self._parameter(norm, "weight") for norm in norms)
+        epsilon = self.config.norm_epsilon
+        self.ops.append(RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, epsilon))
+        out = self._buffer("attention", heads * size)
+        window = self.config.layer_window(layer) or 0
+        self.ops.append(Attention(out, qkv, cache, heads, size**-0.5, window))
+        self._lower_row_parallel(attention.output, out)
+
+    def _lower_mixture(self, mixture: Mixture, x: Float32) -> None:
+        """Append routed and shared experts, added to the states."""
+        config, experts = self.config, mixture.experts
+        width = experts.down.weight.shape[1]
+        if self._experts_workspace is None:
+            self._experts_workspace = ExpertsWorkspace(
+                self._limits.token_budget, config.experts, config.experts_per_token, config.hidden, width
+            )
+            self.nbytes["workspace"] += self._experts_workspace.nbytes
+        out = self._buffer("partial", config.hidden) if self._split else self.states
+        router_bias = None if mixture.router.bias is None else self._parameter(mixture.router, "bias")
+        router = self._pack(mixture.router, dtype="float32")
+        up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
+        self.ops.append(
+            Experts(
+                out, x, router, up, down, self._experts_workspace, config.experts_per_token, config.activation,
+                config.router, router_bias, config.normalise_choice, config.routed_scale, self._first_expert,
+                accumulate=not self._split,
+            )
+        )  # fmt: skip
+        if mixture.shared is not None:
+            self._lower_shared(mixture, mixture.shared, x, out)
+        if self._split:
+            self._sum_over_ranks(out, self.states)
+
+    def _lower_shared(self, mixture: Mixture, shared: SharedExpert, x: Float32, out: Float32) -> None:
+        """Append the shared expert and its gate, added to `out`."""
+        hidden = self._lower_up(shared, True, shared.activation, x)
+        if mixture.shared_gate is None:
+            self._lower_linear(shared.down, out, hidden, accumulate=True)
+            return
+        own = self._buffer("shared", self.config.hidden)
+        self._lower_linear(shared.down, own, hidden)
+        self.ops.append(Gate(own, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
+        self.ops.append(Add(out, own))
+
+    def _lower_up(self, mlp: Any, gated: bool, activation: Any, x: Float32) -> Float32:
+        """Append the first product of an MLP and its activation; return the input of the second, [T, F]."""
+        width = mlp.down.weight.shape[1]
+        up = self._buffer("up", mlp.up.weight.shape[0])
+        self._lower_linear(mlp.up, up, x)
+        hidden = self._buffer("hidden", width)
+        self.ops.append(Activation(hidden, up, activation, gated))
+        return hidden
+
+    def _lower_head(self, packed: PackedMatrix | None) -> None:
+        """Append the final norm of the output rows and their logits. `packed`: matrix that the embedding shares."""
+        rows = self._buffer("rows", self.config.hidden, self._limits.logits)
+        self.ops.append(TakeRows(rows, self.states))
+        self._lower_norm(self._model.final_norm, rows, rows, outputs=True)
+        if packed is None:
+            packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
+        self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
+        self.nbytes["logits"] += self.logits.nbytes
+        self.ops.append(Linear(self.logits, rows, packed, rows="outputs"))
+
+    def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, outputs: bool = False) -> None:
+        """Append a norm over the hidden dimension."""
+        bias = getattr(norm, "bias", None)
+        self.ops.append(
+            Norm(
+                out, x, self._parameter(norm, "weight"), None if bias is None else self._parameter(norm, "bias"),
+                self.config.norm_epsilon, "rms" if isinstance(norm, modules.RMSNorm) else "layer",
+                "outputs" if outputs else "tokens",
+            )
+        )  # fmt: skip
+
+    def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
+        """Append a product with its bias."""
+        bias = None if linear.bias is None else self._parameter(linear, "bias")
+        self.ops.append(Linear(out, x, self._pack(linear), bias, accumulate))
+
+    def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
+        """Append a product whose result is summed over tensor-parallel ranks and added to the states."""
+        if not self._split:
+            self._lower_linear(linear, self.states, x, accumulate=True)
+            return
+        partial = self._buffer("partial", self.config.hidden)
+        self.ops.append(Linear(partial, x, self._pack(linear)))
+        bias = None if linear.bias is None else self._parameter(linear, "bias")
+        self._sum_over_ranks(partial, self.states, bias)
+
+    def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
+        """End the segment with the sum of `partial` over tensor-parallel ranks; nothing on one rank."""
+        if self._split:
+            self.segments.append(Segment(len(self.ops), partial, residual, bias))
+
+    def _pack(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
+        """Return the packed weight of a module; `count` matrices stacked along dim 0."""
+        values = self._read(f"{self._names[id(module)]}.weight", keep_dtype=True)
+        if count > 1:
+            values = values.reshape(count, -1, values.shape[-1])
+        packed = self._kernels.pack(values, dtype or self._dtype)
+        self.nbytes["packed"] += packed.buffer.nbytes
+        return packed
+
+    def _parameter(self, module: nn.Module, leaf: str) -> Float32:
+        """Return a small parameter (norm weight, bias) as float32."""
+        return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", keep_dtype=False))
+
+    def _read(self, name: str, keep_dtype: bool) -> npt.NDArray[Any]:
+        """Read an engine tensor: float32, or with `keep_dtype` in the model's dtype, bfloat16 as its bits."""
+        if keep_dtype and self._dtype == "bfloat16":
+            return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
+        return self._weights.read(name, torch.float32).numpy()
+
+    def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a copy of an array, counted as weights."""
+        self.nbytes["weights"] += values.nbytes
+        return values.copy()
+
+    def _buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
+        """Return the buffer of this name, float32 [T or `rows`, width]; layers share it."""
+        rows = self._limits.token_budget if rows is None else rows
+        key = f"{name}.{width}"
+        if key not in self._buffers:
+            self._buffers[key] = self._kernels.empty((rows, width), np.float32)
+            self._buffers[key][...] = 0
+            self.nbytes["workspace"] += self._buffers[key].nbytes
+        return self._buffers[key]

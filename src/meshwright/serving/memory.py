@@ -1,0 +1,93 @@
+"""From `--memory` to a number of KV blocks, by the serving ledger. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from meshwright.errors import UserError
+from meshwright.launcher.host_memory import HostMemory
+from meshwright.layout import Layout
+from meshwright.limits import limit_of, shorten_repr
+from meshwright.planner.memory import GIB
+from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingLedger, ServingSizes, fill_memory, serving_ledger
+from meshwright.spec.config import ModelConfig
+
+TOKEN_BUDGET = 512
+"""Tokens of a step, unless given."""
+MAX_SEQUENCES = 64
+"""Sequences of a step, unless given."""
+DEFAULT_FRACTION = 0.9
+DEFAULT_POOL = 4 * GIB
+"""Most bytes of KV blocks, unless `--memory` is given: the rest of a machine is not a server's for the asking."""
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def parse_memory(text: str, host: HostMemory) -> int:
+    """Return the bytes that `--memory` means: a fraction of what the machine or its control group has ("0.9"), or a
+    size ("12GiB").
+
+    A fraction never exceeds what is available now. Raises UserError for another form, and for a size that is not
+    available.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in _UNITS:
+        raise UserError(f'--memory {shorten_repr(text)}: takes a fraction such as 0.9 or a size such as "12GiB"')
+    number = float(match[1])
+    if not unit and number <= 1:
+        if number == 0:
+            raise UserError("--memory 0: takes a fraction above 0 and up to 1, such as 0.9")
+        return min(int(number * host.total), host.available)
+    size = number * _UNITS[unit]
+    if not unit and size < 2**20:
+        raise UserError(f"--memory {text.strip()}: a fraction is at most 1, a size has a unit, such as {number:g}GiB")
+    if size > host.available:
+        raise UserError(
+            f"--memory {text.strip()}: {host.available / GIB:.2f} GiB are available now, of the {host.source}'s "
+            f"{host.total / GIB:.2f} GiB"
+        )
+    return int(size)
+
+
+def plan_memory(
+    config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
+    steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), host: HostMemory | None = None, hosts: int = 1,
+) -> ServingLedger:  # fmt: skip
+    """Return the memory bill of a server with the KV blocks that fit.
+
+    Args:
+        config: Configuration of the model.
+        layout: As `spec.refuse.serving_layout` returns it.
+        dtype: Of parameters and KV cache.
+        memory: `--memory`; unless given, 0.9 with at most `DEFAULT_POOL` of KV blocks.
+        max_length: Most tokens of a sequence; the model's positions, or as many as fit, unless given.
+        steps: Most tokens and most sequences of a step.
+        host: Memory of this machine.
+        hosts: Machines over which the ranks are spread, each with as much.
+
+    Raises:
+        UserError: One request of `max_length` tokens does not fit, or a number is out of range.
+    """
+    host = host or HostMemory.read()
+    budget = hosts * parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host)
+    for option, number in zip(("--token-budget", "--max-sequences"), steps, strict=True):
+        if number < 1:
+            raise UserError(f"{option} {number}: should be 1 or more")
+    if steps[1] > steps[0]:
+        raise UserError(f"--max-sequences {steps[1]}: should be at most the --token-budget of {steps[0]}")
+    if steps[1] < layout.pp:
+        raise UserError(f"--max-sequences {steps[1]}: should be at least pp{layout.pp}, a sequence for each stage")
+    if max_length is not None and not 1 <= max_length <= config.max_positions:
+        raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
+    sizes = ServingSizes(steps[0], steps[1], max_length or config.max_positions, dtype)
+    ledger = serving_ledger(config, layout, sizes)
+    # More than twice what all sequences of a step can hold would not even serve as a prefix cache.
+    most = 2 * sizes.max_sequences * sizes.blocks_of_longest
+    if memory is None:
+        most = min(most, max(sizes.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
+    if max_length is None:
+        fits = min(most, max(0, budget - ledger.fixed) // ledger.kv_block) * BLOCK_TOKENS
+        if 0 < fits < sizes.max_length:
+            ledger = serving_ledger(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)))
+    return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))

@@ -1,0 +1,210 @@
+"""Messages between the front and the rank processes of a server: JSON objects behind a 4-byte big-endian length.
+
+They travel over a Unix socket in a private directory, or over TCP, where whoever connects proves that it knows a shared
+secret. Free of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import RankLost
+
+_LENGTH = struct.Struct(">I")
+MAX_MESSAGE_BYTES = 2**28
+"""Of one message: above any request that the front accepts, and far below the memory of a damaged length."""
+_NONCE_BYTES = _PROOF_BYTES = 32
+CONNECT_SECONDS = 60.0
+"""How long a rank tries to reach a listener that has not started yet."""
+
+Message = dict[str, Any]
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Return the bytes of one message on the wire."""
+    content = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(content)) + content
+
+
+def make_secret() -> str:
+    """Return a new shared secret, 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def _prove(secret: str, nonce: bytes) -> bytes:
+    """Return the proof that a process knows `secret`: HMAC-SHA256 of the listener's nonce."""
+    return hmac.new(secret.encode(), nonce, hashlib.sha256).digest()
+
+
+class Channel:
+    """Blocking end of a connection, for rank processes. Raises `RankLost` when the other end is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._unread = bytearray()
+
+    @classmethod
+    def connect(cls, address: str, secret: str) -> Channel:
+        """Connect to a listener at `unix:PATH` or `tcp:HOST:PORT` and prove knowledge of `secret`.
+
+        Tries for `CONNECT_SECONDS`, then raises RankLost.
+        """
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                connection = _connect_socket(address)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RankLost(f"nothing listens at {address}: {error}") from error
+                time.sleep(0.02)
+        channel = cls(connection)
+        channel._socket.sendall(_prove(secret, channel._read_exactly(_NONCE_BYTES)))
+        return channel
+
+    @property
+    def own_host(self) -> str:
+        """Address of this machine by which the other end knows it; empty for a Unix socket."""
+        return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send one message that `encode` has made, which several connections can share."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise RankLost(f"the other end of a connection is gone: {error}") from error
+
+    def receive(self) -> Message:
+        """Wait for one message and return it."""
+        size = _message_size(self._read_exactly(_LENGTH.size))
+        found: Message = json.loads(self._read_exactly(size))
+        return found
+
+    def receive_ready(self, wait: bool) -> list[Message]:
+        """Return all messages that have begun to arrive; with `wait`, sleep until there is one."""
+        found = [self.receive()] if wait else []
+        while self._unread or select.select([self._socket], [], [], 0.0)[0]:
+            found.append(self.receive())
+        return found
+
+    def _read_exactly(self, size: int) -> bytes:
+        """Return the next `size` bytes."""
+        while len(self._unread) < size:
+            try:
+                data = self._socket.recv(max(65536, size - len(self._unread)))
+            except OSError as error:
+                raise RankLost(f"the other end of a connection is gone: {error}") from error
+            if not data:
+                raise RankLost("the other end of a connection is gone")
+            self._unread += data
+        found = bytes(self._unread[:size])
+        del self._unread[:size]
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+class Listener:
+    """Listening socket of a rank that leads others. address: where they connect, `unix:PATH` or `tcp:HOST:PORT`."""
+
+    def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
+        """Listen at a Unix socket `name` in the private `directory`, or without one on a free TCP port of `host`."""
+        self._secret = secret
+        if directory is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            path = os.path.join(directory, f"{name}-{os.getpid()}")
+            self._socket.bind(path)
+            self.address = f"unix:{path}"
+        else:
+            self._socket = socket.create_server((host, 0))
+            self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
+        self._socket.listen()
+
+    def accept(self, seconds: float) -> Channel:
+        """Return the next connection that proves the secret; raises RankLost after `seconds` without one."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            try:
+                connection, _ = self._socket.accept()
+                connection.settimeout(left)
+                nonce = secrets.token_bytes(_NONCE_BYTES)
+                connection.sendall(nonce)
+                proof = connection.recv(_PROOF_BYTES, socket.MSG_WAITALL)
+            except OSError:
+                continue
+            if hmac.compare_digest(proof, _prove(self._secret, nonce)):
+                return Channel(connection)
+            connection.close()
+        raise RankLost(f"no rank connected within {seconds:g} s")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> bool:
+    """Return True if whoever connected proves knowledge of `secret`; else close the connection."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(nonce)
+    try:
+        proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), CONNECT_SECONDS)
+    except (asyncio.IncompleteReadError, OSError, TimeoutError):
+        proof = b""
+    if hmac.compare_digest(proof, _prove(secret, nonce)):
+        return True
+    writer.close()
+    return False
+
+
+async def receive(reader: asyncio.StreamReader) -> Message | None:
+    """Return the next message of a connection; None at its end."""
+    try:
+        size = _message_size(await reader.readexactly(_LENGTH.size))
+        found: Message = json.loads(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, OSError):
+        return None
+    return found
+
+
+def _message_size(header: bytes) -> int:
+    """Return the length of a message's content; raises RankLost above `MAX_MESSAGE_BYTES`."""
+    size: int = _LENGTH.unpack(header)[0]
+    if size > MAX_MESSAGE_BYTES:
+        raise RankLost(f"a message of {size:,} bytes on a connection of the server: at most {MAX_MESSAGE_BYTES:,}")
+    return size
+
+
+def _connect_socket(address: str) -> socket.socket:
+    """Return a socket connected to `unix:PATH` or `tcp:HOST:PORT`."""
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(where)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host, _, port = where.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)

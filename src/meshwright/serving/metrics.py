@@ -1,0 +1,138 @@
+"""Prometheus metrics of a server, under vLLM's names with the prefix `meshwright:`. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from meshwright.serving.choices import Choice, Piece
+from meshwright.serving.engine_client import EngineClient
+
+PREFIX = "meshwright:"
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_WHOLE = (0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(2**power for power in range(0, 21, 2))
+
+# (name, key of EngineClient.stats, description)
+_GAUGES = (
+    ("num_requests_running", "running", "Sequences that are computed in steps."),
+    ("num_requests_waiting", "waiting", "Sequences that wait for admission."),
+    ("num_requests_paused", "paused", "Sequences that wait with their KV blocks until others end."),
+)
+_COUNTERS = (
+    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
+    ("engine_steps", "steps", "Steps computed."),
+    ("engine_step_seconds", "step_seconds", "Measured time of all steps."),
+    ("engine_predicted_step_seconds", "predicted_seconds", "Predicted time of the same steps."),
+    ("pauses", "pauses", "Times that a sequence was paused."),
+    ("rank_restarts", "restarts", "Restarts after a lost rank."),
+)
+
+
+class ServingMetrics:
+    """Counters and histograms of the requests, and the state of the engine when they are read."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        """`model`: value of the label `model_name`."""
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(client, model))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(PREFIX + name, text, ["model_name"], registry=self.registry, buckets=buckets)
+            return made.labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(model)
+
+        self._first = histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST)
+        self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _BETWEEN)
+        self._mean = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN)
+        self._whole = histogram("e2e_request_latency_seconds", "From the request to its last token.", _WHOLE)
+        self._prompt_lengths = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished sequences.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            PREFIX + "request_success",
+            "Sequences that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            PREFIX + "requests_refused",
+            "HTTP requests that were not queued, by the limit that was reached.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._model = model
+
+    def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
+        """Count a new piece of a choice. `before`: `choice.last` before it."""
+        if choice.last is not None and choice.last != before:
+            self._generation_tokens.inc(len(piece.tokens))
+            if before is None:
+                self._first.observe(choice.last - choice.begun)
+            else:
+                self._between.observe(choice.last - before)
+        if piece.finish_reason is not None:
+            self.finish(choice, piece.finish_reason)
+
+    def finish(self, choice: Choice, reason: str) -> None:
+        """Count the end of a choice; `reason`: as in `Piece`, `"abort"` where the client left or gave up."""
+        self._success.labels(self._model, reason).inc()
+        if reason == "abort":
+            return
+        self._prompt_tokens.inc(len(choice.request.tokens))
+        self._prompt_lengths.observe(len(choice.request.tokens))
+        self._answer_lengths.observe(choice.completion_tokens)
+        if choice.first is not None and choice.last is not None:
+            self._whole.observe(choice.last - choice.begun)
+            if choice.completion_tokens > 1:
+                self._mean.observe((choice.last - choice.first) / (choice.completion_tokens - 1))
+
+    def refuse(self, reason: str) -> None:
+        """Count an HTTP request that was not queued."""
+        self._refused.labels(self._model, reason).inc()
+
+    def page(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector:
+    """Metrics that are read from the engine, one series for each replica (label `engine`)."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self._client, self._model = client, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        replicas = list(enumerate(self._client.stats()))
+        labels = ["model_name", "engine"]
+        for name, key, text in _GAUGES:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            for number, stats in replicas:
+                gauge.add_metric([self._model, str(number)], stats.get(key, 0))
+            yield gauge
+        for name, key, text in _COUNTERS:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for number, stats in replicas:
+                counter.add_metric([self._model, str(number)], stats.get(key, 0))
+            yield counter
+        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", labels=labels)
+        blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by state.", labels=[*labels, "state"])
+        for number, stats in replicas:
+            counts = {state: stats.get(state, 0) for state in ("free", "cached", "held")}
+            usage.add_metric([self._model, str(number)], counts["held"] / max(sum(counts.values()), 1))
+            for state, count in counts.items():
+                blocks.add_metric([self._model, str(number), state], count)
+        yield usage
+        yield blocks
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the registry then does not read the engine before it computes."""
+        return []

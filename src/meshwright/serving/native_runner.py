@@ -1,0 +1,87 @@
+"""Forward steps by the compiled kernels, without torch but for collective calls.
+
+Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, P ranks of tp.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshwright.comm.collectives import all_gather
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.library import Kernels
+from meshwright.serving.lowering import Lowering, Segment
+from meshwright.serving.scheduler import StepBatch
+from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.weights import RankWeights
+
+SUM_SITE, LOGITS_SITE = "serving.sum", "serving.logits"
+
+
+class NativeRunner:
+    """Executes a stage's list of operations; attributes as in `Runner`.
+
+    Attributes:
+        seconds_to_load: Time spent reading the checkpoint's tensors.
+        bytes_read: Bytes read from its files.
+    """
+
+    def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
+        """`dtype`: "float32" or "bfloat16", of packed weights and KV cache."""
+        self.config, self.blocks = weights.config, limits.blocks
+        self.instruction_set, self.version = kernels.instruction_set, kernels.version
+        lowered = Lowering(kernels, weights, mesh, dtype, limits)
+        self.seconds_to_load, self.bytes_read = weights.seconds, weights.bytes_read
+        self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes
+        self._states, self._logits, self._limits, self._tensor = lowered.states, lowered.logits, limits, mesh.tp
+        self._gathered = torch.empty(0)
+        if not mesh.tp.trivial:
+            widest = 0 if self._logits is None else self._logits.size
+            self._gathered = torch.empty(mesh.tp.size * max(self._states.size, widest))
+            self._memory["workspace"] += self._gathered.nbytes
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`."""
+        return dict(self._memory)
+
+    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
+        hidden states [T, H]; valid until the next call. `hidden`: output of the previous stage, None for the first."""
+        tokens, rows = len(batch.tokens), len(batch.output_rows)
+        assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
+        if hidden is not None:
+            self._states[:tokens] = hidden
+        begin = 0
+        for segment in self._segments:
+            self._ops.run(batch, begin, segment.end)
+            if segment.partial is not None:
+                self._sum_over_ranks(segment, segment.partial[:tokens])
+            begin = segment.end
+        if self._logits is None:
+            return self._states[:tokens]
+        return self._logits[:rows] if self._tensor.trivial or not rows else self._gather_logits(self._logits[:rows])
+
+    def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
+        """Add the ranks' partial results in rank order, then the bias, and add the sum to the residual."""
+        first_TH, *others = self._gather(partial_TH, SUM_SITE)
+        for part_TH in others:
+            first_TH += part_TH
+        if segment.bias is not None:
+            first_TH += segment.bias
+        if segment.residual is None:
+            partial_TH[:] = first_TH
+        else:
+            segment.residual[: len(partial_TH)] += first_TH
+
+    def _gather_logits(self, logits_RV: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the logits of the whole vocabulary, [R, V], of the ranks' slices, without padding."""
+        parts_PRV = self._gather(logits_RV, LOGITS_SITE)
+        return np.concatenate(list(parts_PRV), axis=1)[:, : self.config.vocabulary]
+
+    def _gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
+        """Return the arrays of all ranks of tp, [P, ...]."""
+        parts = self._gathered[: self._tensor.size * own.size].view(self._tensor.size, *own.shape)
+        all_gather(parts, torch.from_numpy(own), self._tensor, site)
+        return parts.numpy()

@@ -1,0 +1,111 @@
+"""KV cache in blocks for plain torch, the counterpart of the kernels' own.
+
+Shapes: T tokens (padding at the end included), N query heads, K key-value heads, G query heads of a key-value head, D
+head size, C tokens that a token attends to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from meshwright.kernels.operations import BLOCK_TOKENS
+from meshwright.model.precision import at_least_float32
+from meshwright.serving.scheduler import StepBatch
+from meshwright.spec.config import ModelConfig
+
+
+class _Segment(NamedTuple):
+    """Consecutive tokens of one sequence: rows `begin` to `end` of the tile, and the slots of all positions up to the
+    last of them."""
+
+    begin: int
+    end: int
+    slots_C: torch.Tensor
+
+
+class PagedCache:
+    """KV cache of some layers in blocks of `BLOCK_TOKENS` tokens, for a ragged batch of sequences.
+
+    Positions are always given, so `length` stays 0. On a CPU every token attends on its own, over its own keys and
+    values alone, so that its result does not depend on which tokens are computed with it.
+    """
+
+    length = 0
+
+    def __init__(
+        self, config: ModelConfig, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`kv_heads`: those of this rank."""
+        shape = (blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
+        self._keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self._values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self._windows = {layer: config.layer_window(layer) for layer in layers}
+        self._one_by_one = device.type == "cpu"
+        self._device = device
+        self._segments: list[_Segment] = []
+        self._slots_T = torch.zeros(0, dtype=torch.long)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(each.nbytes for each in (*self._keys.values(), *self._values.values()))
+
+    def touch(self) -> None:
+        """Write to the whole memory, so that it is the process's from now on."""
+        for each in (*self._keys.values(), *self._values.values()):
+            each.zero_()
+
+    def select(self, batch: StepBatch, begin: int, end: int) -> None:
+        """Choose the tokens `begin` to `end` of a batch as those that `attend` gets next, possibly with padding."""
+        self._slots_T = torch.from_numpy(batch.slots[begin:end]).long().to(self._device)
+        self._segments = []
+        for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
+            low, high = max(int(first), begin), min(int(stop), end)
+            if low >= high:
+                continue
+            positions = np.arange(int(batch.positions[high - 1]) + 1)
+            table = batch.block_tables[number]
+            slots = torch.from_numpy(table[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS)
+            slots = slots.long().to(self._device)
+            rows = range(low + 1, high + 1) if self._one_by_one else (high,)
+            for end_row in rows:
+                first_row = end_row - 1 if self._one_by_one else low
+                context = len(slots) - (high - end_row)
+                self._segments.append(_Segment(first_row - begin, end_row - begin, slots[:context]))
+
+    def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
+        """Write the keys and values of the selected tokens into their slots; return the attention of each over the
+        tokens of its sequence up to itself, inside the layer's window, [1, N, T, D]; 0 for padding."""
+        tokens = len(self._slots_T)
+        for cache, new in ((self._keys[layer], k_BKTD), (self._values[layer], v_BKTD)):
+            cache[self._slots_T] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
+        out_BNTD = torch.zeros_like(q_BNTD)
+        for segment in self._segments:
+            q_NSD = q_BNTD[0, :, segment.begin : segment.end]
+            out_BNTD[0, :, segment.begin : segment.end] = self._attend_segment(layer, q_NSD, segment.slots_C)
+        return out_BNTD
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing: the scheduler counts the tokens of each sequence."""
+
+    def _attend_segment(self, layer: int, q_NSD: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
+        """Return the attention of the last S tokens of a sequence, [N, S, D], in float32 at least."""
+        window, count = self._windows[layer], q_NSD.shape[1]
+        if window is not None:  # blocks behind the window may be free: nothing there is read
+            slots_C = slots_C[max(0, len(slots_C) - count - window + 1) :]
+        wide = at_least_float32(q_NSD.dtype)
+        k_KCD, v_KCD = (each[layer][slots_C].transpose(0, 1).to(wide) for each in (self._keys, self._values))
+        q_KGSD = q_NSD.to(wide).unflatten(0, (k_KCD.shape[0], -1))
+        scores_KGSC = torch.matmul(q_KGSD * q_NSD.shape[-1] ** -0.5, k_KCD.mT[:, None])
+        if count > 1:
+            places_C = torch.arange(len(slots_C), device=slots_C.device)
+            now_S1 = places_C[-count:, None]
+            hidden_SC = places_C > now_S1
+            if window is not None:
+                hidden_SC |= places_C <= now_S1 - window
+            scores_KGSC = scores_KGSC.masked_fill(hidden_SC, -torch.inf)
+        out_KGSD = torch.matmul(scores_KGSC.softmax(dim=-1), v_KCD[:, None])
+        return out_KGSD.flatten(0, 1).to(q_NSD.dtype)

@@ -1,0 +1,205 @@
+"""The engine of a rank of a pipeline: groups of sequences rotate through the stages.
+
+With N stages the sequences are in N groups. In slot k all ranks schedule a batch of group k mod N, stage s computes the
+batch of slot k - s, and the tokens that the last stage samples travel back through all stages, which publish them
+before they schedule that group again. This is 1F1B (`schedules/synchronous.py`) with the return of the tokens in place
+of the backward pass; the program is checked, and its steady state executed as it is written.
+
+Shapes: T tokens of a batch, H hidden, R rows of logits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshwright.comm.collectives import transfer
+from meshwright.comm.handle import Handle
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.transport import Message
+from meshwright.program.check_pipeline import check_pipeline
+from meshwright.program.pipeline import Kind
+from meshwright.schedules.synchronous import one_f_one_b
+from meshwright.schedules.transfers import with_transfers
+from meshwright.serving.request import Output, Request, pack_result, unpack_result
+from meshwright.serving.runner import Runner
+from meshwright.serving.sampling import TokenResult
+from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
+
+HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
+_FIRST_BYTES = 4096
+"""Of a message with tokens; what is longer follows in a second message."""
+
+Group = tuple[tuple[Kind, int], ...]
+"""Steps that are posted together, each with its batch counted from the slot's."""
+
+
+def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
+    """Return what a stage executes in each slot, in order, from the checked program of 1F1B over `stages` ranks."""
+    program = with_transfers(one_f_one_b(stages, 6 * stages))
+    check_pipeline(program)
+    steps, groups = program.steps, list[list[tuple[Kind, int]]]()
+    for at in steps.of_rank(stage):
+        if not groups or steps.group[at] != steps.group[at - 1]:
+            groups.append([])
+        groups[-1].append((Kind(int(steps.kind[at])), int(steps.micro_batch[at])))
+    begins = {step[1]: place for place, group in enumerate(groups) for step in group if step[0] == Kind.FORWARD}
+
+    def period(batch: int) -> tuple[Group, ...]:
+        """Return the groups from the forward of a batch to that of the next one, in slot `batch` + `stage`."""
+        found = groups[begins[batch] : begins[batch + 1]]
+        return tuple(tuple(sorted((kind, number - batch - stage) for kind, number in group)) for group in found)
+
+    steady = period(3 * stages)
+    assert steady == period(3 * stages + 1), "1F1B repeats itself with every micro-batch"
+    return steady
+
+
+class PipelineEngine:
+    """Continues requests with a model that is cut into pipeline stages, as `Engine` does with a whole one.
+
+    Attributes:
+        runner: What executes this rank's stage.
+        scheduler: What chooses the tokens of each batch; the same on all ranks.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self._axis, self._stages, self._stage = mesh.pp, mesh.pp.size, mesh.pp.rank
+        self._order = steady_state(self._stages, self._stage)
+        self._slot = 0
+        self._batches: dict[int, StepBatch | None] = {}  # by slot, until they are published
+        self._hidden: dict[int, torch.Tensor] = {}  # [T, H], received or to be sent
+        self._tokens: dict[int, torch.Tensor] = {}  # received results, encoded
+        self._results: dict[int, list[TokenResult]] = {}
+        self._pending: dict[tuple[Kind, int], Handle] = {}
+        self._last: dict[str, int] = {}
+        self._kernel_seconds = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is unfinished and no batch in a stage."""
+        return self.scheduler.idle and not any(self._batches.values())
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if it names a token that the model lacks, or can never fit."""
+        request.check(self.runner.config.vocabulary, request.longest)
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: str) -> Output | None:
+        """Cancel a request and return its last output; None if it is unknown or has finished."""
+        return self.scheduler.cancel(request_id)
+
+    def step(self) -> list[Output]:
+        """Run one slot; return what the batch that ends in it adds to each answer."""
+        slot, self._last = self._slot, {}
+        self._batches[slot] = self.scheduler.schedule(slot % self._stages)
+        outputs: list[Output] = []
+        for group in self._order:
+            for kind, offset in group:
+                number = slot + offset
+                batch = self._batches.get(number)
+                if batch is None:
+                    continue
+                if kind == Kind.FORWARD:
+                    self._compute(number, batch)
+                elif kind == Kind.BACKWARD:
+                    outputs = self._publish(number, batch)
+                else:
+                    self._post(kind, number, batch)
+        self._batches.pop(slot - self._stages + 1, None)
+        self._slot += 1
+        return outputs
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures of this rank's last step, as `Engine.report`."""
+        return {**self._last, **asdict(self.scheduler.stats), "kernel_seconds": self._kernel_seconds}
+
+    def properties(self) -> dict[str, Any]:
+        """Return facts about this rank, as `Engine.properties`."""
+        runner = self.runner
+        return {"instruction_set": runner.instruction_set, "kernels": runner.version, "memory": runner.memory()}
+
+    def _compute(self, number: int, batch: StepBatch) -> None:
+        """Run this rank's stage on a batch; the last one samples."""
+        hidden_TH = None
+        if self._stage > 0:
+            self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
+            hidden_TH = self._hidden.pop(number).numpy()
+        began = time.perf_counter()
+        found: npt.NDArray[np.float32] = self.runner.run(batch, hidden_TH)
+        self._kernel_seconds += time.perf_counter() - began
+        self._last = {"tokens": len(batch.tokens), "context": int(batch.context.sum())}
+        if self._stage == self._stages - 1:
+            self._results[number] = sample_batch(batch, found)
+        else:
+            self._hidden[number] = torch.from_numpy(found.copy())  # the runner's next call overwrites it
+
+    def _publish(self, number: int, batch: StepBatch) -> list[Output]:
+        """Record a batch that has left the last stage."""
+        if self._stage < self._stages - 1 and len(batch.output_rows):
+            self._results[number] = self._receive_results(number)
+        results = self._results.get(number, [])
+        if self._stage == 0:
+            self._results.pop(number, None)
+        return self.scheduler.publish(batch, results)
+
+    def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
+        """Post one message of a batch: hidden states to the next stage, or tokens to the one before."""
+        if kind == Kind.RECEIVE_FORWARD:
+            self._hidden[number] = torch.empty(len(batch.tokens), self.runner.config.hidden)
+            self._exchange(kind, number, [self._hidden[number]], self._stage - 1)
+        elif kind == Kind.SEND_FORWARD:
+            self._finish_sends(kind)
+            self._exchange(kind, number, [self._hidden.pop(number)], self._stage + 1)
+        elif len(batch.output_rows) == 0:
+            self._results.pop(number, None)  # the middle of a prompt: no tokens
+        elif kind == Kind.RECEIVE_BACKWARD:
+            self._tokens[number] = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+            self._exchange(kind, number, [self._tokens[number]], self._stage + 1)
+        else:
+            self._finish_sends(kind)
+            self._exchange(kind, number, _encode_results(self._results.pop(number)), self._stage - 1)
+
+    def _exchange(self, kind: Kind, number: int, tensors: Sequence[torch.Tensor], peer: int) -> None:
+        """Post messages with a neighbour; the last one's handle is kept, as messages of two ranks stay in order."""
+        arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+        site = HIDDEN_SITE if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) else TOKENS_SITE
+        messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
+        *first, self._pending[kind, number] = transfer(messages, self._axis)
+        for handle in first:
+            handle.wait()
+
+    def _finish_sends(self, kind: Kind) -> None:
+        """Wait for earlier messages of a kind, which their receiver has taken long since."""
+        for key in [key for key in self._pending if key[0] == kind]:
+            self._pending.pop(key).wait()
+
+    def _receive_results(self, number: int) -> list[TokenResult]:
+        """Wait for the tokens of a batch."""
+        self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
+        data = self._tokens.pop(number).numpy().tobytes()
+        size, content = int.from_bytes(data[:8], "little"), data[8:]
+        if size > len(content):
+            rest = torch.empty(size - len(content), dtype=torch.uint8)
+            for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
+                handle.wait()
+            content += rest.numpy().tobytes()
+        return [unpack_result(row) for row in json.loads(content[:size])]
+
+
+def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
+    """Return the one or two messages that carry the results of a batch."""
+    content = json.dumps([pack_result(result) for result in results], separators=(",", ":")).encode()
+    data = len(content).to_bytes(8, "little") + content
+    first = np.zeros(_FIRST_BYTES, np.uint8)
+    first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)
+    rest = np.frombuffer(data[_FIRST_BYTES:], np.uint8)
+    return [torch.from_numpy(first), *([torch.from_numpy(rest.copy())] if len(rest) else [])]

@@ -1,0 +1,206 @@
+"""Prompts of a served model: text, token IDs and conversations to tokens, and tokens back to text. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+from meshwright.data.records.conversations import Message
+from meshwright.data.records.examples import ExampleEncoder
+from meshwright.data.records.template_rendering import TemplateError
+from meshwright.data.tokenizers.special_tokens import find_named_in, find_special_tokens, make_text_encoder
+from meshwright.errors import UserError
+from meshwright.serving.text import IncrementalDetokenizer
+from meshwright.spec.config import ModelConfig
+from meshwright.untrusted import read_file, read_json
+
+
+class Prompts:
+    """Tokenizer and chat template of a served model.
+
+    Attributes:
+        start: Token ID put before a text, as before each document in training; None: the model has none.
+        ends: Token IDs that end a text.
+        vocabulary: Token IDs of the model: 0 to `vocabulary - 1`.
+        max_length: Most tokens of a prompt and its continuation together.
+        chat_ends: `ends` and the token that ends the assistant's turn.
+        chat_template: Jinja source of the chat template, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        start: int | None = None,
+        ends: Iterable[int] = (),
+        vocabulary: int,
+        max_length: int,
+        directory: Path | None = None,
+    ) -> None:
+        """`directory`: where the tokenizer comes from, for its special tokens and chat template."""
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
+        self.vocabulary, self.max_length = vocabulary, max_length
+        added = tokenizer.get_added_tokens_decoder()  # what ends a text may be an ordinary token, such as a line's end
+        named = find_named_in(directory) if directory is not None else set()
+        named |= {added[token].content for token in {start, *self.ends} if token in added}
+        self.special = find_special_tokens(tokenizer, named)
+        self._encoder = make_text_encoder(tokenizer, self.special)
+        self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._token_bytes = _TokenBytes(tokenizer)
+        self._chat, self._no_chat = _load_chat(directory)
+        self.chat_template = self._chat.template.source if self._chat else None
+        turn_end = self._chat.find_turn_end() if self._chat else None
+        self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}
+
+    @classmethod
+    def of_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
+        """Read the tokenizer of a Hugging Face directory. Raises UserError if it has none, or a damaged one."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
+        try:
+            tokenizer = Tokenizer.from_buffer(read_file(path))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"{path} is not a tokenizer: {error}") from None
+        return cls(
+            tokenizer,
+            start=config.bos_token if config.bos_token is not None else config.eos_token,
+            ends=read_end_tokens(directory, config),
+            vocabulary=config.vocabulary,
+            max_length=max_length,
+            directory=directory,
+        )
+
+    def encode(self, text: str, add_start: bool = True, *, empty: bool = False) -> list[int]:
+        """Return the token IDs of a text, after the start token if `add_start`; text never becomes a special token.
+
+        Raises UserError for a text that is certainly longer than `max_length` (before tokenizing it), that gives a
+        token which the model does not have, or no token unless `empty`.
+        """
+        if len(text) > self.max_length * self._longest_token:
+            raise UserError(
+                f"the prompt has {len(text):,} characters, which are more than the {self.max_length:,} tokens that the "
+                "model takes"
+            )
+        start = [self.start] if add_start and self.start is not None else []
+        return self.check(start + self._encoder.encode(text, add_special_tokens=False).ids, empty=empty)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token IDs of a conversation and the header of the assistant's turn, by the model's chat template.
+
+        Raises UserError without a template, or if it refuses the conversation.
+        """
+        return self.check(self._require_chat().encode_prompt(messages))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """Return the text that `encode_chat` encodes; errors as there."""
+        chat = self._require_chat()
+        try:
+            return chat.template.render(messages, prompt=True)
+        except TemplateError as error:
+            raise UserError(f"{chat.template.where} {error}") from None
+
+    def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
+        """Return the token IDs as a list; UserError if one is not in the model's vocabulary, or there is none unless
+        `empty`."""
+        if not tokens and not empty:
+            raise UserError("the prompt is empty: it must have a token")
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.vocabulary:
+                raise UserError(f"token {token} is not in the model's vocabulary, 0 to {self.vocabulary - 1}")
+        return list(tokens)
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of token IDs."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+
+    def detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
+        """Return an incremental detokenizer of the tokens that follow `before`."""
+        return IncrementalDetokenizer(self.tokenizer, before)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token alone, special tokens by name."""
+        return self._token_bytes[token]
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token alone; of bytes that are no text, `bytes:\\xe2\\x80` as OpenAI's API does."""
+        data = self._token_bytes[token]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _require_chat(self) -> ExampleEncoder:
+        """Return the encoder of conversations; UserError without a chat template."""
+        if self._chat is None:
+            raise UserError(self._no_chat)
+        return self._chat
+
+
+def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
+    """Return the IDs of the tokens that end a text, from the configuration and generation_config.json."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return frozenset(config.eos_tokens)
+    try:
+        said = read_json(path, "config_bytes").get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a JSON object: {error}") from None
+    ends = said if isinstance(said, list) else [said]
+    return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}
+
+
+def _load_chat(directory: Path | None) -> tuple[ExampleEncoder | None, str]:
+    """Load the encoder of conversations, or None and the reason why there is none."""
+    if directory is None:
+        return None, "the model comes without a chat template"
+    try:
+        return ExampleEncoder.of_directory(directory, "the model's chat template"), ""
+    except UserError as error:
+        return None, f"the model cannot chat: {str(error).replace(str(directory), 'the model')}"
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of each token ID, computed at first use."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
+        decoder: Any = json.loads(tokenizer.to_str()).get("decoder") or {}
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+        self._byte_of_letter = _map_byte_letters() if "ByteLevel" in kinds else None
+        self._bytes_by_name = "ByteFallback" in kinds
+        self._space = "▁" if kinds & {"Replace", "Metaspace"} else ""
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = data = self._find_bytes(token)
+        return data
+
+    def _find_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token; empty for an ID without a token."""
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._added:
+            return str(piece).encode()
+        if self._byte_of_letter is not None and all(letter in self._byte_of_letter for letter in piece):
+            return bytes(self._byte_of_letter[letter] for letter in piece)
+        if self._bytes_by_name and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        if self._space:
+            return str(piece).replace(self._space, " ").encode()
+        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+
+
+def _map_byte_letters() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    shown = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    hidden = (byte for byte in range(256) if byte not in shown.values())
+    return shown | dict(zip((letter for letter in letters if ord(letter) >= 256), hidden, strict=True))

@@ -1,0 +1,67 @@
+"""Errors of the HTTP API, in the shape that OpenAI's clients know. Free of torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.serving.engine_client import Refusal
+
+_log = logging.getLogger("meshwright.serving")
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_UNAVAILABLE = {
+    "starting": "the server is starting",
+    "recovering": "the server is restarting a rank that was lost",
+    "draining": "the server is shutting down",
+    "failed": "the server cannot restart a rank that was lost",
+}
+
+
+class ApiError(Exception):
+    """Error response: HTTP status, message, name of the wrong field (`param`), and a code for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refusal_error(refusal: Refusal) -> ApiError:
+    """Return the error of a request that is not queued: 429 if a limit of the queue is reached, else 503."""
+    seconds = min(max(refusal.retry_after_seconds, 0.001), 1e6)
+    headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+    if refusal.reason in _UNAVAILABLE:
+        return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
+    return ApiError(
+        429,
+        f"the queue is full: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s",
+        code=f"queue_{refusal.reason}",
+        headers=headers,
+    )
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Return the ApiError of any exception. An unexpected one is logged without its text, which may hold a prompt."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    _log.error("unexpected %s:\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+    return ApiError(500, "the server made a mistake; its log says where", code="internal_error")

@@ -1,0 +1,487 @@
+"""The front's side of the ranks: which replica runs a request, what to do when a rank is lost.
+
+Each replica is a group of rank processes (`ranks.py`). When one of them ends or a step takes too long, all ranks of the
+replica are started again and its requests continue: their tokens so far are replayed, which gives the same state bit
+for bit. Free of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.errors import MeshwrightError, RankLost, UserError
+from meshwright.serving import messages
+from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
+from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.messages import Message
+from meshwright.serving.rank_starter import RankPlan, RankStarter
+from meshwright.serving.request import Output, Request
+from meshwright.serving.speed import StepTimes
+
+LOSSES_OF_REQUEST = 3
+"""A request that was running each time is ended with an error: it may be the cause."""
+LOSSES_OF_REPLICA = 5
+"""Losses in a row, without `STEADY_SECONDS` of service in between, after which the server gives up."""
+STEADY_SECONDS = 60.0
+FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
+"""Seconds before a second start; doubled for each further loss in a row."""
+SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
+"""What must not differ between ranks, or answers would."""
+SHOWN = ("layout", "dtype", "max_length", "max_sequences", "token_budget", "threads")
+"""What clients may know of the plan."""
+LOOK_SECONDS = 0.5
+"""Between looks for replicas whose step takes too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of the queue: requests and prompt tokens that no replica computes yet, predicted seconds of wait."""
+
+    requests: int = 512
+    tokens: int = 1_000_000
+    seconds: float = 120.0
+
+
+class _Stream(AsyncIterator[Output]):
+    """One admitted request and the outputs that its reader has not taken; they are merged, so that a slow reader costs
+    at most one request's tokens."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []  # generated so far
+        self.losses = 0
+        self.replica: _Replica | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self.ended = False
+        self._has_prompt_results = False
+        self._unread: Output | None = None
+        self._error: RankLost | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        """Append an output of the ranks, less what a replay has repeated."""
+        self.tokens += [result.token for result in output.results]
+        if self._has_prompt_results:
+            output.prompt_results = None
+        self._has_prompt_results |= output.prompt_results is not None
+        if self._unread is None:
+            self._unread = output
+        else:
+            self._unread.results += output.results
+            self._unread.finish_reason = output.finish_reason
+            self._unread.prompt_results = output.prompt_results or self._unread.prompt_results
+        self.ended = output.finish_reason is not None
+        self._changed.set()
+
+    def fail(self, error: RankLost) -> None:
+        """End the stream with an error."""
+        self._error, self.ended = error, True
+        self._changed.set()
+
+    def resumed(self) -> Request:
+        """Return the request with all tokens generated so far, to be computed again."""
+        return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
+
+    async def __anext__(self) -> Output:
+        """Return the outputs since the last call, as one."""
+        while self._unread is None:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        output, self._unread = self._unread, None
+        return output
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One replica as the front sees it.
+
+    peers: connections by rank. ready: it takes requests. heard: monotonic time of its last message. report: its last
+    step's figures. lost: resolved with the reason when the replica cannot go on.
+    """
+
+    index: int
+    streams: dict[str, _Stream] = field(default_factory=dict)
+    peers: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
+    leader: str | None = None
+    ready: bool = False
+    ready_since: float = 0.0
+    heard: float = 0.0
+    sent: int = 0  # requests since the last report
+    report: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    known: OrderedDict[bytes, None] = field(
+        default_factory=OrderedDict
+    )  # hashes of blocks that were sent, oldest first
+    lost: asyncio.Future[str] | None = None
+
+    def lose(self, reason: str) -> None:
+        """Mark the replica as lost; `reason` is a line for the log."""
+        self.ready = False
+        if self.lost is not None and not self.lost.done():
+            self.lost.set_result(reason)
+
+    def count_waiting(self, most: int) -> int:
+        """Return how many of its requests wait to be computed; negative: how many more would not have to. most: sequences
+        of a step."""
+        running, waiting = (self.report.get(name, 0) for name in ("running", "waiting"))
+        room = 0 if waiting else most - running - self.report.get("paused", 0)
+        return int(waiting + self.sent - room) if self.ready else 0
+
+    def work(self) -> int:
+        """Return the tokens that it computes before the first one of a new request: prompts, and a block's worth for
+        each answer that grows meanwhile."""
+        return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
+
+    def cached_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a prompt the replica has probably cached."""
+        return next((count for count, each in enumerate(hashes) if each not in self.known), len(hashes))
+
+    def remember(self, hashes: Sequence[bytes], limit: int) -> None:
+        """Note that the replica computes the blocks of a prompt; `limit`: blocks that it can hold."""
+        for each in hashes:
+            self.known[each] = None
+            self.known.move_to_end(each)
+        while len(self.known) > limit:
+            self.known.popitem(last=False)
+
+
+class Replicas:
+    """All replicas of a server: an `EngineClient`, and the supervisor of their ranks.
+
+    plan: what ranks are told. starter: starts the ranks of a replica. ranks: of one replica.
+    limits: bounds of the queue. log: called with a line for each loss and restart.
+    """
+
+    def __init__(
+        self, plan: RankPlan, starter: RankStarter, *, replicas: int = 1, ranks: int = 1,
+        limits: QueueLimits | None = None, log: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
+        self.plan, self.ranks = plan, ranks
+        self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
+        self.failure: MeshwrightError | None = None
+        self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
+        self._replicas = [_Replica(index) for index in range(replicas)]
+        self._streams: dict[str, _Stream] = {}
+        self._parked: list[_Stream] = []  # no replica is ready for them
+        self._speed = StepTimes()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
+        self._state: State = "starting"
+        self._changed = asyncio.Event()
+
+    # --- EngineClient
+
+    @property
+    def state(self) -> State:
+        """State of the engine."""
+        if self._state == "ready" and not all(replica.ready for replica in self._replicas):
+            return "recovering"
+        return self._state
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """JSON object of facts about the engine."""
+        shown = {name: getattr(self.plan, name) for name in SHOWN}
+        facts = {name: next(iter(self.hellos.values()), {}).get(name) for name in SAME_ON_ALL_RANKS}
+        return {**shown, "kv_blocks": self.plan.blocks, "ranks": self.rank_processes, **facts}
+
+    @property
+    def rank_processes(self) -> list[dict[str, int]]:
+        """Replica, rank and process ID of each rank."""
+        return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
+
+    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+        """Return None if the queue takes all of `requests`, else a refusal."""
+        if self._state in ("starting", "draining", "failed"):
+            return Refusal(self._state, 1.0)
+        most = self.plan.max_sequences
+        waiting = len(self._parked) + len(requests) + sum(replica.count_waiting(most) for replica in self._replicas)
+        if waiting <= 0:
+            return None
+        queued = [stream.request for stream in self._streams.values() if not stream.tokens]
+        tokens = sum(len(request.tokens) for request in (*queued, *requests))
+        seconds = self._predict_wait(waiting)
+        for reason, value, limit in (
+            ("requests", waiting, self._limits.requests),
+            ("tokens", tokens, self._limits.tokens),
+            ("seconds", seconds, self._limits.seconds),
+        ):
+            if value > limit:
+                return Refusal(reason, seconds)
+        return None
+
+    def submit(self, request: Request) -> AsyncIterator[Output]:
+        """Queue a request and return the iterator over its outputs."""
+        assert request.id not in self._streams, request.id
+        stream = self._streams[request.id] = _Stream(request)
+        if request.deadline is not None:
+            left = max(0.0, request.deadline - time.time())
+            stream.deadline = asyncio.get_running_loop().call_later(left, self._expire, request.id)
+        self._place(stream)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request by the next step; unknown and finished ones are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if stream.replica is not None:
+            self._send(stream.replica, {"cancel": request_id})
+        self._forget(stream)
+        stream.put(Output(request_id, [], "cancelled"))
+
+    def drain(self) -> None:
+        """Admit no further requests; those admitted are finished."""
+        if self._state == "ready":
+            self._state = "draining"
+
+    def stats(self) -> list[Mapping[str, float]]:
+        """Return the figures of each replica, as `EngineClient.stats` describes them."""
+        names = ("running", "waiting", "paused", "free", "cached", "held", "pauses", "prefix_queries", "prefix_hits")
+        return [
+            {**{name: replica.report.get(name, 0) for name in names}, **replica.totals} for replica in self._replicas
+        ]
+
+    # --- start and end
+
+    async def start(self) -> None:
+        """Start all ranks and wait until every replica is ready. Raises what kept one from starting (UserError ...)."""
+        secret = self.plan.secret
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Serve the connection of one rank."""
+            if await messages.accept(reader, writer, secret):
+                await self._listen_to_rank(reader, writer)
+            writer.close()
+
+        kind, _, where = self.plan.front.partition(":")
+        if kind == "unix":
+            self._server = await asyncio.start_unix_server(serve, where, limit=2**24)
+        else:
+            host, _, port = where.rpartition(":")
+            self._server = await asyncio.start_server(serve, host, int(port), limit=2**24)
+        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
+        self._tasks.append(asyncio.create_task(self._watch_steps()))
+        await self._wait_for_state(lambda: all(replica.ready for replica in self._replicas))
+        if self.failure is not None:
+            await self.close()
+            raise self.failure
+        self._state = "ready"
+
+    async def wait_for_failure(self) -> None:
+        """Return when the server has given up; `failure` is the reason."""
+        await self._wait_for_state(lambda: False)
+
+    async def close(self) -> None:
+        """End all ranks and stop listening; unfinished streams fail."""
+        self._state = "failed"
+        for replica in self._replicas:
+            self._send(replica, {"stop": True})
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_streams(RankLost("the server has ended"))
+        if self._server is not None:
+            self._server.close()
+
+    async def _wait_for_state(self, reached: Callable[[], bool]) -> None:
+        """Wait until `reached()` or a failure."""
+        while not reached() and self.failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    # --- supervision
+
+    async def _supervise(self, replica: _Replica) -> None:
+        """Keep a replica running until the server ends or it was lost `LOSSES_OF_REPLICA` times in a row."""
+        losses = 0
+        while True:
+            replica.lost = asyncio.get_running_loop().create_future()
+            error = await self._run_once(replica)
+            steady = replica.ready_since > 0 and time.monotonic() - replica.ready_since > STEADY_SECONDS
+            losses = 1 if steady else losses + 1
+            started, streams = self._state != "starting", len(replica.streams)
+            self._recover(replica)
+            if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):
+                self.failure, self._state = error, "failed"
+                self._fail_streams(RankLost(str(error)))
+                self._changed.set()
+                return
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (losses - 1)) if losses > 1 else 0.0
+            again = f"starting it again in {delay:g} s" if delay else "starting it again"
+            self._log(f"replica {replica.index} was lost: {error}; {again}, {streams} requests continue")
+            replica.totals["restarts"] = replica.totals.get("restarts", 0) + 1
+            await asyncio.sleep(delay)
+
+    async def _run_once(self, replica: _Replica) -> MeshwrightError:
+        """Start a replica's ranks, and return why they ended; none is left running."""
+        assert replica.lost is not None
+        ranks = asyncio.create_task(self._starter.run(replica.index, self.plan))
+        try:
+            await asyncio.wait({ranks, replica.lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not ranks.done():
+                # An error of a rank says more than its closed connection, if it comes at once.
+                await asyncio.wait({ranks}, timeout=0.1 if replica.ready_since == 0 else 0.0)
+            if ranks.done():
+                ranks.result()
+        except MeshwrightError as error:
+            return error
+        finally:
+            ranks.cancel()
+            await asyncio.gather(ranks, return_exceptions=True)
+        return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
+
+    def _recover(self, replica: _Replica) -> None:
+        """Forget what a lost replica had, and move its requests to others or let them wait for it."""
+        replica.ready, replica.ready_since, replica.leader, replica.sent = False, 0.0, None, 0
+        for writer in replica.peers.values():
+            writer.close()
+        replica.peers.clear()
+        replica.known.clear()
+        replica.report = {}
+        streams, replica.streams = list(replica.streams.values()), {}
+        for stream in streams:
+            stream.losses += 1
+            if stream.losses >= LOSSES_OF_REQUEST:
+                self._forget(stream)
+                stream.fail(RankLost(f"the request was running {stream.losses} times when a rank was lost"))
+            else:
+                self._place(stream)
+
+    async def _watch_steps(self) -> None:
+        """Lose each replica that computes and has reported no step for longer than a step may take."""
+        limit = self.plan.step_seconds
+        while True:
+            await asyncio.sleep(min(LOOK_SECONDS, limit / 4))
+            for replica in self._replicas:
+                if replica.ready and replica.streams and time.monotonic() - replica.heard > limit:
+                    replica.lose(f"no step within {limit:g} s")
+
+    # --- messages of the ranks
+
+    async def _listen_to_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle the messages of one rank until its connection ends."""
+        first = await messages.receive(reader)
+        if first is None:
+            return
+        hello = first["hello"]
+        replica, rank = self._replicas[hello["replica"]], hello["rank"]
+        lost = replica.lost
+        if not self._greet(replica, hello, writer):
+            return
+        while (message := await messages.receive(reader)) is not None:
+            if replica.lost is not lost:
+                return  # of ranks that are gone
+            if "ready" in message:
+                self._make_ready(replica)
+            else:
+                self._take_step(replica, message)
+        if replica.lost is lost:
+            replica.lose(f"rank {rank} has ended")
+
+    def _greet(self, replica: _Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """Register a rank; False if it computes in another way than the ranks before it, so that answers would
+        differ."""
+        first = next(iter(self.hellos.values()), hello)
+        if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
+            mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
+            who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
+            error = UserError(
+                f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all ranks "
+                "on the same kind of processor with the same version"
+            )
+            self.failure, self._state = error, "failed"
+            self._changed.set()
+            return False
+        self.hellos[replica.index, hello["rank"]] = hello
+        replica.peers[hello["rank"]] = writer
+        replica.leader = hello["leader"] or replica.leader
+        if replica.leader is not None and len(replica.peers) == self.ranks:
+            for rank, follower in replica.peers.items():
+                if rank:
+                    follower.write(messages.encode({"leader": replica.leader}))
+        return True
+
+    def _make_ready(self, replica: _Replica) -> None:
+        """Let a replica take requests, those that wait first."""
+        replica.ready, replica.ready_since = True, time.monotonic()
+        parked, self._parked = self._parked, []
+        for stream in parked:
+            self._place(stream)
+        self._changed.set()
+
+    def _take_step(self, replica: _Replica, message: Message) -> None:
+        """Pass on the outputs of a step and learn from its time."""
+        step = message["step"]
+        replica.heard, replica.report, replica.sent = time.monotonic(), step, 0
+        totals, tokens, context = replica.totals, step.get("tokens", 0), step.get("context", 0)
+        if tokens:
+            predicted = self._speed.predict(tokens, context)
+            self._speed.observe(step["seconds"], tokens, context)
+            for name, value in (("steps", 1), ("step_seconds", step["seconds"]), ("predicted_seconds", predicted)):
+                totals[name] = totals.get(name, 0) + value
+        for document in message["outputs"]:
+            stream = replica.streams.get(document["request_id"])
+            if stream is not None:  # else it was cancelled
+                stream.put(Output.from_json(document))
+                if stream.ended:
+                    self._forget(stream)
+
+    # --- requests
+
+    def _place(self, stream: _Stream) -> None:
+        """Send a request to the replica with the least work before its first token, or park it."""
+        request = stream.resumed()
+        ready = [replica for replica in self._replicas if replica.ready]
+        if not ready:
+            self._parked.append(stream)
+            return
+        hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
+        replica = min(ready, key=lambda each: each.work() - BLOCK_TOKENS * each.cached_blocks(hashes))
+        replica.remember(hashes, self.plan.blocks)
+        if not replica.streams:
+            replica.heard = time.monotonic()
+        stream.replica = replica
+        replica.streams[request.id] = stream
+        replica.sent += 1
+        self._send(replica, {"add": request.to_json()})
+
+    def _send(self, replica: _Replica, message: Message) -> None:
+        """Send a message to the rank that leads a replica."""
+        writer = replica.peers.get(0)
+        if writer is not None and not writer.is_closing():
+            writer.write(messages.encode(message))
+
+    def _forget(self, stream: _Stream) -> None:
+        """Remove a request that has ended."""
+        self._streams.pop(stream.request.id, None)
+        if stream.replica is not None:
+            stream.replica.streams.pop(stream.request.id, None)
+        with contextlib.suppress(ValueError):
+            self._parked.remove(stream)
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+
+    def _expire(self, request_id: str) -> None:
+        """Cancel a request whose deadline has passed."""
+        self.cancel(request_id)
+
+    def _fail_streams(self, error: RankLost) -> None:
+        """End all requests with an error."""
+        for stream in list(self._streams.values()):
+            self._forget(stream)
+            stream.fail(error)
+
+    def _predict_wait(self, waiting: int) -> float:
+        """Return the predicted seconds until `waiting` requests that are queued now have been admitted."""
+        return 1.0 * waiting

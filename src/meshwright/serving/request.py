@@ -1,0 +1,143 @@
+"""Requests to a replica's engine, its outputs, and their JSON forms."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from meshwright.errors import UserError
+from meshwright.serving.sampling import Sampling, TokenResult
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One choice of one HTTP request: prompt tokens to continue.
+
+    Attributes:
+        id: Name, unique among unfinished requests of an engine.
+        tokens: Token IDs of the prompt; not empty.
+        sampling: Sampling options.
+        choice: Index of the choice (`n` of the HTTP request); part of the draw.
+        priority: Order of admission; lower first, then the earlier arrival.
+        deadline: UNIX seconds by which the answer is wanted; the front process cancels then. The engine ignores it.
+        replayed: Tokens of the answer that were sent before a rank was lost: computed as if they were prompt, neither
+            sampled nor reported again; not longer than `sampling.max_tokens`.
+        cache_salt: Part of the hashes of the prefix cache: only requests of the same salt share blocks.
+
+    Raises:
+        UserError: The prompt is empty, a token ID is negative, or `replayed` leaves nothing to generate.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    choice: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    replayed: tuple[int, ...] = ()
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the tokens."""
+        if not self.tokens:
+            raise UserError("the prompt is empty: should have at least one token")
+        if min(self.tokens) < 0 or min(self.replayed, default=0) < 0:
+            raise UserError(f"prompt: token ID {min(self.tokens + self.replayed)} should be 0 or more")
+        if self.replayed and len(self.replayed) >= self.sampling.max_tokens:
+            raise UserError(
+                f"replayed: {len(self.replayed)} tokens should be fewer than max_tokens {self.sampling.max_tokens}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return len(self.tokens) + self.sampling.max_tokens
+
+    def check(self, vocabulary: int, max_length: int) -> None:
+        """Raise UserError if a token ID lies outside the vocabulary, or prompt and answer exceed `max_length` tokens
+        together."""
+        if (highest := max(self.tokens)) >= vocabulary:
+            raise UserError(f"prompt: token ID {highest} should be less than {vocabulary}, the model's vocabulary")
+        self.sampling.check_vocabulary(vocabulary)
+        if self.longest > max_length:
+            raise UserError(
+                f"prompt of {len(self.tokens)} tokens + max_tokens {self.sampling.max_tokens}: should be at most "
+                f"{max_length} tokens together"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object of plain lists, numbers and strings for `json.dumps`."""
+        document = asdict(self)
+        sampling = document["sampling"]
+        sampling["stop_tokens"] = sorted(self.sampling.stop_tokens)
+        sampling["logit_bias"] = sorted(self.sampling.logit_bias.items())
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Request:
+        """Rebuild the request of a `to_json` document."""
+        options = dict(document["sampling"])
+        options["stop_tokens"] = frozenset(options["stop_tokens"])
+        options["logit_bias"] = dict(options["logit_bias"])
+        tuples = {"tokens": tuple(document["tokens"]), "replayed": tuple(document["replayed"])}
+        return cls(**{**document, **tuples, "sampling": Sampling(**options)})
+
+
+@dataclass(slots=True)
+class Output:
+    """New results of one request after a step.
+
+    Attributes:
+        request_id: ID of the request.
+        results: New tokens of the answer; a stop token included.
+        finish_reason: None while the request runs; `"stop"` (a stop token, the last result), `"length"` (max_tokens),
+            `"cancelled"`.
+        cached_tokens: Prompt tokens that the prefix cache held.
+        prompt_results: Results of all prompt tokens, None for the first token, which nothing predicts; once, with the
+            first token of the answer, if `sampling.prompt_logprobs` is given. None in other outputs.
+    """
+
+    request_id: str
+    results: list[TokenResult]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    prompt_results: list[TokenResult | None] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object of plain lists, numbers and strings for `json.dumps`."""
+        return {
+            "request_id": self.request_id,
+            "results": [pack_result(result) for result in self.results],
+            "finish_reason": self.finish_reason,
+            "cached_tokens": self.cached_tokens,
+            "prompt_results": None
+            if self.prompt_results is None
+            else [None if result is None else pack_result(result) for result in self.prompt_results],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Output:
+        """Rebuild the output of a `to_json` document."""
+        reason = document["finish_reason"]
+        assert reason is None or reason in get_args(FinishReason)
+        prompt = document["prompt_results"]
+        return cls(
+            document["request_id"],
+            [unpack_result(row) for row in document["results"]],
+            reason,
+            document["cached_tokens"],
+            None if prompt is None else [None if row is None else unpack_result(row) for row in prompt],
+        )
+
+
+def pack_result(result: TokenResult) -> list[Any]:
+    """Return [token, logprob, top] for JSON; floats survive, since Python prints their shortest exact form."""
+    return [result.token, result.logprob, result.top]
+
+
+def unpack_result(row: list[Any]) -> TokenResult:
+    """Rebuild the result of a `pack_result` list."""
+    token, logprob, top = row
+    return TokenResult(token, logprob, tuple((each, value) for each, value in top))

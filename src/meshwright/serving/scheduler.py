@@ -1,0 +1,400 @@
+"""Continuous batching: which tokens of which sequences the next step computes.
+
+Shapes: T tokens of a step, S sequences of a step, B blocks of the longest block table, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.errors import UserError
+from meshwright.serving.admission import AdmissionState
+from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, count_blocks
+from meshwright.serving.request import FinishReason, Output, Request
+from meshwright.serving.sampling import TokenResult
+from meshwright.serving.sequence import Sequence, State
+
+Integers = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class StepBatch:
+    """Tokens of one step as a ragged batch, and where their keys and values lie. All arrays are int32 and C-contiguous,
+    and are new in each step.
+
+    Sequence s has the tokens `starts[s]:starts[s + 1]` of the step; they have consecutive positions, the last of which
+    is `context[s] - 1`. Every token attends to the positions up to its own, within the model's window.
+
+    Attributes:
+        tokens: Token IDs [T].
+        positions: Position of each token in its sequence [T].
+        slots: Slot of the KV cache into which a token's key and value are written [T]: block * 16 + offset.
+        starts: Offset of each sequence's first token [S + 1]; starts[S] = T.
+        context: Tokens of each sequence in the KV cache after this step [S].
+        block_tables: Block that holds the positions 16 b to 16 b + 15 of a sequence [S, B]. Entries past its context,
+            and those behind the window where all layers have one, are 0 and not to be read.
+        output_rows: Indices into T of the rows whose logits are wanted, ascending [R]; may be empty.
+        sequences: The scheduler's sequences [S].
+        group: Pipeline group of all of them.
+    """
+
+    tokens: Integers
+    positions: Integers
+    slots: Integers
+    starts: Integers
+    context: Integers
+    block_tables: Integers
+    output_rows: Integers
+    sequences: list[Sequence]
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Figures of a scheduler between steps.
+
+    Attributes:
+        waiting: Requests not yet admitted.
+        running: Admitted sequences that are not paused.
+        paused: Admitted sequences that keep their blocks and wait for a safe state.
+        free: KV blocks without content.
+        cached: KV blocks of the prefix cache that no sequence holds; evictable.
+        held: KV blocks that sequences hold; free + cached + held = blocks of the pool.
+        waiting_tokens: Prompt tokens of the waiting requests.
+        prompt_tokens: Prompt tokens of all sequences admitted so far.
+        prefix_hit_tokens: Those of them that the prefix cache held.
+        pauses: Changes from running to paused so far.
+    """
+
+    waiting: int
+    running: int
+    paused: int
+    free: int
+    cached: int
+    held: int
+    waiting_tokens: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    pauses: int
+
+
+class Scheduler:
+    """Continuous batching over one block pool: deterministic, so that every rank of a replica runs its own copy on the
+    same calls.
+
+    A step takes one token of each decoding sequence, then chunks of prompts, the oldest sequence first, up to the token
+    budget. Requests are admitted by priority, then arrival, while the admission state stays safe.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        token_budget: int,
+        max_sequences: int,
+        max_length: int,
+        window: int | None = None,
+        logit_rows: int = 0,
+        groups: int = 1,
+    ) -> None:
+        """`token_budget`: most tokens of a step, at least `max_sequences`; `max_sequences`: most running sequences of
+        all groups; `max_length`: most tokens of prompt and answer together; `window`: sliding window of all layers in
+        tokens, None if any layer has none; `logit_rows`: most rows of logits of a step (0 or less than
+        `max_sequences`: `max_sequences`); `groups`: pipeline groups, each sequence in one."""
+        assert token_budget >= max_sequences >= groups >= 1, "a step has room for a token of each sequence"
+        self.pool = pool
+        self._token_budget, self._max_sequences, self._max_length = token_budget, max_sequences, max_length
+        self._window, self._groups = window, groups
+        self._logit_rows = max(logit_rows, max_sequences)
+        self._requests: dict[str, Sequence] = {}  # unfinished
+        self._queue: list[tuple[int, int, Sequence]] = []  # heap of (priority, arrival, sequence)
+        self._admitted: list[Sequence] = []  # oldest first
+        self._arrivals = self._ages = 0
+        self._state: AdmissionState | None = None  # of this step
+        self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
+        self._rows = list(range(max_sequences - 1, -1, -1))
+        self._tables: Integers = np.zeros((max_sequences, count_blocks(max_length)), np.int32)
+        self._waiting_tokens = self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if its ID is in use, or if it can never fit the pool or `max_length`."""
+        if request.id in self._requests:
+            raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
+        longest = count_blocks(self._max_length)
+        if self._window is not None:  # blocks that any chunk and the window before it can overlap
+            chunk = min(self._token_budget, len(request.tokens) + len(request.replayed))
+            longest = (self._window + chunk - 3) // BLOCK_TOKENS + 2
+        sequence = Sequence(request, longest)
+        if request.longest > self._max_length or sequence.most_blocks > self.pool.size:
+            raise UserError(
+                f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
+                f"{min(self._max_length, self.pool.size * BLOCK_TOKENS)} tokens together"
+            )
+        self._requests[request.id] = sequence
+        heapq.heappush(self._queue, (request.priority, self._arrivals, sequence))
+        self._arrivals += 1
+        self._waiting_tokens += len(sequence.tokens)
+
+    def cancel(self, request_id: str) -> Output | None:
+        """Cancel a request and return its last output; None if it is unknown or has finished. Its blocks are free at
+        once, or, if a step in progress writes to them, when that is published."""
+        if (sequence := self._requests.get(request_id)) is None:
+            return None
+        if sequence.state is State.WAITING:
+            self._queue = [entry for entry in self._queue if entry[2] is not sequence]
+            heapq.heapify(self._queue)
+            self._waiting_tokens -= len(sequence.tokens)
+        self._finish(sequence, "cancelled")
+        return Output(request_id, [], "cancelled", sequence.cached_tokens)
+
+    def schedule(self, group: int = 0) -> StepBatch | None:
+        """Return the next step of a group, None if none of its sequences can run. The group's previous batch must have
+        been published."""
+        self._state = None
+        if self._queue:
+            self._admit(group)
+        mine = [sequence for sequence in self._admitted if sequence.group == group]
+        mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first, by age
+        picked: list[tuple[Sequence, int, range]] = []
+        budget, rows = self._token_budget, self._logit_rows
+        for sequence in mine:
+            assert not sequence.in_flight, f"the last batch of group {group} has not been published"
+            wanted = min(len(sequence.tokens) - sequence.computed, budget)
+            if sequence.scores_prompt:
+                wanted = min(wanted, rows)
+            if not wanted or not rows:
+                continue
+            if count := self._extend(sequence, wanted):
+                positions = sequence.output_positions(count)
+                picked.append((sequence, count, positions))
+                budget -= count
+                rows -= len(positions)
+        return self._build(picked, group) if picked else None
+
+    def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
+        """Record a step that has run, with the result of each output row, as `sample_batch` returns them [R]; return
+        the new outputs."""
+        outputs: list[Output] = []
+        row = 0
+        for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True):
+            positions = sequence.output_positions(count)
+            mine = results[row : row + len(positions)]
+            row += len(positions)
+            sequence.in_flight = False
+            if sequence.finish_reason is not None:  # cancelled during the step
+                self._release(sequence)
+            elif (output := self._advance(sequence, count, mine)) is not None:
+                outputs.append(output)
+        assert row == len(results) == len(batch.output_rows)
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        """True if no request waits or runs."""
+        return not self._requests and not self._admitted
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Current figures."""
+        paused = sum(sequence.state is State.PAUSED for sequence in self._admitted)
+        return SchedulerStats(
+            waiting=len(self._queue),
+            running=len(self._admitted) - paused,
+            paused=paused,
+            free=self.pool.free,
+            cached=self.pool.cached,
+            held=self.pool.size - self.pool.available,
+            waiting_tokens=self._waiting_tokens,
+            prompt_tokens=self._prompt_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            pauses=self._pauses,
+        )
+
+    def check(self) -> None:
+        """Assert that the pool's blocks are those of the sequences and that the admission state is safe."""
+        self.pool.check({each.age: each.table[each.first_held :] for each in self._admitted})
+        self._state = None
+        assert self._admission_state().safe
+
+    def _admission_state(self) -> AdmissionState:
+        """Return the state of the admitted sequences; built at its first use in a step."""
+        if self._state is None:
+            for place, sequence in enumerate(self._admitted):
+                sequence.place = place
+            self._state = AdmissionState(
+                self.pool.available,
+                [each.total_blocks - len(each.table) for each in self._admitted],
+                [each.most_blocks for each in self._admitted],
+                [self.pool.owned[each.age] for each in self._admitted],
+            )
+        return self._state
+
+    def _admit(self, group: int) -> None:
+        """Admit requests to a group, one after the other while safe."""
+        sizes = Counter(sequence.group for sequence in self._admitted)
+        while self._queue:
+            sequence = self._queue[0][2]
+            full = not self._rows or sizes[group] > min(sizes[each] for each in range(self._groups))
+            if full or self._refused == (sequence, self.pool.releases):
+                break
+            blocks = self._find_prefix(sequence)
+            first = self._first_in_window(len(blocks) * BLOCK_TOKENS)
+            youngest = [self.pool.youngest_holder(block) for block in blocks[first:]]
+            places = {each.age: place for place, each in enumerate(self._admitted)}
+            shared = Counter(places[age] for age in youngest if age is not None)
+            joined = self._admission_state().admit(
+                sequence.most_blocks, sequence.total_blocks - len(blocks), youngest.count(None), shared
+            )
+            if not joined.safe or not joined.allowance(len(self._admitted)):
+                self._refused = (sequence, self.pool.releases)
+                break
+            heapq.heappop(self._queue)
+            sizes[group] += 1
+            self._start(sequence, group, blocks, first)
+            self._state = joined
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that begin a waiting sequence; its last token is always computed, as are all tokens
+        whose logits are wanted."""
+        if sequence.scores_prompt:
+            return []
+        sequence.chain.extend(sequence.tokens)
+        return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
+
+    def _first_in_window(self, computed: int) -> int:
+        """Return the first block that a token after `computed` ones attends to."""
+        return 0 if self._window is None else max(0, computed - self._window + 1) // BLOCK_TOKENS
+
+    def _start(self, sequence: Sequence, group: int, blocks: list[int], first: int) -> None:
+        """Admit a sequence with the blocks of its prefix, from block `first` on."""
+        sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
+        sequence.place, sequence.state = len(self._admitted), State.RUNNING
+        self._ages += 1
+        self._admitted.append(sequence)
+        for block in blocks[first:]:
+            self.pool.share(block, sequence.age)
+        sequence.table, sequence.first_held, sequence.computed = blocks, first, len(blocks) * BLOCK_TOKENS
+        sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
+        self._tables[sequence.row, first : len(blocks)] = blocks[first:]
+        self._waiting_tokens -= len(sequence.tokens)
+        self._prompt_tokens += len(sequence.tokens)
+        self._prefix_hit_tokens += sequence.computed
+
+    def _extend(self, sequence: Sequence, wanted: int) -> int:
+        """Allocate blocks for the next `wanted` tokens of a sequence, as far as that is safe; return for how many there
+        is room. With room for none, the sequence pauses."""
+        room = len(sequence.table) * BLOCK_TOKENS - sequence.computed
+        if room < wanted:
+            state = self._admission_state()
+            missing = min(count_blocks(wanted - room), state.allowance(sequence.place))
+            state.take(sequence.place, missing)
+            for _ in range(missing):
+                block = self.pool.allocate(sequence.age)
+                self._tables[sequence.row, len(sequence.table)] = block
+                sequence.table.append(block)
+            room += missing * BLOCK_TOKENS
+        if not room and sequence.state is State.RUNNING:
+            self._pauses += 1
+        sequence.state = State.RUNNING if room else State.PAUSED
+        return min(wanted, room)
+
+    def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
+        """Return the batch of S sequences, with the number of next tokens and the positions whose logits are wanted."""
+        tokens = array("i")
+        output_rows: list[int] = []
+        for sequence, count, positions in picked:
+            sequence.in_flight = True
+            offset = len(tokens) - sequence.computed
+            output_rows.extend(range(offset + positions.start, offset + positions.stop))
+            tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+        sequences = [sequence for sequence, _, _ in picked]
+        counts_S = np.array([count for _, count, _ in picked], np.int32)
+        computed_S = np.array([sequence.computed for sequence in sequences], np.int32)
+        rows_S = np.array([sequence.row for sequence in sequences], np.int32)
+        starts = np.zeros(len(picked) + 1, np.int32)
+        np.cumsum(counts_S, out=starts[1:])
+        positions_T = np.arange(len(tokens), dtype=np.int32) + np.repeat(computed_S - starts[:-1], counts_S)
+        blocks = self._tables[np.repeat(rows_S, counts_S), positions_T // BLOCK_TOKENS]
+        context = computed_S + counts_S
+        return StepBatch(
+            tokens=np.frombuffer(tokens, np.int32),
+            positions=positions_T,
+            slots=blocks * BLOCK_TOKENS + positions_T % BLOCK_TOKENS,
+            starts=starts,
+            context=context,
+            block_tables=self._tables[rows_S, : count_blocks(int(context.max()))],
+            output_rows=np.array(output_rows, np.int32),
+            sequences=sequences,
+            group=group,
+        )
+
+    def _advance(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
+        """Record `count` computed tokens of a sequence and the results of their output rows; return its output, None
+        without news."""
+        ends = sequence.computed + count == len(sequence.tokens)
+        self._store(sequence, count)
+        sampling = sequence.request.sampling
+        sampled = list(results[-1:]) if ends and sampling.max_tokens else []
+        prompt_results = None
+        if sequence.scores_prompt and not sequence.answered:
+            sequence.prompt_results.extend(results[: len(results) - len(sampled)])
+            prompt_results = sequence.prompt_results if ends else None
+        if not ends:
+            return None
+        for result in sampled:
+            sequence.tokens.append(result.token)
+            if sequence.counts is not None:
+                sequence.counts.add(result.token)
+        if sampled and sampled[0].token in sampling.stop_tokens:
+            self._finish(sequence, "stop")
+        elif sequence.answered == sampling.max_tokens:
+            self._finish(sequence, "length")
+        return Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results)
+
+    def _store(self, sequence: Sequence, count: int) -> None:
+        """Record `count` computed tokens: make full blocks known to the prefix cache, release those behind the
+        window."""
+        full = sequence.computed // BLOCK_TOKENS
+        sequence.computed += count
+        if sequence.computed // BLOCK_TOKENS > full:
+            sequence.chain.extend(sequence.tokens)
+            for block in range(full, sequence.computed // BLOCK_TOKENS):
+                self.pool.register(sequence.table[block], sequence.chain.hashes[block])
+        for block in range(sequence.first_held, self._first_in_window(sequence.computed)):
+            self.pool.release(sequence.table[block], sequence.age)
+            self._tables[sequence.row, block] = 0
+            sequence.first_held = block + 1
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence; release its blocks unless a step in progress writes to them."""
+        del self._requests[sequence.request.id]
+        sequence.finish_reason, sequence.state = reason, State.FINISHED
+        if sequence.age >= 0 and not sequence.in_flight:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Release the blocks and the row of an admitted sequence that has ended."""
+        for block in reversed(sequence.table[sequence.first_held :]):
+            self.pool.release(block, sequence.age)
+        self._tables[sequence.row] = 0
+        self._rows.append(sequence.row)
+        self._admitted.remove(sequence)
+
+
+def sample_batch(batch: StepBatch, logits_RV: npt.NDArray[np.float32]) -> list[TokenResult]:
+    """Return a result for each output row: a sampled token where a sequence's last known token was computed; for other
+    rows (`prompt_logprobs`), the next token of the prompt with its log-probability. Raises InvalidLogits if a row holds
+    NaN or infinity. A pure function: the last stage of a pipeline sends the results to the other ranks."""
+    rows = iter(logits_RV)
+    return [
+        sequence.sample_row(next(rows), position)
+        for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True)
+        for position in sequence.output_positions(count)
+    ]

@@ -1,0 +1,83 @@
+"""State of one request in the scheduler, and the results of its rows of logits."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.serving.blocks import HashChain, count_blocks
+from meshwright.serving.request import FinishReason, Request
+from meshwright.serving.sampling import TokenCounts, TokenResult, sample, score_token
+
+
+class State(enum.Enum):
+    """State of a sequence: a paused one keeps its blocks until another can be allocated safely."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request's state in the scheduler.
+
+    Attributes:
+        request: The request.
+        tokens: Token IDs of the prompt and of the answer so far.
+        computed: Tokens whose keys and values are in the cache.
+        state: State.
+        age: Number of its admission; larger is younger.
+        table: Blocks by position; those before `first_held` have left the window.
+        scores_prompt: True if the tokens of the prompt get results; replayed tokens were sent after them.
+    """
+
+    __slots__ = (
+        "age", "cached_tokens", "chain", "computed", "counts", "finish_reason", "first_held", "group", "in_flight",
+        "most_blocks", "place", "prompt_results", "request", "row", "scores_prompt", "state", "table", "tokens",
+        "total_blocks",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, longest_hold: int) -> None:
+        """`longest_hold`: most tokens whose blocks it holds at once."""
+        self.request = request
+        self.tokens = array("i", (*request.tokens, *request.replayed))
+        self.computed = self.cached_tokens = self.first_held = 0
+        self.state = State.WAITING
+        self.table: list[int] = []
+        self.chain = HashChain(salt=request.cache_salt)
+        # The last token of the answer is never computed.
+        self.total_blocks = count_blocks(max(request.longest - 1, len(request.tokens)))
+        self.most_blocks = min(self.total_blocks, longest_hold)
+        self.age = self.row = self.group = self.place = -1
+        self.in_flight = False
+        self.finish_reason: FinishReason | None = None
+        self.prompt_results: list[TokenResult | None] = [None]
+        self.scores_prompt = request.sampling.prompt_logprobs is not None and not request.replayed
+        penalizes = request.sampling.penalizes
+        self.counts = TokenCounts(request.tokens, request.replayed) if penalizes else None
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer so far, replayed ones included."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    def output_positions(self, count: int) -> range:
+        """Return the positions among the next `count` tokens whose logits are wanted."""
+        end = self.computed + count
+        ends = end == len(self.tokens)
+        begin = end - ends
+        if self.scores_prompt and self.computed < len(self.request.tokens):
+            begin = self.computed
+        return range(begin, end - (ends and not self.request.sampling.max_tokens))
+
+    def sample_row(self, logits_V: npt.NDArray[np.float32], position: int) -> TokenResult:
+        """Return the result of the logits [V] at a position."""
+        sampling = self.request.sampling
+        if position == len(self.tokens) - 1:
+            return sample(logits_V, sampling, choice=self.request.choice, position=self.answered, counts=self.counts)
+        assert sampling.prompt_logprobs is not None
+        return score_token(logits_V, self.tokens[position + 1], sampling.prompt_logprobs)

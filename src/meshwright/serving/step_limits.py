@@ -1,0 +1,31 @@
+"""The sizes for which a runner allocates its buffers and KV pool. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Sizes that a runner allocates for.
+
+    Attributes:
+        blocks: KV blocks of the pool.
+        token_budget: Most tokens of a step.
+        max_sequences: Most sequences of a step.
+        max_length: Most tokens of a sequence.
+        logit_rows: Most rows of logits of a step, if more than `max_sequences`.
+        touched: Write to the whole pool at once, so that its memory is the process's; else as it is used.
+    """
+
+    blocks: int
+    token_budget: int
+    max_sequences: int
+    max_length: int
+    logit_rows: int = 0
+    touched: bool = True
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits to allocate."""
+        return max(self.logit_rows, self.max_sequences)

@@ -1,0 +1,117 @@
+"""A rank's weights, one engine tensor at a time from the memory map of a checkpoint, whose pages are dropped after use.
+
+So memory never holds much more than the converted weights and one tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import mmap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.parallel.flat_buffers import FlatLayout, flat_layout
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
+from meshwright.spec.parameters import Row, parameter_table
+from meshwright.spec.stages import Stage, stages_of, units_of
+
+_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
+_LIBC = ctypes.CDLL(ctypes.util.find_library("c") or None, use_errno=True)
+
+
+def decoder_config(directory: Path) -> ModelConfig:
+    """Read the configuration of a decoder that can be run. Raises UserError for an encoder and for a family that can
+    only be planned."""
+    config = config_from_path(directory)
+    if config.planning_only:
+        raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
+    if config.encoder:
+        raise UserError(f"{directory}: {config.family} is an encoder, which predicts no next token: it is not served")
+    return config
+
+
+class RankWeights:
+    """The engine tensors that one rank of a mesh computes with: its tensor-parallel slices of its pipeline stage.
+
+    Raises UserError, naming file and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
+
+    Attributes:
+        config: Configuration of the model.
+        stage: Pipeline stage of this rank.
+        bytes_read: Bytes read from the files so far.
+        seconds: Time spent reading and converting so far.
+    """
+
+    def __init__(self, directory: Path, mesh: Mesh) -> None:
+        self.config = decoder_config(directory)
+        self.stage: Stage = stages_of(self.config, mesh.pp.size, min(_BALANCED_FOR, self.config.max_positions))[
+            mesh.pp.rank
+        ]
+        self.bytes_read, self.seconds = 0, 0.0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        table = parameter_table(self.config)
+        self._files = CheckpointFiles(directory)
+        self._names = match_rows(self._files, table, self.config)
+        self._buffers: dict[str, tuple[FlatLayout, int]] = {}  # of each engine tensor, and its index there
+        coordinates = mesh.layout.coordinates(mesh.rank)
+        needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
+        for unit in (unit for unit in table.units if unit in needed):
+            for part in table.unit_parts(unit, mesh.layout):
+                flat = flat_layout(table, unit, 1, mesh.layout, coordinates, part)
+                self._buffers |= {placed.tensor.name: (flat, at) for at, placed in enumerate(flat.tensors)}
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the engine tensors, in forward order."""
+        return iter(self._buffers)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's slice of an engine tensor."""
+        flat, at = self._buffers[name]
+        return flat.tensors[at].shape
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's slice of an engine tensor in `dtype`, valid until the next call; vocabulary padding is
+        0."""
+        begin = time.perf_counter()
+        flat, at = self._buffers[name]
+        placed = flat.tensors[at]
+        size = placed.numel * dtype.itemsize
+        if self._scratch.numel() < size:  # the same pages for every tensor: new ones cost as much as the copy
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        values = self._scratch[:size].view(dtype)
+        filled = sum(last - first for _, first, last in flat.within(placed.offset, placed.offset + placed.numel))
+        if filled < placed.numel:
+            values.zero_()
+        read: list[torch.Tensor] = []
+
+        def value_of(row: Row) -> torch.Tensor:
+            """Return a parameter entry as stored on disk, a view of the memory map."""
+            for done in read:
+                _drop_pages(done)
+            read[:] = [read_row(self._files, row, self._names)]
+            self.bytes_read += read[0].numel() * read[0].element_size()
+            return read[0]
+
+        flat.fill(values, placed.offset, value_of)
+        for done in read:
+            _drop_pages(done)
+        self.seconds += time.perf_counter() - begin
+        return values.view(placed.shape)
+
+
+def _drop_pages(values: torch.Tensor) -> None:
+    """Let the system drop the pages of a tensor that is not used any more (they are read again from the file if it
+    is)."""
+    page = mmap.PAGESIZE
+    start = -(-values.data_ptr() // page) * page
+    stop = (values.data_ptr() + values.numel() * values.element_size()) // page * page
+    if stop > start:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)

@@ -1,0 +1,118 @@
+"""An engine for tests of the HTTP server: says a given text, token by token, and notes what happens to its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.records.chat_template import _load_own_source
+from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
+from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.prompts import Prompts
+from meshwright.serving.request import FinishReason, Output, Request
+from meshwright.serving.sampling import TokenResult
+
+SAMPLE = "The quick brown fox jumps over the lazy dog. naïve façade, 日本語, emoji 👩🏽‍🚀 and plain words.\n"
+MAX_LENGTH = 512
+
+
+def make_prompts(directory: Path, max_length: int = MAX_LENGTH) -> Prompts:
+    """Prompts of a byte-level BPE tokenizer with the template "instruction"."""
+    write_tokenizer(directory, "bpe", 300, None, iter([SAMPLE * 20]), _load_own_source("instruction"))
+    tokenizer = load_tokenizer(directory)
+    return Prompts(
+        tokenizer.tokenizer,
+        start=tokenizer.start,
+        ends=[tokenizer.end],
+        vocabulary=tokenizer.vocabulary,
+        max_length=max_length,
+        directory=directory,
+    )
+
+
+def logprob(token: int) -> float:
+    """The log-probability that the engine tells of a token."""
+    return -1.0 - token / 1000
+
+
+class FakeEngine:
+    """Implements `EngineClient`. Every choice says `text` and its end token, again and again if that ends nothing.
+
+    Attributes:
+        step_seconds: Time of a token; None: none ever comes.
+        refusal: Answer of `admit`.
+        running: Requests that were submitted and have neither ended nor been cancelled.
+        requests: All requests ever submitted, in order.
+        error: Raised after the first token.
+    """
+
+    def __init__(self, prompts: Prompts, text: str = "The quick brown fox") -> None:
+        self.state: State = "ready"
+        self.properties: Mapping[str, Any] = {"layout": "dp1", "instruction_set": "none"}
+        self.step_seconds: float | None = 0.0
+        self.refusal: Refusal | None = None
+        self.running: set[str] = set()
+        self.requests: list[Request] = []
+        self.error: Exception | None = None
+        self._prompts = prompts
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Set the text of the answers."""
+        self.tokens = [*self._prompts.encode(text, add_start=False), *sorted(self._prompts.ends)]
+
+    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+        return Refusal("draining", 1.0) if self.state == "draining" else self.refusal
+
+    def submit(self, request: Request) -> AsyncIterator[Output]:
+        self.running.add(request.id)
+        self.requests.append(request)
+        return self._generate(request)
+
+    def cancel(self, request_id: str) -> None:
+        self.running.discard(request_id)
+
+    def drain(self) -> None:
+        self.state = "draining"
+
+    def stats(self) -> Sequence[Mapping[str, float]]:
+        held = len(self.running)
+        return [{"running": held, "free": 90 - held, "held": held, "cached": 10, "steps": 7, "step_seconds": 0.5}]
+
+    async def _generate(self, request: Request) -> AsyncIterator[Output]:
+        sampling = request.sampling
+        prompt = None
+        if sampling.prompt_logprobs is not None:
+            results = [self._result(token, sampling.prompt_logprobs) for token in request.tokens]
+            prompt = [None, *results[1:]]
+        for number in range(max(sampling.max_tokens, 1)):
+            if self.step_seconds is None:
+                await asyncio.Event().wait()
+            await asyncio.sleep(self.step_seconds or 0)
+            if self.error is not None and number == 1:
+                raise self.error
+            if request.id not in self.running:
+                yield Output(request.id, [], "cancelled")
+                return
+            reason: FinishReason | None = None
+            results = []
+            if sampling.max_tokens > 0:
+                token = self.tokens[number % len(self.tokens)]
+                results = [self._result(token, sampling.logprobs)]
+                reason = "stop" if token in sampling.stop_tokens else None
+            if reason is None and number + 1 >= sampling.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self.running.discard(request.id)
+            yield Output(request.id, results, reason, 0, prompt)
+            prompt = None
+            if reason is not None:
+                return
+
+    def _result(self, token: int, alternatives: int | None) -> TokenResult:
+        if alternatives is None:
+            return TokenResult(token)
+        top = tuple((number, logprob(token) - 0.5 * place) for place, number in enumerate(range(alternatives)))
+        return TokenResult(token, logprob(token), top)

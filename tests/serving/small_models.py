@@ -1,0 +1,46 @@
+"""Small random models of every decoder family, in Hugging Face directories."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.data.tokenizers.tokenizer import write_tokenizer
+from meshwright.model.huggingface import save_huggingface
+from meshwright.model.initialise import initialise
+from meshwright.model.transformer import Transformer
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+
+FAMILIES = (
+    *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),
+    *("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny"),
+)
+
+
+def small_config(name: str, **changes: Any) -> ModelConfig:
+    """Three layers, 257 tokens, 64 positions; a window of 7 where the family has windows, in some layers if it can."""
+    config = preset(name)
+    if config.family in ("mistral", "mixtral", "qwen2"):
+        changes.setdefault("sliding_window", 7)
+    if config.family == "qwen2":
+        changes.setdefault("windowed_layers", (False, True, True))
+    changes = {"layers": 3, "vocabulary": 257, "max_positions": 64, "bos_token": None, "eos_token": 256, **changes}
+    return dataclasses.replace(config, **changes)
+
+
+def write_model(directory: Path, config: ModelConfig) -> Path:
+    """Random weights, large enough that answers differ and depend on the prompt; a tokenizer of bytes."""
+    model = Transformer(config)
+    initialise(model, parameter_table(config), seed=0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases away from where they have no effect
+            parameter.mul_(6 if parameter.dim() > 1 else 1).add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_huggingface(model, directory)
+    write_tokenizer(directory, "bytes", 257, None, iter(()))
+    return directory

@@ -1,0 +1,64 @@
+"""`--memory`, and the KV blocks that it gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.launcher.host_memory import HostMemory
+from meshwright.layout import Layout
+from meshwright.serving.memory import DEFAULT_POOL, parse_memory, plan_memory
+from meshwright.spec.presets import preset
+
+GIB = 2**30
+HOST = HostMemory(16 * GIB, 12 * GIB, "control group")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0.5", 8 * GIB), ("0.9", 12 * GIB), ("1", 12 * GIB), ("12GiB", 12 * GIB), (" 1.5 gib", 1.5 * GIB), ("3GB", 3e9)],
+)
+def test_memory_is_a_fraction_of_the_limit_or_a_size(text: str, expected: float):
+    assert parse_memory(text, HOST) == int(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("13GiB", "12.00 GiB are available now, of the control group's 16.00 GiB"),
+        ("0", "above 0"),
+        ("12", "such as 12GiB"),
+        ("-1", "such as 0.9"),
+        ("lots", "such as 0.9"),
+        ("nan", "such as 0.9"),
+        ("1e3GiB", "such as 0.9"),
+        ("5 parsecs", "such as 0.9"),
+    ],
+)
+def test_memory_that_means_nothing_is_refused(text: str, reason: str):
+    with pytest.raises(UserError, match=reason):
+        parse_memory(text, HOST)
+
+
+def test_pool_is_bounded_by_default_and_fills_what_is_given():
+    config = preset("llama-3.2-1b")
+    ledger = plan_memory(config, Layout(), "bfloat16", max_length=4096, host=HOST)
+    assert ledger.blocks == DEFAULT_POOL // ledger.kv_block
+    ledger = plan_memory(config, Layout(), "bfloat16", "0.75", 8192, host=HOST)
+    assert ledger.total <= 12 * GIB < ledger.total + ledger.kv_block
+    tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=(64, 4), host=HOST)
+    assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
+
+
+def test_length_is_what_fits_unless_it_is_given():
+    config = preset("llama-3.1-8b")
+    host = HostMemory(18 * GIB, 18 * GIB, "machine")
+    ledger = plan_memory(config, Layout(), "bfloat16", "1", host=host)
+    assert 16 <= ledger.sizes.max_length < config.max_positions
+    assert ledger.blocks >= ledger.sizes.blocks_of_longest
+    with pytest.raises(UserError, match="does not fit"):
+        plan_memory(config, Layout(), "bfloat16", "1", 131072, host=host)
+    with pytest.raises(UserError, match="1 to 131072"):
+        plan_memory(config, Layout(), "bfloat16", "1", 131073, host=host)
+    with pytest.raises(UserError, match="--max-sequences 0"):
+        plan_memory(config, Layout(), "bfloat16", steps=(512, 0), host=host)

@@ -1,0 +1,270 @@
+"""Replicas: requests reach ranks, lost ranks are started again, and answers continue token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from meshwright.comm.local import start_server
+from meshwright.errors import MeshwrightError, RankLost, UserError
+from meshwright.serving import messages
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
+from meshwright.serving.replicas import QueueLimits, Replicas
+from meshwright.serving.request import Output, Request
+from meshwright.serving.sampling import Sampling
+from tests.serving import fake_ranks
+from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
+
+start_server()
+
+
+def make_replicas(
+    directory: Path, layout: str = "", engine: str = "build", log: Callable[[str], None] = print,
+    limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8,
+) -> Replicas:  # fmt: skip
+    ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
+    plan = RankPlan(
+        checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
+        token_budget=64, max_sequences=max_sequences, max_length=128, threads=1, front=f"unix:{directory}/front",
+        secret=messages.make_secret(), directory=str(directory), step_seconds=step_seconds,
+        engine=f"{fake_ranks.__name__}:{engine}",
+    )  # fmt: skip
+    return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, log=log)
+
+
+@asynccontextmanager
+async def running(directory: Path, layout: str = "", **options: object) -> AsyncIterator[Replicas]:
+    """Replicas of fake engines, started; no rank is left at the end."""
+    replicas = make_replicas(directory, layout, **options)  # type: ignore[arg-type]
+    await replicas.start()
+    pids = [hello["pid"] for hello in replicas.hellos.values()]
+    try:
+        yield replicas
+    finally:
+        pids += [hello["pid"] for hello in replicas.hellos.values()]
+        await replicas.close()
+        await wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except OSError:
+        return False
+
+
+def make_request(name: str, *prompt: int, tokens: int = 20, **options: object) -> Request:
+    return Request(name, prompt or (1, 2, 3), Sampling(max_tokens=tokens), **options)  # type: ignore[arg-type]
+
+
+async def collect(outputs: AsyncIterator[Output]) -> list[int]:
+    return [result.token async for output in outputs for result in output.results]
+
+
+async def collect_all(replicas: Replicas, requests: Iterable[Request]) -> None:
+    """Submit requests and check that every answer is the one of the request alone."""
+    requests = list(requests)
+    found = await asyncio.gather(*(collect(replicas.submit(request)) for request in requests))
+    assert found == [answer(request) for request in requests]
+
+
+async def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Wait until a condition holds; return how long that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+def refusal_of(replicas: Replicas, request: Request) -> str | None:
+    """Why a request would be refused."""
+    refusal = replicas.admit([request])
+    return None if refusal is None else refusal.reason
+
+
+@pytest.mark.parametrize("layout", ["", "tp2 dp2"])
+def test_answers_are_those_of_each_request_alone(tmp_path: Path, layout: str):
+    async def run() -> None:
+        async with running(tmp_path, layout) as replicas:
+            assert replicas.state == "ready"
+            await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(20)])
+            assert sum(stats["steps"] for stats in replicas.stats()) >= 20
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("layout", ["", "tp2"])
+def test_killed_rank_is_started_again_and_running_answers_continue(tmp_path: Path, layout: str):
+    """The request that ends a rank, others that run, and some that arrive meanwhile."""
+
+    async def run() -> None:
+        lines: list[str] = []
+        async with running(tmp_path, layout, log=lines.append, engine="build_slow") as replicas:
+            first = [make_request("kill", KILL)] + [make_request(f"r{n}", n + 1) for n in range(5)]
+            found = asyncio.create_task(collect_all(replicas, first))
+            await wait_until(lambda: (tmp_path / f"done-{KILL}").exists())
+            assert await wait_until(lambda: replicas.state == "recovering") < 2.0
+            await collect_all(replicas, [make_request(f"s{n}", n + 1, 7) for n in range(3)])
+            await found
+            assert replicas.state == "ready"
+            assert [stats["restarts"] for stats in replicas.stats()] == [1]
+            assert len(lines) == 1 and "starting it again, 6 requests continue" in lines[0]
+
+    asyncio.run(run())
+
+
+def test_hanging_step_counts_as_a_lost_rank(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, step_seconds=0.6) as replicas:
+            found = asyncio.create_task(collect_all(replicas, [make_request("hang", HANG), make_request("other")]))
+            await wait_until(lambda: (tmp_path / f"done-{HANG}").exists())
+            assert await wait_until(lambda: replicas.state == "recovering") < 2.0
+            await found
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_lost_replica_continue_on_another(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, "dp2", engine="build_slow") as replicas:
+            requests = [make_request(f"r{n}", n + 1) for n in range(6)]
+            found = asyncio.create_task(collect_all(replicas, requests))
+            await wait_until(lambda: all(stats.get("steps", 0) > 2 for stats in replicas.stats()))
+            os.kill(replicas.hellos[1, 0]["pid"], signal.SIGKILL)
+            await found
+            await wait_until(lambda: replicas.state == "ready")
+
+    asyncio.run(run())
+
+
+def test_request_that_ends_its_rank_each_time_fails_alone(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path) as replicas:
+            outputs = replicas.submit(make_request("bad", KILL_ALWAYS))
+            with pytest.raises(RankLost, match="3 times"):
+                await collect(outputs)
+            await collect_all(replicas, [make_request("good")])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "error", "reason"),
+    [
+        ("refuse", "", UserError, "damaged"),
+        ("die", "", RankLost, "died"),
+        ("build_unlike", "dp2", UserError, "computes with none .* same kind of processor"),
+    ],
+)
+def test_ranks_that_cannot_start_are_an_error(
+    tmp_path: Path, engine: str, layout: str, error: type[MeshwrightError], reason: str
+):
+    async def run() -> None:
+        with pytest.raises(error, match=reason):
+            await make_replicas(tmp_path, layout, engine).start()
+
+    asyncio.run(run())
+
+
+def test_cancelled_request_ends_and_frees_its_place(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, max_sequences=1) as replicas:
+            outputs = replicas.submit(make_request("long", tokens=10_000))
+            await anext(outputs)
+            late = replicas.submit(make_request("late", tokens=10_000, deadline=time.time() + 0.05))
+            assert [output.finish_reason async for output in late] == ["cancelled"]
+            replicas.cancel("long")
+            await collect_all(replicas, [make_request("next")])
+            assert [output async for output in outputs][-1].finish_reason == "cancelled"
+            replicas.cancel("long")
+
+    asyncio.run(run())
+
+
+def test_slow_reader_gets_its_outputs_merged(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path) as replicas:
+            request = make_request("slow")
+            outputs = replicas.submit(request)
+            await collect_all(replicas, [make_request("other", tokens=40)])
+            found = [output async for output in outputs]
+            assert len(found) == 1
+            assert [result.token for result in found[0].results] == answer(request)
+            assert found[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_queue_refuses_what_exceeds_its_limits(tmp_path: Path):
+    async def run() -> None:
+        limits = QueueLimits(requests=3, tokens=40)
+        async with running(tmp_path, max_sequences=2, limits=limits) as replicas:
+            replies = []
+            for number in range(5):
+                request = make_request(f"r{number}", tokens=200)
+                assert replicas.admit([request]) is None
+                replies.append(replicas.submit(request))
+            assert refusal_of(replicas, make_request("more")) == "requests"
+            replicas.cancel("r4")
+            await wait_until(lambda: refusal_of(replicas, make_request("fits")) is None)
+            assert refusal_of(replicas, make_request("long", *range(50))) == "tokens"
+            replicas.drain()
+            assert refusal_of(replicas, make_request("late")) == "draining"
+            assert await asyncio.gather(*map(collect, replies[:4]))
+
+    asyncio.run(run())
+
+
+def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, "dp2") as replicas:
+            prompts = [[secrets.randbelow(800) for _ in range(64)] for _ in range(4)]
+            for number, prompt in enumerate(prompts):
+                await collect_all(replicas, [make_request(f"a{number}", *prompt, tokens=2)])
+            before = [stats.get("steps", 0) for stats in replicas.stats()]
+            for number in range(6):
+                await collect_all(replicas, [make_request(f"b{number}", *prompts[0], number, tokens=2)])
+            after = [stats.get("steps", 0) for stats in replicas.stats()]
+            assert sorted(new - old > 0 for old, new in zip(before, after, strict=True)) == [False, True]
+
+    asyncio.run(run())
+
+
+def test_idle_ranks_use_no_processor_time(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, "tp2") as replicas:
+            await collect_all(replicas, [make_request("r")])
+            pids = [hello["pid"] for hello in replicas.hellos.values()]
+            before = [cpu_seconds(pid) for pid in pids]
+            await asyncio.sleep(0.3)
+            assert [cpu_seconds(pid) for pid in pids] == before
+
+    asyncio.run(run())
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_rank_with_a_wrong_secret_is_turned_away(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path) as replicas:
+            with pytest.raises(RankLost):
+                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
+                channel.send({"hello": {}})
+                await asyncio.to_thread(channel.receive)
+            await collect_all(replicas, [make_request("r")])
+
+    asyncio.run(run())

@@ -1,0 +1,154 @@
+"""Runners: each decoder family computes what transformers and training's forward compute, and every token the same bits
+whatever is computed with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.library import load_kernels
+from meshwright.model.huggingface import load_huggingface
+from meshwright.serving import runner as runners
+from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.offline import run_requests
+from meshwright.serving.request import Request
+from meshwright.serving.runner import Runner, build_runner
+from meshwright.serving.sampling import Sampling
+from meshwright.serving.step_limits import StepLimits
+from tests.serving.small_models import FAMILIES, small_config, write_model
+from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
+
+LIMITS = StepLimits(blocks=48, token_budget=64, max_sequences=8, max_length=64, logit_rows=64)
+PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng(0).integers(0, 256, 21)]]
+KINDS = [
+    "torch",
+    pytest.param("kernels", marks=pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")),
+]
+Build = Callable[..., Runner]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of each family's model."""
+    place, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def find(name: str) -> Path:
+        if name not in made:
+            made[name] = write_model(place / name, small_config(name))
+        return made[name]
+
+    return find
+
+
+@pytest.fixture(params=KINDS)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Builds a runner of one kind."""
+    if request.param == "torch":
+        monkeypatch.setattr(runners, "load_kernels", lambda: None)
+
+    def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: StepLimits = LIMITS) -> Runner:
+        built = build_runner(directory, Mesh.single(), dtype, limits, threads)
+        assert built.version.startswith("torch") == (request.param == "torch")
+        return built
+
+    return make
+
+
+def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, **sampling: int) -> list[list[int]]:
+    """Tokens of the answers to all prompts at once."""
+    limits = dataclasses.replace(LIMITS, token_budget=budget)
+    engine = Engine(runner, build_scheduler(runner.config, limits))
+    options = Sampling(**{"max_tokens": 12, **sampling})
+    requests = [Request(str(number), tuple(prompt), options) for number, prompt in enumerate(prompts)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for output in run_requests(engine, requests):
+        answers[int(output.request_id)] += [result.token for result in output.results]
+    engine.scheduler.check()
+    return answers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(name: str, build: Build, directories: Callable[[str], Path]):
+    model = transformers.AutoModelForCausalLM.from_pretrained(directories(name), dtype=torch.float32)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    assert run_greedily(build(directories(name)), PROMPTS) == expected
+    assert len({token for answer in expected for token in answer}) > 5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_the_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
+    model, _ = load_huggingface(directories(name))
+    tokens = np.random.default_rng(1).integers(0, 256, 50).tolist()
+    with torch.no_grad():
+        want = model.logits(torch.tensor([tokens]))[0].numpy()
+    found = build(directories(name)).run(make_batch([Chunk(tokens, 0)]))
+    assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_of_a_token_depend_on_its_sequence_alone(
+    name: str, dtype: str, build: Build, directories: Callable[[str], Path]
+):
+    """Not on chunks, KV blocks, other sequences of the step or the number of threads."""
+    runner, other = build(directories(name), dtype), build(directories(name), dtype, threads=2)
+    tokens = np.random.default_rng(2).integers(0, 256, 53).tolist()
+    whole = runner.run(make_batch([Chunk(tokens, 0, [5, 9, 3, 20])])).copy()
+    assert np.isfinite(whole).all()
+    for pieces, table in (([1] * 18 + [35], [2, 4, 6, 8]), ([7, 1, 13, 17, 15], [30, 11, 7, 5])):
+        assert np.array_equal(read_in_pieces(runner, tokens, pieces, table), whole)
+    beside = [Chunk(tokens[:10], 0, [40]), Chunk(tokens[15:32], 15, [30, 11, 7, 5]), Chunk([5], 0, [41])]
+    assert np.array_equal(runner.run(make_batch(beside))[10:27], whole[15:32])
+    assert np.array_equal(other.run(make_batch([Chunk(tokens, 0)])), whole)
+
+
+@pytest.mark.parametrize("name", ["mistral-tiny", "qwen2-tiny", "gpt2-tiny"])
+def test_answers_do_not_depend_on_load_budget_or_prefix_hits(
+    name: str, build: Build, directories: Callable[[str], Path]
+):
+    runner = build(directories(name))
+    long = PROMPTS[2] + PROMPTS[2]
+    prompts = [*PROMPTS, long, [*long[:35], 1], long]
+    together = run_greedily(runner, prompts)
+    assert together == run_greedily(runner, prompts, budget=9) == [run_greedily(runner, [each])[0] for each in prompts]
+    engine = Engine(runner, build_scheduler(runner.config, LIMITS))
+    sampling = Sampling(max_tokens=5, logprobs=2, prompt_logprobs=None)
+    first, again = (
+        [output for output in run_requests(engine, [Request("one", tuple(long), sampling)])] for _ in range(2)
+    )
+    assert [output.results for output in again] == [output.results for output in first]
+    hit = 0 if engine.scheduler.pool.cached == 0 else again[0].cached_tokens
+    assert hit == (32 if name != "mistral-tiny" else hit), "a prefix hit, where blocks behind a window are not freed"
+
+
+def test_memory_of_a_tied_head_counts_one_matrix(directories: Callable[[str], Path], tmp_path: Path):
+    if load_kernels() is None:
+        pytest.skip("no compiler for the kernels")
+    sizes = []
+    for tied in (True, False):
+        directory = write_model(tmp_path / str(tied), small_config("llama-tiny", tied=tied))
+        sizes.append(build_runner(directory, Mesh.single(), "float32", LIMITS).memory())
+    config = small_config("llama-tiny")
+    assert sizes[1]["weights"] - sizes[0]["weights"] == 4 * config.vocabulary * config.hidden
+    assert sizes[1]["packed"] == sizes[0]["packed"]
+
+
+def test_other_dtypes_run_in_plain_torch(directories: Callable[[str], Path]):
+    runner = build_runner(directories("llama-tiny"), Mesh.single(), "float64", LIMITS)
+    assert runner.version.startswith("torch")
+    model, _ = load_huggingface(directories("llama-tiny"), torch.float64)
+    with torch.no_grad():
+        want = model.logits(torch.tensor([PROMPTS[2]]))[0].numpy()
+    np.testing.assert_allclose(runner.run(make_batch([Chunk(PROMPTS[2], 0)])), want, rtol=1e-6)
