@@ -27,7 +27,7 @@ from serving_client import Client, RequestFailed, Wave, is_answered, run, run_wa
 from serving_models import CACHE, model_directory
 
 PEERS = CACHE / "peers"
-START_SECONDS = 300
+START_SECONDS = 600
 LLAMA_CPP = "llama.cpp/vendor/llama.cpp"
 _UNUSED = "torchvision torchaudio torchcodec"
 INSTALL: dict[str, list[str]] = {
