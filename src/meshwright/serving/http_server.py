@@ -41,8 +41,10 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class _LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the headers of a request, and a way to drop the connection."""
+    """uvicorn's protocol with limits on the headers of a request and on clients that read nothing, and a way to drop
+    the connection."""
 
+    _unsent_bytes = 0  # of responses, at the last look
     _header_bytes = 0
     _header_timer: asyncio.TimerHandle | None = None
 
@@ -77,6 +79,25 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._stop_watching()
         super().on_headers_complete()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or until the client has read the last response."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Drop the connection unless the client still reads a response."""
+        unsent, before = self.transport.get_write_buffer_size(), self._unsent_bytes
+        self._unsent_bytes = unsent
+        if unsent in (0, before):
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _await_reader(self) -> None:
+        """Look at the connection later."""
+        self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler)
 
     def _count(self, size: int) -> None:
         """Drop the connection if the headers are too large."""
@@ -117,7 +138,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=5,
     )
     return _Server(config)
 
