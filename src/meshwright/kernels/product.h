@@ -42,20 +42,20 @@ INLINE Vec odd_k(const Pairs& p) {
 
 // sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
 template <class X, class W, int R, int P>
-static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
+static __attribute__((noinline)) void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
     const W* panel[P];
     const X* row[R];
-    for (int p = 0; p < P; ++p) panel[p] = w[p];
-    for (int r = 0; r < R; ++r) row[r] = x[r];
+    UNROLL for (int p = 0; p < P; ++p) panel[p] = w[p];
+    UNROLL for (int r = 0; r < R; ++r) row[r] = x[r];
     for (long k = 0; k < depth; k += pairs ? 2 : 1) {
         const long at = (pairs ? k / 2 : k) * stride;
         if constexpr (std::is_same_v<X, bfloat16>) {
 #ifdef __AVX512BF16__
-            for (int p = 0; p < P; ++p) {
+            UNROLL for (int p = 0; p < P; ++p) {
                 const __m512bh b = (__m512bh)_mm512_loadu_si512(panel[p] + at);
-                for (int r = 0; r < R; ++r) {
+                UNROLL for (int r = 0; r < R; ++r) {
                     int32_t pair;
                     std::memcpy(&pair, row[r] + k, sizeof pair);
                     total[r][p].part[0] = _mm512_dpbf16_ps(total[r][p].part[0], (__m512bh)_mm512_set1_epi32(pair), b);
@@ -63,20 +63,20 @@ static void multiply_tile(const X* const* x, const W* const* w, long stride, lon
             }
 #endif
         } else if constexpr (pairs) {
-            for (int p = 0; p < P; ++p) {
+            UNROLL for (int p = 0; p < P; ++p) {
                 const Vec even = even_k(panel[p][at]), odd = odd_k(panel[p][at]);
-                for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
-                for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k + 1]), odd, total[r][p]);
+                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
+                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k + 1]), odd, total[r][p]);
             }
         } else {
-            for (int p = 0; p < P; ++p) {
+            UNROLL for (int p = 0; p < P; ++p) {
                 const Vec b = load(panel[p] + at);
-                for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), b, total[r][p]);
+                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), b, total[r][p]);
             }
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) {
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int p = 0; p < P; ++p) {
             float* sum = sums + r * columns + p * LANES;
             store(sum, load(sum) + total[r][p]);
         }
