@@ -1,0 +1,266 @@
+"""Serving on two cores: output tokens per second, time to first token and inter-token latency at concurrency 1, 8 and
+32, against vLLM, OpenVINO GenAI, llama.cpp and the continuous batching of transformers.
+
+Every contender gets the same token IDs (128 in, 128 out, greedy, the end token ignored, no prompt seen twice), in turns
+within each round; who has no turn is stopped. Meshwright, vLLM and llama.cpp are asked over HTTP, the others and
+Meshwright's engine alone (`engine`) in their own process. Beside it: the read stream of the memory and decode's share
+of it, what HTTP costs, seconds until ready with a pool of 4 GiB, whether an answer is the same alone and among others.
+A contender that fails is recorded with the end of its output, and the race goes on.
+
+    python bench/serving_peers.py                     # installs the peers, once
+    python bench/serving.py --minutes 20              # writes bench/results/serving.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import machine, paired_ratio, write_result
+from serving_client import Wave
+from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
+from serving_peers import STARTS, Contender, ContenderFailed, installed_version, start_meshwright
+
+CONCURRENCY = (1, 8, 32)
+TOKENS = 128
+WAVE_SECONDS = 150
+BYTES = {"bf16": 2, "fp32": 4}
+OURS = ("meshwright", "engine")
+
+
+def read_stream(size: int, threads: int = 2, repeats: int = 9) -> float:
+    """Bytes per second at which `threads` threads read a buffer of `size` bytes: the median of `repeats` sums."""
+    import torch
+
+    torch.set_num_threads(threads)
+    buffer = torch.ones(size // 4)
+    seconds = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        buffer.sum()
+        seconds.append(time.perf_counter() - begun)
+    return size // 4 * 4 / statistics.median(seconds[1:])
+
+
+class Race:
+    """The contenders of one model and dtype, alive and stopped between turns, or started for each turn (`restart`)."""
+
+    def __init__(self, model: str, dtype: str, names: Sequence[str], restart: bool) -> None:
+        self.model, self.dtype, self.restart = model, dtype, restart
+        self.work = CACHE / "work" / f"{model}-{dtype}"
+        self.work.mkdir(parents=True, exist_ok=True)
+        for log in self.work.glob("*.log"):
+            log.unlink()
+        self.names = list(names)
+        self.failures: dict[str, list[str]] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        self._alive: dict[str, Contender] = {}
+
+    def turn(self, name: str, use: Callable[[Contender], Any]) -> Any:
+        """What `use` returns of a running contender; None if it failed, which is recorded."""
+        try:
+            contender = self._alive.get(name) or self._start(name)
+            with contender.turn():
+                return use(contender)
+        except ContenderFailed as failure:
+            print(f"  {name} failed: {str(failure)[:300]}", flush=True)
+            self.failures.setdefault(name, []).append(str(failure))
+            self._close(name)
+            if len(self.failures[name]) > 1 or name not in self.about:
+                self.names.remove(name)
+            return None
+        finally:
+            if self.restart:
+                self._close(name)
+
+    def _start(self, name: str) -> Contender:
+        contender = STARTS[name](self.model, self.dtype, self.work)
+        self._alive[name] = contender
+        for count in (1, 32):  # compiles, fills caches
+            contender.generate(random_prompts(count, TOKENS, seed=10_000 + count), 16, WAVE_SECONDS)
+        self.about.setdefault(
+            name,
+            {
+                "precision": contender.precision,
+                "version": installed_version(name),
+                "command": " ".join(contender.command),
+                "ready_seconds": round(contender.ready_seconds, 2),
+                "resident_mib": contender.resident_bytes() >> 20,
+            },
+        )
+        print(f"  {name} is ready: {self.about[name]}", flush=True)
+        return contender
+
+    def _close(self, name: str) -> None:
+        contender = self._alive.pop(name, None)
+        if contender is not None:
+            contender.close()
+
+    def close(self) -> None:
+        for name in list(self._alive):
+            self._close(name)
+
+
+Waves = dict[int, dict[str, list[Wave]]]
+"""Waves by concurrency and contender; those of one index are of one round."""
+
+
+def run_rounds(race: Race, rounds: int, concurrency: Sequence[int], deadline: float) -> Waves:
+    """Alternating rounds; a contender that fails in a round has no wave in that and the following ones."""
+    waves: Waves = {count: {name: [] for name in race.names} for count in concurrency}
+    for turn in range(rounds):
+        for count in concurrency:
+            prompts = random_prompts(count, TOKENS, seed=100 * turn + count)
+            for name in race.names[turn % len(race.names) :] + race.names[: turn % len(race.names)]:
+                if time.monotonic() > deadline:
+                    return waves
+                if len(waves[count][name]) < turn or name not in race.names:
+                    continue
+                wave = race.turn(name, lambda each, prompts=prompts: each.generate(prompts, TOKENS, WAVE_SECONDS))
+                if wave is not None:
+                    waves[count][name].append(wave)
+                    print(f"  round {turn}, {count} requests, {name}: {wave.figures()}", flush=True)
+    return waves
+
+
+def summarise(waves: list[Wave]) -> dict[str, Any]:
+    """Medians over the rounds, with the figures of each."""
+    rounds = [wave.figures() for wave in waves]
+    keys = [key for key in rounds[0] if all(key in figures for figures in rounds)]
+    return {key: round(statistics.median(figures[key] for figures in rounds), 5) for key in keys} | {"rounds": rounds}
+
+
+def compare(by_name: dict[str, list[Wave]]) -> dict[str, Any]:
+    """Meshwright against the peer with the most tokens per second, and against the one with the lowest TTFT (TTFT)."""
+    ours = by_name.get("meshwright")
+    peers = {name: waves for name, waves in by_name.items() if name not in OURS and waves}
+    if not ours or not peers:
+        return {}
+
+    def rank(key: str) -> list[str]:
+        return sorted(peers, key=lambda name: statistics.median(wave.figures()[key] for wave in peers[name]))
+
+    found: dict[str, Any] = {}
+    for key, best in (("seconds", rank("seconds")[0]), ("ttft", rank("ttft")[0])):
+        pairs = list(zip(ours, peers[best], strict=False))
+        mine, theirs = ([wave.figures()[key] for wave in side] for side in zip(*pairs, strict=True))
+        found["throughput" if key == "seconds" else key] = {"best": best, **paired_ratio(list(mine), list(theirs))}
+    return found
+
+
+def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
+    """How many of some prompts get the same answer alone and among 31 others, by contender."""
+    others = random_prompts(32, TOKENS, seed=77)
+    found = {}
+    for name in list(race.names):
+
+        def count_equal(contender: Contender) -> int:
+            among = contender.generate(others, 64, WAVE_SECONDS).texts
+            alone = [contender.generate([prompt], 64, WAVE_SECONDS).texts[0] for prompt in others[:prompts]]
+            return sum(one == other for one, other in zip(alone, among, strict=False))
+
+        equal = race.turn(name, count_equal)
+        if equal is not None:
+            found[name] = f"{equal} of {prompts}"
+    return found
+
+
+def seconds_until_ready(model: str, dtype: str, pool: int = 4 << 30) -> dict[str, Any]:
+    """A second start of the server whose memory is chosen so that the pool has at least `pool` bytes."""
+    work = CACHE / "work"
+    weights = sum(weights_read_per_token(model) * BYTES[kind] for kind in (dtype, "fp32"))
+    memory = f"{(pool + 2 * weights + (1 << 30)) / 2**30:.1f}GiB"
+    for _ in range(2):
+        server = start_meshwright(model, dtype, work, "--memory", memory)
+        found = {"seconds": round(server.ready_seconds, 2), "memory": memory}
+        server.close()
+    return found
+
+
+def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """All figures of one model and dtype."""
+    names = ["meshwright", "engine", *options.peers]
+    read = weights_read_per_token(model) * BYTES[dtype]
+    restart = 4 * read * len(names) > 0.5 * machine()["memory_gib"] * 2**30
+    race = Race(model, dtype, names, restart)
+    try:
+        waves = run_rounds(race, options.rounds, options.concurrency, deadline)
+        same = same_answers(race) if time.monotonic() < deadline else {}
+    finally:
+        race.close()
+    found: dict[str, Any] = {
+        "contenders": race.about,
+        "failures": race.failures,
+        "concurrency": {
+            count: {name: summarise(each) for name, each in by_name.items() if each} for count, by_name in waves.items()
+        },
+        "against_best": {count: compare(by_name) for count, by_name in waves.items()},
+        "same_answer_alone_and_among_31": same,
+        "read_stream_gb_per_second": round(read_stream(read) / 1e9, 2),
+        "weight_bytes_per_token": read,
+    }
+    stream = found["read_stream_gb_per_second"] * 1e9
+    alone = found["concurrency"].get(1, {})
+    found["decode_share_of_read_stream"] = {
+        name: round(figures["decode_tokens_per_second"] * read / stream, 3) for name, figures in alone.items()
+    }
+    most = waves[max(waves)]
+    if most.get("meshwright") and most.get("engine"):
+        pairs = list(zip(most["engine"], most["meshwright"], strict=False))
+        engine, http = ([wave.seconds for wave in side] for side in zip(*pairs, strict=True))
+        found["http_over_engine"] = paired_ratio(engine, http)
+    try:
+        found["ready_warm"] = seconds_until_ready(model, dtype)
+    except ContenderFailed as failure:
+        found["ready_warm"] = {"failure": str(failure)}
+    return found
+
+
+def names(text: str, known: Sequence[str]) -> list[str]:
+    found = [name for name in text.split(",") if name]
+    unknown = set(found) - set(known)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)}: known are {', '.join(known)}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    peers = [name for name in STARTS if name not in OURS]
+    parser.add_argument("--models", type=lambda text: names(text, list(SHAPES)), default=["smollm-135m"])
+    parser.add_argument("--dtypes", type=lambda text: names(text, list(BYTES)), default=list(BYTES))
+    parser.add_argument("--peers", type=lambda text: names(text, peers), default=peers)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=20, help="of turns; shared by models and dtypes")
+    parser.add_argument("--name", default="serving", help="of the file in bench/results")
+    options = parser.parse_args()
+    begun, races = time.monotonic(), [(model, dtype) for model in options.models for dtype in options.dtypes]
+    result: dict[str, Any] = {
+        "threads": 2,
+        "prompt_tokens": TOKENS,
+        "output_tokens": TOKENS,
+        "read_stream_gib_gb_per_second": round(read_stream(1 << 30) / 1e9, 2),
+        "models": {},
+    }
+    for index, (model, dtype) in enumerate(races):
+        model_directory(model)
+        deadline = begun + 60 * options.minutes * (index + 1) / len(races)
+        print(f"{model}, {dtype}", flush=True)
+        result["models"].setdefault(model, {})[dtype] = race_model(model, dtype, options, deadline)
+        result["minutes"] = round((time.monotonic() - begun) / 60, 1)
+        write_result(options.name, result, quiet=True)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    main()
