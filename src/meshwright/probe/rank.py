@@ -10,9 +10,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,28 @@ def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: f
     return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The host of a rank. cores: shared by its ranks. directory: for the disk measurement. starts: known start-up
+    seconds by name.
+    """
+
+    cores: int
+    directory: Path
+    starts: Mapping[str, float] = field(default_factory=dict)
+
+
 def measure(
     mesh: Mesh,
     effort: Effort,
-    cores: int,
-    directory: Path,
-    starts: dict[str, float],
+    host: Host,
     say: Callable[[str], None] = lambda line: None,
     pieces: Sequence[Point] = (),
     steps: Callable[[Yardstick, float], Sequence[ReferenceStep]] = lambda yardstick, level: (),
 ) -> dict[str, Any]:
     """Measure the machine; collective call.
 
-    cores: of this host, shared by its ranks. directory: for the disk measurement. starts: known start-up seconds by
-    name. say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
+    say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
     reference training steps, given the yardstick and its usual seconds.
 
     Returns "measured" (`Measured.tables`), "hosts" [ranks], "ratios" (slowdown of each rank at products and at memory),
@@ -67,7 +75,7 @@ def measure(
     points = [*effort.points(), *pieces]
     phases = [(mesh.tp.size, threads)]
     if mesh.device.type == "cpu" and effort.single_rank:
-        phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
+        phases += [phase for phase in ((1, threads), (1, host.cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []
     yardstick, level = Yardstick(mesh.device), 0.0
@@ -92,7 +100,7 @@ def measure(
         collectives=tuple(_time_collectives(mesh, effort, say if leader else lambda line: None)),
         copies=tuple(_time_copies(mesh.device, effort)),
         yardstick=level if mesh.device.type == "cpu" else None,
-        starts=tuple({**starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
+        starts=tuple({**host.starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
     )
     if leader and effort.steps:
         say("steps of a reference model")
@@ -106,7 +114,7 @@ def measure(
     rates = None
     if leader and effort.disk:
         say("the disk")
-        rates = measure_disk(directory, effort.disk)
+        rates = measure_disk(host.directory, effort.disk)
     tables = measured.tables()
     if rates is not None:
         tables["disk_write"], tables["disk_read"] = rates
