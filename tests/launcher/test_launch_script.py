@@ -23,6 +23,7 @@ from meshwright.launcher.launch_script import Resources, hosts_of, launch_script
 from meshwright.launcher.rendezvous import place, tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
+from tests.rank_processes import read_ranks
 
 SHELLCHECK = shutil.which("shellcheck")
 KINDS = ("torchrun", "slurm")
@@ -314,11 +315,11 @@ def test_both_scripts_train_and_torchruns_survives_a_killed_rank(recipe, cluster
         assert undisturbed.wait(timeout=120) == 0, undisturbed.stderr.read()
     with started(torchrun.script) as disturbed:
         wait_for(lambda: (directory.last_step() or 0) >= 20)
-        before = directory.read_ranks()
+        before = read_ranks(directory.path)
         os.kill(before[1], signal.SIGKILL)
         _, errors = disturbed.communicate(timeout=120)
         assert disturbed.returncode == 0, errors
-    assert re.search(r"resumed from step-0000[1-7]0", errors) and directory.read_ranks() != before
+    assert re.search(r"resumed from step-0000[1-7]0", errors) and read_ranks(directory.path) != before
     ends = [json.loads(Path(f"runs/{name}/result.json").read_text()) for name in ("slurm", "torchrun")]
     assert ends[0]["step"] == ends[1]["step"] == 80 and ends[0]["loss"] == ends[1]["loss"]
     assert next(Path("runs/torchrun/torchrun").rglob("stderr.log")).stat().st_mode & stat.S_IRUSR

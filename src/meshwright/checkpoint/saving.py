@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import catalogue, slices
-from meshwright.checkpoint.files import format_bytes, open_descriptor, sync_directory, write_at, write_file
+from meshwright.checkpoint.files import open_descriptor, sync_directory, write_at, write_file
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -37,6 +37,7 @@ from meshwright.checkpoint.model_files import DTYPE_CODES, make_safetensors_head
 from meshwright.checkpoint.settings import SaveTarget
 from meshwright.checkpoint.slices import Slice, slice_file_name, slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
+from meshwright.collectives.quantities import format_bytes
 from meshwright.parallel.flat_buffers import Columns
 
 _CAST_ELEMENTS = 4 * 2**20

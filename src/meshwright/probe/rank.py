@@ -6,12 +6,10 @@ with all cores of the host. The differences show how processes on one machine sl
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
+from meshwright.launcher.started_rank import machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.machine_profile import processor_name
 from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
@@ -284,15 +283,7 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
-    return {"name": processor_name(), "memory_bytes": _read_memory_size() // mesh.tp.size}
-
-
-def _read_memory_size() -> int:
-    """Return the bytes of memory of this machine or container."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory
+    return {"name": processor_name(), "memory_bytes": machine_memory() // mesh.tp.size}
 
 
 # --- telling each other
