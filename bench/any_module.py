@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
@@ -82,7 +82,7 @@ def samples() -> list[Any]:
 def ours(layout: str) -> Callable[[], float]:
     train = {"steps": 10_000, "batch": BATCH, "learning_rate": 1e-4, "schedule": "constant"}
     recipe = module_recipe({"layout": f"{layout} fp32", "train": train})
-    spec = ModuleSpec(build, loss, samples(), default_collate, None, "mean", None, {}, None, None, 0)
+    spec = ModuleSpec(build, loss, samples())
     trainer = Trainer(build_task(spec, recipe, Mesh.create(recipe.parsed_layout)))
     return lambda: trainer.step().loss
 

@@ -29,7 +29,7 @@ from meshwright.model import experts, layers, loss, rope, tiled_attention
 from meshwright.recipe import Recipe
 from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.precision import PARAMETER_DTYPES, Dtypes
+from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic
 from meshwright.training.trainer import Trainer
 
 MODULES = [Path(sysconfig.get_path("stdlib"), name) for name in ("argparse.py", "ast.py", "inspect.py")]
@@ -80,13 +80,13 @@ def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[flo
     """The loss of each step, and the validation loss after the last."""
     data = prepare(recipe.data, recipe.run.seed)
     masters = torch.bfloat16 if fault == "master weights" else torch.float32
-    dtypes = Dtypes(PARAMETER_DTYPES[precision], masters)
+    arithmetic = Arithmetic(PARAMETER_DTYPES[precision], masters)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(contextlib.closing(Mesh.create(Layout.parse(f"mb4 {precision}"), "cpu")))
         if fault in NARROW:
             stack.enter_context(patch.object(NARROW[fault], "at_least_float32", lambda dtype: dtype))
         trainer = Trainer(
-            LanguageModelTask(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, dtypes=dtypes)
+            LanguageModelTask(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, arithmetic=arithmetic)
         )
         if fault in ROUNDED:
             ROUNDED[fault](trainer)

@@ -161,8 +161,7 @@ def theirs(problem: Problem) -> Callable[[], float | None]:
 
     def loss_of(hidden_BSH: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert last is not None
-        options = last.model._loss_options
-        total = linear_cross_entropy(hidden_BSH.flatten(0, 1), last.model.head_weight, targets.flatten(), **options)
+        total = linear_cross_entropy(hidden_BSH.flatten(0, 1), targets.flatten(), last.model.output_head())
         return total / targets.numel()
 
     schedule_class = PEERS[layout.schedule]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from common import paired_ratio, write_result
-from meshwright.checkpoint import Checkpointer
+from meshwright.checkpoint import Checkpointer, SaveOptions
 from peers import SHAPE
 from synthetic import synthetic_trainer
 
@@ -34,7 +34,7 @@ def main() -> None:
     stalls: list[float] = []
     writing: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
-        checkpointer = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, keep=1)
+        checkpointer = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, SaveOptions(keep=1))
         begun = time.perf_counter()
         checkpointer.save(0, pieces, trainer.state())
         first = checkpointer.stall_seconds

@@ -1,4 +1,4 @@
-"""Size budgets: lines of code of the training core, lines of a file."""
+"""Size budgets: lines of code of the training core, lines of a file, parameters of a function."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 MOST_LINES = 400  # of a file, all in all
-TRAINING_CORE = 5_850  # lines of code; the goal is 5,500
+TRAINING_CORE = 5_825  # lines of code; the goal is 5,500
 # The training core is comm/ without its executor of collective programs, model/, parallel/ and these of training/.
 EXECUTOR = ("programs", "named_programs", "lowering", "measure_program")
 STEP_AND_LOOP = ("trainer", "loop", "optimizer", "loss_scale", "learning_rate")
 LONG_FILES = {"planner/moments.py", "planner/ledger.py", "planner/compiled_mixture.py"}  # until the planner's rebuild
+MOST_PARAMETERS = 7  # of a function
+# click passes one parameter for each option of a command; the last two are written anew with the serving engine.
+LONG_SIGNATURES = {
+    "cli/collective.py command", "cli/data_records.py vary", "cli/evaluate.py command", "cli/generate.py command",
+    "cli/launch.py command", "cli/plan.py command", "cli/schedule.py command",
+    "evaluation/evaluation.py run_evaluation", "serving/split.py _generate_on_rank",
+}  # fmt: skip
 
 _LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -56,3 +63,21 @@ def test_training_core_stays_within_its_budget():
 def test_files_have_at_most_400_lines():
     lines = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
     assert {name for name, count in lines.items() if count > MOST_LINES} == LONG_FILES
+
+
+def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters that a caller passes one by one, without self and cls."""
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_functions_outside_the_planner_have_at_most_7_parameters():
+    long = {
+        f"{path.relative_to(SOURCE)} {node.name}"
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] != "planner"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and count_parameters(node) > MOST_PARAMETERS
+    }
+    assert long == LONG_SIGNATURES

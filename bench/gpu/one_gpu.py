@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import Cases, step_seconds
 
-from meshwright.checkpoint import Checkpointer
+from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
@@ -187,7 +187,7 @@ def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
     trainer.step()
     pieces, stalls, writing = trainer.slices(owned=True), [], []
     with tempfile.TemporaryDirectory() as directory:
-        saver = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, keep=1)
+        saver = Checkpointer(Path(directory), trainer.mesh, trainer.task.config, SaveOptions(keep=1))
         for step in range(1, 4):
             begun = time.perf_counter()
             saver.save(step, pieces, trainer.state())

@@ -74,7 +74,6 @@ COLLECTIVE_ALGORITHMS: dict[str, tuple[str, ...]] = {
     ),
     "all-to-all": ("pairwise", "ring", "bruck", "all-pairs", "hierarchical", "auto"),
 }
-ALL_REDUCE_ALGORITHMS = COLLECTIVE_ALGORITHMS["all-reduce"]
 # Aliases in the literature.
 ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
     "all-reduce": {"recursive-doubling": "butterfly"},
@@ -85,7 +84,6 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
 ENCODER_FAMILIES = ("bert",)  # modules to train in a loop of any module, and priced by the planner
-PLANNING_FAMILIES = ("bloom", "gemma2", "nemotron")  # priced by the planner, not trained
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)

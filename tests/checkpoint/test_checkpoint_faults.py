@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.profiler import profile
 
-from meshwright.checkpoint import Checkpointer, best, newest, read_manifest, verify_checkpoint
+from meshwright.checkpoint import Checkpointer, SaveOptions, best, newest, read_manifest, verify_checkpoint
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.local import LocalRanks
@@ -30,7 +30,8 @@ LARGER = cases.tiny("llama", hidden=64)
 
 
 def checkpointer(directory: Path, log: list[str] | None = None, **options) -> Checkpointer:
-    return Checkpointer(directory, Mesh.single(), CONFIG, log=(log if log is not None else []).append, **options)
+    lines = log if log is not None else []
+    return Checkpointer(directory, Mesh.single(), CONFIG, SaveOptions(**options), lines.append)
 
 
 def save(keeper: Checkpointer, step: int, **options) -> None:

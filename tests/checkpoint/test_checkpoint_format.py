@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import Checkpointer, verify_checkpoint
+from meshwright.checkpoint import Checkpointer, SaveOptions, verify_checkpoint
 from meshwright.checkpoint.manifest import BLOCK_BYTES, distribute_hashing, hash_blocks, hash_file
 from meshwright.checkpoint.model_files import plan_model_files, split_disk_runs
 from meshwright.comm.mesh import Mesh
@@ -22,7 +22,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def save(directory: Path, config, **options) -> Path:
-    checkpointer = Checkpointer(directory, Mesh.single(), config, background=False, **options)
+    checkpointer = Checkpointer(directory, Mesh.single(), config, SaveOptions(background=False, **options))
     checkpointer.save(7, state_pieces(config, 0, 1), {"note": "x"})
     assert checkpointer.failed() is None
     return directory / "step-000007"

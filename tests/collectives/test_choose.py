@@ -7,14 +7,19 @@ import math
 
 import pytest
 
-from meshwright.collectives.choose import Chooser, Settings, choose_algorithm
+from meshwright.collectives.choose import Choice, Chooser, Settings
 from meshwright.collectives.crossover import Curves
 from meshwright.collectives.library import ALGORITHMS, generate
 from meshwright.collectives.topologies import parse_topology
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS
 from meshwright.program.check_collective import check_collective
+from meshwright.program.network import Network
 from meshwright.program.simulate_collective import simulate_collective
+
+
+def choose_algorithm(operation: str, network: Network, total_bytes: float, root: int = 0) -> Choice:
+    return Chooser(operation, network, root).choose(total_bytes)
 
 
 def best(operation: str, name: str, ranks: int, size: float) -> str:

@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.collective import command
 from meshwright.collectives.cost import compute_closed_form_seconds
 from meshwright.collectives.library import ALGORITHMS, generate, list_options
-from meshwright.collectives.report import collective
+from meshwright.collectives.report import CollectiveOptions, collective
 from meshwright.collectives.topologies import TOPOLOGIES, parse_topology
 from meshwright.names import ALGORITHM_ALIASES
 from meshwright.program.check_collective import check_collective
@@ -112,8 +112,8 @@ def test_every_key_is_documented(command_line):
     answer = json.loads(command_line("collective", *words.split()).output)
     documented = names([row[0] for row in table("key")])
     assert set(answer) - {"schema"} <= documented
-    settings = collective("broadcast", "ring", 4, 64, segments=2).to_json_dict()
-    grid = collective("all-reduce", "2d-torus", 4, 64, dims=(2, 2)).to_json_dict()
+    settings = collective("broadcast", "ring", 4, 64, options=CollectiveOptions(segments=2)).to_json_dict()
+    grid = collective("all-reduce", "2d-torus", 4, 64, options=CollectiveOptions(dims=(2, 2))).to_json_dict()
     everything: dict[str, Any] = {**answer, **settings, **grid}
     assert set(everything) - {"schema"} == documented
 

@@ -266,13 +266,13 @@ def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, che
 
 
 def test_find_checkpoint_knows_every_kind_of_directory(checkpoint, tmp_path):
-    from meshwright.checkpoint import Checkpointer
+    from meshwright.checkpoint import Checkpointer, SaveOptions
     from meshwright.comm.mesh import Mesh
     from tests.training import checkpoint_cases as cases
 
     config = cases.tiny("llama")
     directory = tmp_path / "run" / "checkpoints"
-    keeper = Checkpointer(directory, Mesh.single(), config, background=False)
+    keeper = Checkpointer(directory, Mesh.single(), config, SaveOptions(background=False))
     for step in (1, 2):
         keeper.save(step, cases.state_pieces(config, 0, 1), {})
     assert keeper.failed() is None

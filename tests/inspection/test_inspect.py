@@ -128,7 +128,7 @@ def test_without_statistics_no_value_is_read(tmp_path: Path, monkeypatch: pytest
     from meshwright.inspection.files import TensorFiles
 
     monkeypatch.setattr(TensorFiles, "raw", None)
-    document = inspect_model(sharded(tmp_path), with_statistics=False, values=0)
+    document = inspect_model(sharded(tmp_path), values=None)
     assert len(document["tensors"]) == len(TENSORS) and "statistics" not in document["tensors"][0]
 
 

@@ -116,5 +116,5 @@ def test_the_command_draws_a_row_for_ranks_that_hold_the_same(tmp_path: Path, co
 def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(tmp_path: Path, layout: str, said: str):
     save_huggingface(Transformer(config()), tmp_path / "model")
     with pytest.raises(UserError, match=said) as caught:
-        inspect_model(tmp_path / "model", layout=layout, with_statistics=False)
+        inspect_model(tmp_path / "model", layout=layout, values=None)
     assert "\n" not in str(caught.value)

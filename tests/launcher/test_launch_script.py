@@ -19,10 +19,11 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launcher import hosts
 from meshwright.launcher.hosts import address_towards, interface_of, is_here
-from meshwright.launcher.launch_script import hosts_of, launch_script
+from meshwright.launcher.launch_script import Resources, hosts_of, launch_script
 from meshwright.launcher.rendezvous import place, tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
+from tests.rank_processes import read_ranks
 
 SHELLCHECK = shutil.which("shellcheck")
 KINDS = ("torchrun", "slurm")
@@ -143,7 +144,7 @@ def test_odd_names_stay_one_word_each(kind, odd, recipe, tmp_path, monkeypatch):
     shutil.copy(recipe, f"{odd}.toml")
     options = {"sbatch": ["--partition=gpu"], "time": "1-0:30"} if kind == "slurm" else {}
     overrides = ["layout=dp2 tp2", f"data.cache={json.dumps(odd)}"]
-    made = launch_script(kind, f"{odd}.toml", overrides, nodes=2, cpus_per_device=3, **options)
+    made = launch_script(kind, f"{odd}.toml", overrides, Resources(nodes=2, cpus_per_device=3, **options))
     if SHELLCHECK:
         checked = subprocess.run(
             [SHELLCHECK, "-e", "SC2016", "-s", "bash", "-"], input=made.script, capture_output=True, text=True
@@ -172,7 +173,9 @@ def test_odd_names_stay_one_word_each(kind, odd, recipe, tmp_path, monkeypatch):
 
 
 def test_slurm_is_asked_for_what_the_recipe_needs(recipe):
-    made = launch_script("slurm", recipe.name, ["layout=dp4 tp4", "train.batch=16"], nodes=4, time="24:00:00")
+    made = launch_script(
+        "slurm", recipe.name, ["layout=dp4 tp4", "train.batch=16"], Resources(nodes=4, time="24:00:00")
+    )
     directives = re.findall("^#SBATCH (.*)$", made.script, re.MULTILINE)
     asked = {"--nodes=4", "--ntasks-per-node=4", "--time=24:00:00", "--requeue", "--output=tiny-%j.out"}
     assert asked <= set(directives) and not any("gpu" in line for line in directives)  # run.device = "cpu"
@@ -262,7 +265,7 @@ def slurm_with(recipe: Path, cluster: Path, rank: str) -> str:
     """The SLURM script of two ranks, each of which is the shell script `rank` instead; $1 is the count of starts."""
     (cluster / "python").write_text(f'#!/bin/bash\nset -- "$(stat -c %s starts)"\n{rank}\n')
     (cluster / "python").chmod(0o755)
-    made = launch_script("slurm", recipe.name, ["layout=dp2"], restarts=2)
+    made = launch_script("slurm", recipe.name, ["layout=dp2"], Resources(restarts=2))
     return re.sub(r"^python=.*$", f"python={cluster}/python", made.script, flags=re.MULTILINE)
 
 
@@ -306,17 +309,17 @@ def test_both_scripts_train_and_torchruns_survives_a_killed_rank(recipe, cluster
     """Two runs that must end alike: two ranks by the SLURM script; by torchrun's, with a rank killed on the way."""
     overrides = ["layout=dp2 zero1 fp32", "checkpoint.every=10"]
     slurm = launch_script("slurm", recipe.name, [*overrides, "run.name=slurm"])
-    torchrun = launch_script("torchrun", recipe.name, [*overrides, "run.name=torchrun"], restarts=1)
+    torchrun = launch_script("torchrun", recipe.name, [*overrides, "run.name=torchrun"], Resources(restarts=1))
     directory = RunDirectory("runs/torchrun")
     with started(slurm.script) as undisturbed:
         assert undisturbed.wait(timeout=120) == 0, undisturbed.stderr.read()
     with started(torchrun.script) as disturbed:
         wait_for(lambda: (directory.last_step() or 0) >= 20)
-        before = directory.read_ranks()
+        before = read_ranks(directory.path)
         os.kill(before[1], signal.SIGKILL)
         _, errors = disturbed.communicate(timeout=120)
         assert disturbed.returncode == 0, errors
-    assert re.search(r"resumed from step-0000[1-7]0", errors) and directory.read_ranks() != before
+    assert re.search(r"resumed from step-0000[1-7]0", errors) and read_ranks(directory.path) != before
     ends = [json.loads(Path(f"runs/{name}/result.json").read_text()) for name in ("slurm", "torchrun")]
     assert ends[0]["step"] == ends[1]["step"] == 80 and ends[0]["loss"] == ends[1]["loss"]
     assert next(Path("runs/torchrun/torchrun").rglob("stderr.log")).stat().st_mode & stat.S_IRUSR
@@ -329,5 +332,5 @@ def test_the_documentation_shows_what_is_printed(repository, monkeypatch):
     recipe, overrides = repository / "recipes/quickstart.toml", ["layout=dp8 zero1 tp2 bf16"]
     options = {"torchrun": {}, "slurm": {"time": "24:00:00", "sbatch": ["--partition=gpu"]}}
     for kind in KINDS:
-        script = launch_script(kind, recipe, overrides, nodes=2, **options[kind]).script
+        script = launch_script(kind, recipe, overrides, Resources(nodes=2, **options[kind])).script
         assert f"```bash\n{script}```\n" in page.replace("recipes/quickstart.toml", str(recipe))

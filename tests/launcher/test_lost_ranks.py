@@ -17,6 +17,7 @@ from meshwright.errors import RankLost
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
+from tests.rank_processes import read_ranks
 from tests.training import training_cases as cases
 from tests.training.faulty_ranks import COMMAND
 
@@ -49,7 +50,7 @@ def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[li
         return said, launch(spec)
     except RankLost as error:
         assert error.exit_code == 3 and "\n" not in str(error)
-        for process in directory.read_ranks().values():
+        for process in read_ranks(directory.path).values():
             assert not Path(f"/proc/{process}").exists(), "no rank is left over"
         with directory:
             pass  # the lock is free

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.launcher.launch_script import launch_script
+from meshwright.launcher.launch_script import Resources, launch_script
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
 from tests.training.training_cases import metrics, recipe, trace, train
@@ -87,7 +87,7 @@ def test_two_hosts_compute_what_one_computes_bit_for_bit(layout, per_host, hosts
     with LocalRanks(2 * per_host) as ranks:
         ranks.run(train, recipe(one, layout, **changes).to_toml())
     path = written(recipe(two, layout, **changes), two / "recipe.toml")
-    made = launch_script("torchrun", path, nodes=2, restarts=0)
+    made = launch_script("torchrun", path, resources=Resources(nodes=2, restarts=0))
     assert (made.devices_per_node, made.warnings) == (per_host, ())
     with ExitStack() as stack:
         command = ["bash", "-c", made.script]

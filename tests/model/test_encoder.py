@@ -491,7 +491,7 @@ def test_the_loss_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPat
     for smallest, keep in ((512, True), (16, True), (16, False)):
         monkeypatch.setattr(chunks, "SMALLEST_CHUNK", smallest)
         monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 1)
-        mine = loss.linear_cross_entropy(hidden, weight, targets, SINGLE_DEVICE.tensor, keep=keep, bias_V=bias)
+        mine = loss.linear_cross_entropy(hidden, targets, loss.OutputHead(weight, SINGLE_DEVICE.tensor, bias), keep)
         torch.testing.assert_close(mine, want, rtol=1e-12, atol=0)
         for a, b in zip(torch.autograd.grad(0.37 * mine, (hidden, weight, bias)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.model import loss as losses
 from meshwright.model.axis_operations import SINGLE_DEVICE
-from meshwright.model.loss import linear_cross_entropy
+from meshwright.model.loss import OutputHead, linear_cross_entropy
 from meshwright.spec import chunks
 from meshwright.spec.chunks import keeps_head_gradient
 
@@ -36,7 +36,7 @@ def problem(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[tor
 @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["usual", "huge logits"])
 def test_loss_and_gradients_equal_cross_entropy(scale: float, chunk: None):
     hidden, weight, targets = problem(scale=scale)
-    ours = linear_cross_entropy(hidden, weight, targets, TENSOR) / 44
+    ours = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR)) / 44
     want = F.cross_entropy(hidden @ weight.T, targets, reduction="sum") / 44
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (ours, want)), strict=True):
@@ -46,9 +46,9 @@ def test_loss_and_gradients_equal_cross_entropy(scale: float, chunk: None):
 def test_only_the_gradients_that_are_wanted_are_made(chunk: None):
     hidden, weight, targets = problem()
     want = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets, reduction="sum"), (hidden, weight))
-    (mine,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, targets, TENSOR), (weight,))
+    (mine,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), targets, OutputHead(weight, TENSOR)), (weight,))
     torch.testing.assert_close(mine, want[1], rtol=1e-12, atol=1e-12)
-    (mine,) = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), targets, TENSOR), (hidden,))
+    (mine,) = torch.autograd.grad(linear_cross_entropy(hidden, targets, OutputHead(weight.detach(), TENSOR)), (hidden,))
     torch.testing.assert_close(mine, want[0], rtol=1e-12, atol=1e-12)
 
 
@@ -56,7 +56,7 @@ def test_without_gradients_no_gradient_work_is_done(monkeypatch: pytest.MonkeyPa
     hidden, weight, targets = problem()
     monkeypatch.setattr(losses._Chunk, "differentiate", lambda self: pytest.fail("gradient work"))
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, targets, TENSOR)
+        loss = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
     torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, targets, reduction="sum").detach())
 
 
@@ -75,13 +75,13 @@ def test_all_logits_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
             return result
 
     with Watch():
-        linear_cross_entropy(hidden, weight, targets, TENSOR).backward()
+        linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR)).backward()
     assert 0 < largest <= 8 * VOCABULARY
 
 
 def test_bfloat16_sums_in_float32(chunk: None):
     hidden, weight, targets = problem(torch.bfloat16)
-    ours = linear_cross_entropy(hidden, weight, targets, TENSOR)
+    ours = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
     assert ours.dtype == torch.float32
     exact = F.cross_entropy(hidden.double() @ weight.double().T, targets, reduction="sum")
     torch.testing.assert_close(ours.double(), exact, rtol=3e-3, atol=0)
@@ -93,7 +93,7 @@ def test_bfloat16_sums_in_float32(chunk: None):
 
 def test_nothing_to_predict_is_a_loss_of_zero_without_gradient(chunk: None):
     hidden, weight, targets = problem()
-    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), TENSOR)
+    loss = linear_cross_entropy(hidden, torch.full_like(targets, -100), OutputHead(weight, TENSOR))
     assert loss.item() == 0
     for gradient in torch.autograd.grad(loss, (hidden, weight)):
         assert not gradient.any()
@@ -101,7 +101,7 @@ def test_nothing_to_predict_is_a_loss_of_zero_without_gradient(chunk: None):
 
 def test_a_loss_can_be_differentiated_twice_over(chunk: None):
     hidden, weight, targets = problem()
-    loss = linear_cross_entropy(hidden, weight, targets, TENSOR)
+    loss = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
     once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(3 * loss, (hidden, weight))
     for a, b in zip(once, again, strict=True):
@@ -110,8 +110,8 @@ def test_a_loss_can_be_differentiated_twice_over(chunk: None):
 
 def test_the_fused_loss_is_the_same():
     hidden, weight, targets = problem()
-    fused = linear_cross_entropy(hidden, weight, targets, TENSOR, compiled=True)
-    plain = linear_cross_entropy(hidden, weight, targets, TENSOR)
+    fused = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR, compiled=True))
+    plain = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
     torch.testing.assert_close(fused, plain, rtol=1e-13, atol=0)
     for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (fused, plain)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
@@ -120,7 +120,9 @@ def test_the_fused_loss_is_the_same():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_formed_in_the_backward_pass_are_the_same_bit_for_bit(dtype: torch.dtype, chunk: None):
     hidden, weight, targets = problem(dtype)
-    kept, later = (linear_cross_entropy(hidden, weight, targets, TENSOR, keep=keep) for keep in (True, False))
+    kept, later = (
+        linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR), keep=keep) for keep in (True, False)
+    )
     assert torch.equal(kept, later)
     for _ in range(2):  # a second time, too
         pairs = [torch.autograd.grad(each / 44, (hidden, weight), retain_graph=True) for each in (kept, later)]
@@ -141,7 +143,7 @@ def test_a_loss_whose_backward_comes_later_keeps_nothing_of_the_weights_size(kee
             return result
 
     with Watch():
-        losses_kept = [linear_cross_entropy(hidden, weight, targets, TENSOR, keep=keep) for _ in range(4)]
+        losses_kept = [linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR), keep=keep) for _ in range(4)]
     weights = StorageWeakRef(weight.untyped_storage()).cdata
     live = {reference.cdata for reference in made if not reference.expired()} - {weights}
     assert len(live) == (4 if keep else 0)

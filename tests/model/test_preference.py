@@ -14,7 +14,7 @@ from meshwright.model import loss as losses
 from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value
-from meshwright.model.loss import linear_cross_entropy, token_cross_entropy
+from meshwright.model.loss import OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
@@ -52,21 +52,23 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 
 def test_token_losses_and_their_gradients_equal_cross_entropy(chunk: None):
     hidden, weight, targets, upstream = problem()
-    ours = token_cross_entropy(hidden, weight, targets, TENSOR)
+    ours = token_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
     want = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     both = [torch.autograd.grad(x @ upstream, (hidden, weight)) for x in (ours, want)]
     for mine, theirs in zip(*both, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13 * float(theirs.abs().max()))
-    (alone,) = torch.autograd.grad(token_cross_entropy(hidden, weight.detach(), targets, TENSOR) @ upstream, (hidden,))
+    (alone,) = torch.autograd.grad(
+        token_cross_entropy(hidden, targets, OutputHead(weight.detach(), TENSOR)) @ upstream, (hidden,)
+    )
     assert torch.equal(alone, both[0][0])
 
 
 def test_their_sum_is_the_summed_loss_bit_for_bit_in_one_chunk():
     hidden, weight, targets, _ = problem()
     both = (
-        token_cross_entropy(hidden, weight, targets, TENSOR).sum(),
-        linear_cross_entropy(hidden, weight, targets, TENSOR),
+        token_cross_entropy(hidden, targets, OutputHead(weight, TENSOR)).sum(),
+        linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR)),
     )
     assert torch.equal(*both)
     for mine, theirs in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in both), strict=True):
@@ -78,7 +80,7 @@ def test_tiny_and_huge_gradients_of_token_losses_survive_a_narrow_type(dtype: to
     hidden, weight, targets, upstream = problem(dtype)
     wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     for scale in (1e-6, 1e4):
-        found = token_cross_entropy(hidden, weight, targets, TENSOR)
+        found = token_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
         assert found.dtype == torch.float32
         flat = scale * upstream.sign()
         (mine,) = torch.autograd.grad(found @ flat.float(), (hidden,))
@@ -102,7 +104,7 @@ def test_all_logits_of_token_losses_never_exist_at_once(monkeypatch: pytest.Monk
             return result
 
     with Watch():
-        (token_cross_entropy(hidden, weight, targets, TENSOR) @ upstream).backward()
+        (token_cross_entropy(hidden, targets, OutputHead(weight, TENSOR)) @ upstream).backward()
     assert 0 < largest <= 8 * VOCABULARY
 
 

@@ -61,7 +61,6 @@ def test_files_of_others_stay_as_they_are(tmp_path):
     assert (tmp_path / "recipe.toml").read_text() == "mine" and (tmp_path / "notes").is_dir()
     assert (tmp_path / "recipe.resolved.toml").read_text() == "layout = 'dp1'\n"
     assert json.loads((tmp_path / "ranks.json").read_text()) == {"0": 11, "1": 12}
-    assert directory.read_ranks() == {0: 11, 1: 12}
 
 
 def test_a_file_in_the_way_is_named(tmp_path):

@@ -22,6 +22,7 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import TrackedRun
 from meshwright.monitoring.tracking import Tracking, flatten_line
 from meshwright.recipe import Recipe, load_recipe
+from tests.rank_processes import read_ranks
 from tests.training import training_cases as cases
 
 Figures = dict[str, list[tuple[int, float]]]
@@ -157,7 +158,7 @@ def test_rank_0_killed_by_the_system_leaves_no_gap_and_nothing_twice(home, uri):
         while (RunDirectory(place / "run").last_step() or 0) < 5:
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.001)
-        os.kill(RunDirectory(place / "run").read_ranks()[0], signal.SIGKILL)
+        os.kill(read_ranks(place / "run")[0], signal.SIGKILL)
         _, errors = running.communicate(timeout=150)
     finally:
         running.kill()

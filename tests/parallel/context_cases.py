@@ -128,7 +128,7 @@ def operators(method: str) -> None:
         torch.library.opcheck(ring.ring_attention.default, (*leaves, first, key))
         q, k, v = (x.detach() for x in leaves)
         out, log_sum = ring.ring_attention(q, k, v, first, key)
-        arguments = (direction, q, k, v, out, log_sum, first, key)
+        arguments = (direction, [q, k, v, out, log_sum], first, key)
         torch.library.opcheck(ring.ring_attention_backward.default, arguments)
     else:
         torch.library.opcheck(ring.all_to_all.default, (q.requires_grad_(), key, "test", 1, 2))

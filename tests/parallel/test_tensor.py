@@ -140,7 +140,7 @@ def calls_of_a_step(
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)
-        model._loss_options["compiled"] = False  # the loss alone would go through inductor
+        model._compiled_loss = False  # the loss alone would go through inductor
     mesh.record.clear()
     one_step(parallel, model, mesh, config, layout.micro_batches)
     mesh.close()
@@ -216,9 +216,7 @@ def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypa
     cuts = [
         [
             chunk.tokens
-            for chunk in loss._logit_chunks(
-                hidden, targets, loss._Head(weight, None, 0, TensorOperations(), False, 250)
-            )
+            for chunk in loss._logit_chunks(hidden, targets, loss.OutputHead(weight, TensorOperations(), widest=250))
         ]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]

@@ -22,7 +22,7 @@ from meshwright.model.weight_gradients import WeightGradients, take_weight_gradi
 from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.expert import AllToAllTokenDispatcher
-from meshwright.parallel.stage_compute import StageCompute
+from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.saved import Routed, Saved, saved_activations
 from meshwright.spec.config import ModelConfig
@@ -132,7 +132,7 @@ def watch(case: Case) -> Watched:
         objective = None
         if pairs is not None:
             objective = lambda number, values: Preference()(values, pairs).loss  # noqa: E731
-        compute = StageCompute(model, parallel, [batch], 100.0, at_once, queue, objective=objective)
+        compute = StageCompute(model, parallel, [batch], 100.0, BackwardOrder(at_once, queue), objective=objective)
         parallel.begin_step({case.stage: 1})
         storages, packed, counted = Storages(), dict[int, tuple[torch.Tensor, int]](), list[Routed]()
         agree = AllToAllTokenDispatcher._agree_on_routes

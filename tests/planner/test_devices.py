@@ -179,13 +179,13 @@ def test_figures_from_memory_say_so(shared_data: Path):
                     assert ("from memory" in device.source) == ("recall" in row["source"].split(";")[0]), device.name
                     if device.price is not None:
                         read = row["price_basis"].startswith("read")
-                        assert read == ("mercatus" in device.source_of("price")), device.name
+                        assert read == ("mercatus" in device.sources.get("price", device.source)), device.name
 
 
 def test_every_figure_has_a_source():
     for device in DEVICES:
         for field in ("bf16", "memory_bytes", "memory_bandwidth", "links", "price", "all_reduce_ring", "latency"):
-            assert len(device.source_of(field)) > 4, (device.name, field)
+            assert len(device.sources.get(field, device.source)) > 4, (device.name, field)
 
 
 def test_links_are_those_of_one_direction():

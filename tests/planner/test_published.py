@@ -9,7 +9,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.estimate import evaluate
-from meshwright.planner.published import LayerShape, devices_for_weights, published_layer, state_bytes
+from meshwright.planner.published import LayerShape, published_layer, state_bytes
 from meshwright.planner.states import flats_of, states
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
@@ -30,13 +30,6 @@ def test_mixed_precision_takes_16_bytes_a_parameter_or_18() -> None:
     alone = state_bytes(0, 1, narrow=False)
     assert (alone.weights, alone.gradients, alone.optimizer) == (4, 4, 8)  # float32 keeps no master copy
     assert round(PRESETS["llama-3-8b"].parameters * alone.total / 2**30, 1) == 119.7
-
-
-def test_devices_for_weights_alone() -> None:
-    assert devices_for_weights(175 * 10**9, 4, 80 * 10**9) == 9  # 700 GB
-    assert devices_for_weights(175 * 10**9, 2, 80 * 10**9) == 5
-    mixtral = PRESETS["mixtral-8x7b-v0.1"].parameters
-    assert mixtral is not None and round(2 * mixtral / GIGA) == 93 and devices_for_weights(mixtral, 2, 80 * 10**9) == 2
 
 
 @pytest.mark.parametrize("name", [name for name, found in PRESETS.items() if found.parameters is not None])

@@ -36,7 +36,7 @@ def measured(directory: str, host_ranks: int | None = None, slow: int | None = N
     try:
         mesh = probe_rank.make_probe_mesh(ranks, host_ranks, "cpu")
         said: list[str] = []
-        found = probe_rank.measure(mesh, SMALL, 2, Path(directory), {"rank": 1.5}, said.append)
+        found = probe_rank.measure(mesh, SMALL, probe_rank.Host(2, Path(directory), {"rank": 1.5}), said.append)
         return {**found, "said": said, "threads": torch.get_num_threads()}
     finally:
         platform.node, points.make_call = node, call_of

@@ -39,10 +39,10 @@ def found(two_ranks: LocalRanks, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from meshwright.probe.rank import make_probe_mesh, measure
+    from meshwright.probe.rank import Host, make_probe_mesh, measure
 
     mesh = make_probe_mesh(1, 1, "cpu")
-    return measure(mesh, SMALL, 1, tmp_path_factory.mktemp("disk"), {})
+    return measure(mesh, SMALL, Host(1, tmp_path_factory.mktemp("disk")))
 
 
 def test_everything_is_measured_with_all_ranks_at_once_and_with_one(found: dict[str, Any]):

@@ -16,7 +16,7 @@ from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import PipelineProgram, place_cyclically, place_in_v_shape
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.schedules.auto import find_schedule, search_schedule
+from meshwright.schedules.auto import SearchBudget, search_schedule
 from meshwright.schedules.library import generate
 from meshwright.schedules.list_scheduling import GreedyParameters, reorder_out_of_order, schedule_greedily
 from meshwright.schedules.local_search import find_critical_blocks, improve_orders
@@ -25,7 +25,7 @@ from meshwright.schedules.report import schedule
 from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 from meshwright.schedules.transfers import with_transfers
 
-QUICK = 40_000  # effort: what is claimed here does not depend on a long search
+QUICK, THOROUGH = SearchBudget(40_000), SearchBudget(400_000)  # what is claimed here does not depend on a long search
 TIMES = st.sampled_from((0.1, 0.4, 0.5, 1.0, 1.0, 1.3, 2.0))
 
 
@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, Durations, float]:
 @given(problems())
 def test_never_worse_than_a_named_schedule_and_within_memory(problem):
     ranks, micro_batches, durations, memory = problem
-    found = search_schedule(ranks, micro_batches, durations, memory, effort=QUICK)
+    found = search_schedule(ranks, micro_batches, durations, memory, budget=QUICK)
     check_pipeline(found.program)
     makespan, peak = makespan_and_peak(found.program, durations)
     assert makespan == pytest.approx(found.makespan)
@@ -80,7 +80,7 @@ def test_never_worse_than_a_named_schedule_and_within_memory(problem):
 def test_never_worse_on_even_times_either(ranks, micro_batches, memory):
     limit = inf if memory is None else max(1.0, memory * ranks)
     durations = Durations(1.0, 1.0, 1.0)
-    found = search_schedule(ranks, micro_batches, durations, limit, effort=QUICK)
+    found = search_schedule(ranks, micro_batches, durations, limit, budget=QUICK)
     named = named_that_fit(ranks, micro_batches, durations, limit)
     assert found.makespan <= min(named.values(), default=inf) * (1 + 1e-9)
     assert max(found.winner.peak) <= limit
@@ -99,7 +99,7 @@ UNEVEN = {
 @pytest.mark.parametrize("case", UNEVEN)
 def test_strictly_better_on_uneven_times(case):
     durations, memory = UNEVEN[case]
-    program = search_schedule(4, 8, durations, memory, effort=10 * QUICK).program
+    program = search_schedule(4, 8, durations, memory, budget=THOROUGH).program
     limit = inf if memory is None else memory
     makespan, peak = makespan_and_peak(program, durations)
     assert max(peak) <= limit
@@ -108,7 +108,7 @@ def test_strictly_better_on_uneven_times(case):
 
 def test_the_program_checks_with_transfers_too():
     durations, memory = UNEVEN["weight gradient half of the input gradient, transfers"]
-    program = search_schedule(4, 8, durations, memory, effort=QUICK).program
+    program = search_schedule(4, 8, durations, memory, budget=QUICK).program
     check_pipeline(with_transfers(program, Durations.per_rank(program, 1.0, 1.2, 0.6, 0.1)))
 
 
@@ -144,7 +144,7 @@ def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, se
         for rank in range(ranks)
     ]
     least = min(time_orders(problem, list(each)).makespan for each in product(*orders))
-    found = search_schedule(ranks, micro_batches, durations, memory, chunks=1, effort=10 * QUICK)
+    found = search_schedule(ranks, micro_batches, durations, memory, chunks=1, budget=THOROUGH)
     assert found.makespan == pytest.approx(least)
     assert problem.lower_bound <= least * (1 + 1e-9)
 
@@ -318,7 +318,7 @@ def test_the_critical_path_adds_up_to_the_makespan(layout):
 
 def test_the_same_arguments_give_the_same_program():
     durations = Durations(1.0, 1.4, 0.2, 0.1)
-    one, two = (search_schedule(4, 6, durations, 3, effort=QUICK).program for _ in range(2))
+    one, two = (search_schedule(4, 6, durations, 3, budget=QUICK).program for _ in range(2))
     assert one.steps == two.steps and one.placement == two.placement and one.name == "auto"
 
 
@@ -332,37 +332,37 @@ def test_the_report_names_candidates_winner_and_bound():
 
 def test_a_limit_by_rank_is_kept_by_rank():
     memory = [4.0, 1.0, 3.0, 2.0]
-    found = search_schedule(4, 6, Durations(1.0, 1.0, 1.0), memory, effort=QUICK)
+    found = search_schedule(4, 6, Durations(1.0, 1.0, 1.0), memory, budget=QUICK)
     assert all(peak <= limit for peak, limit in zip(found.winner.peak, memory, strict=True))
 
 
 def test_two_weight_copies_only_where_allowed():
     durations = Durations(1.0, 1.0, 1.0)
-    names = [one.name for one in search_schedule(4, 8, durations, effort=QUICK, weight_copies=2).candidates]
+    names = [one.name for one in search_schedule(4, 8, durations, budget=QUICK, weight_copies=2).candidates]
     assert {"chimera", "dualpipe", "gems"} <= set(names)
     assert not {"chimera", "dualpipe", "gems"} & {one.name for one in search_schedule(4, 8, durations).candidates}
 
 
 def test_lists_by_stage_settle_the_number_of_chunks():
-    assert find_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0)).chunks == 2
-    assert find_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3])).chunks == 2
-    assert find_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1).chunks == 1
-    assert find_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3).chunks == 3
+    assert search_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0)).program.chunks == 2
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3])).program.chunks == 2
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1).program.chunks == 1
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3).program.chunks == 3
 
 
 def test_the_command_and_the_library_search_with_the_same_times():
-    report = schedule("auto", 4, 8, chunks=2, forward=[1, 2, 1, 1], weight_gradient=0.5, memory=4)
+    report = schedule("auto", 4, 8, 2, Durations([1, 2, 1, 1], weight_gradient=0.5), memory=4)
     best = search_schedule(4, 8, Durations([1, 2, 1, 1], 1.0, 0.5), 4, chunks=2)
     assert report.timing.makespan == pytest.approx(best.makespan)
     assert generate("auto", 4, 8, chunks=1).chunks == 1
 
 
 def test_times_that_are_all_zero_or_tiny_do_no_harm():
-    assert search_schedule(3, 4, Durations(0.0, 0.0, 0.0), effort=QUICK).makespan == 0
-    assert search_schedule(3, 4, Durations(1.0, 1.0, 0.0), 2, effort=QUICK).makespan > 0
-    small = search_schedule(4, 6, Durations(1e-6, 1.4e-6, 2e-7), 3, effort=QUICK).makespan
+    assert search_schedule(3, 4, Durations(0.0, 0.0, 0.0), budget=QUICK).makespan == 0
+    assert search_schedule(3, 4, Durations(1.0, 1.0, 0.0), 2, budget=QUICK).makespan > 0
+    small = search_schedule(4, 6, Durations(1e-6, 1.4e-6, 2e-7), 3, budget=QUICK).makespan
     assert small * 1e6 == pytest.approx(
-        search_schedule(4, 6, Durations(1.0, 1.4, 0.2), 3, effort=QUICK).makespan, rel=0.02
+        search_schedule(4, 6, Durations(1.0, 1.4, 0.2), 3, budget=QUICK).makespan, rel=0.02
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.synthesis.asking import ChatClient
-from meshwright.synthesis.endpoint import Endpoint
+from meshwright.synthesis.endpoint import Endpoint, Sampling
 from meshwright.synthesis.evol_instruct import METHODS, evol_instruct
 from meshwright.synthesis.rouge import compute_rouge_l, split_words
 from meshwright.synthesis.self_instruct import find_unsuitable_reason, self_instruct
@@ -135,7 +135,7 @@ def test_instances_are_input_first_or_label_first_for_classification(tmp_path: P
 def test_self_instruct_depends_on_seed_not_concurrency(tmp_path: Path):
     def run(name: str, seed: int, concurrency: int) -> list:
         with served(self_instruct_model) as server, asker(server.url, tmp_path / name, concurrency) as ask:
-            return self_instruct(SEEDS, ask, 20, seed).records
+            return self_instruct(SEEDS, ask, 20, Sampling(seed=seed)).records
 
     assert run("a", 1, 1) == run("b", 1, 8) != run("c", 2, 8)
 
@@ -319,5 +319,5 @@ def test_evolution_depends_on_seed(tmp_path: Path):
     runs = {}
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         (tmp_path / name).mkdir()
-        runs[name] = evolved(tmp_path / name, count=10, rounds=2, seed=seed)[0]
+        runs[name] = evolved(tmp_path / name, count=10, rounds=2, sampling=Sampling(seed=seed))[0]
     assert runs["a"] == runs["b"] != runs["c"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Checkpointer, saving
+from meshwright.checkpoint import Checkpointer, SaveOptions, saving
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layout, slices_of
@@ -84,7 +84,8 @@ def make(directory: str, config: ModelConfig, log: list[str] | None = None, **op
     """A checkpointer on this rank of the running world."""
     ranks = torch.distributed.get_world_size()
     mesh = Mesh.create(Layout(dp=ranks), "cpu")
-    return Checkpointer(Path(directory), mesh, config, log=(log if log is not None else []).append, **options)
+    lines = log if log is not None else []
+    return Checkpointer(Path(directory), mesh, config, SaveOptions(**options), lines.append)
 
 
 def save_on_ranks(directory: str, config: ModelConfig, steps: list[int], options: dict[str, Any]) -> list[str | None]:

@@ -30,7 +30,7 @@ from meshwright.spec.config_json import config_from_huggingface, config_from_pat
 from meshwright.spec.parameters import parameter_table
 from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.precision import Dtypes
+from meshwright.training.precision import Arithmetic
 from meshwright.training.trainer import Trainer
 from tests.model.transformers_names import row_in_transformers
 from tests.training.training_cases import Values
@@ -250,7 +250,13 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
     config = loop.model_config(wanted, data)
     with closing(Mesh.create(Layout.parse(layout), "cpu", 60.0)) as mesh:
         task = LanguageModelTask(
-            wanted, mesh.layout, config, data, mesh, initialise=False, dtypes=Dtypes(torch.float64, torch.float64)
+            wanted,
+            mesh.layout,
+            config,
+            data,
+            mesh,
+            initialise=False,
+            arithmetic=Arithmetic(torch.float64, torch.float64),
         )
         trainer = Trainer(task)
         task.load_weights(Path(str(wanted.model.from_path)))

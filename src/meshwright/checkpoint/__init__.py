@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.catalogue import CheckpointPath, best, find_checkpoint, newest
     from meshwright.checkpoint.checkpointer import Checkpointer
     from meshwright.checkpoint.manifest import Damaged, Manifest, read_manifest, verify_checkpoint
+    from meshwright.checkpoint.settings import SaveOptions
 
 _MODULES = {
     "CheckpointPath": "catalogue",
@@ -19,6 +20,7 @@ _MODULES = {
     "find_checkpoint": "catalogue",
     "newest": "catalogue",
     "Checkpointer": "checkpointer",
+    "SaveOptions": "settings",
     "Damaged": "manifest",
     "Manifest": "manifest",
     "read_manifest": "manifest",
@@ -29,6 +31,7 @@ __all__ = [
     "Checkpointer",
     "Damaged",
     "Manifest",
+    "SaveOptions",
     "best",
     "find_checkpoint",
     "newest",

@@ -18,8 +18,9 @@ from meshwright.checkpoint.catalogue import CheckpointPath, read_state
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.checkpoint.loading import load_slices
 from meshwright.checkpoint.manifest import Damaged
-from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, plan_model_files
-from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed, SaveSettings
+from meshwright.checkpoint.model_files import INDEX, plan_model_files
+from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed
+from meshwright.checkpoint.settings import SaveOptions, SaveTarget
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
@@ -37,6 +38,7 @@ TOKENIZER_FILES = (
 )
 _SHARED_SECONDS = 60.0  # network filesystems show a new file on another machine late
 _MAXIMUM_CANDIDATES = 256
+_DEFAULT_OPTIONS = SaveOptions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +58,7 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run. A collective object: every rank makes one and makes the same calls.
 
     directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: model
-    configuration, or `Contents` for a foreign module. dtype: of the exported weights ("float32", "bfloat16"). keep:
-    number of newest checkpoints to retain; keep_best: retain the one with the lowest validation loss too. log: receives
-    lines for the user. shard_bytes: largest size of one model file. timeout_seconds: how long a save waits for other
-    ranks.
+    configuration, or `Contents` for a foreign module. log: receives lines for the user.
     """
 
     def __init__(
@@ -67,20 +66,13 @@ class Checkpointer:
         directory: Path,
         mesh: Mesh,
         contents: ModelConfig | Contents,
-        *,
-        dtype: str = "float32",
-        keep: int = 2,
-        keep_best: bool = True,
-        tokenizer_directory: Path | None = None,
-        background: bool = True,
+        options: SaveOptions = _DEFAULT_OPTIONS,
         log: Callable[[str], None] = lambda line: None,
-        shard_bytes: int = SHARD_BYTES,
-        timeout_seconds: float = 1800.0,
     ) -> None:
         self.directory, self.log = Path(directory), log
         self.stall_seconds = 0.0
         """Seconds that the last `save` blocked training, without waiting for an earlier save."""
-        self._mesh, self._background = mesh, background
+        self._mesh, self._background = mesh, options.background
         self._agreement = Agreement(mesh)
         self._buffers = SnapshotBuffers()
         self._thread: threading.Thread | None = None
@@ -90,16 +82,15 @@ class Checkpointer:
         self._saves = 0
         self._told: set[str] = set()  # checkpoints already reported as damaged
         if isinstance(contents, ModelConfig):
-            contents = make_model_contents(contents, dtype, tokenizer_directory)
+            contents = make_model_contents(contents, options)
         self._contents = contents
-        files = plan_model_files(contents.table, dtype, shard_bytes)
+        files = plan_model_files(contents.table, options.dtype, options.shard_bytes)
         small_files = dict(contents.small_files)
         if files.index is not None:
             small_files[INDEX] = files.index
-        self._target = SaveSettings(
-            self.directory, mesh.rank, mesh.world_size, contents.table, files, small_files, dtype, keep, keep_best,
-            timeout_seconds, log,
-        )  # fmt: skip
+        self._target = SaveTarget(
+            self.directory, mesh.rank, mesh.world_size, contents.table, files, small_files, options, log
+        )
         self._token = self._prepare_directory()
 
     # --- saving
@@ -298,11 +289,9 @@ class Checkpointer:
         return True
 
 
-def make_model_contents(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> Contents:
-    """Return the checkpoint contents for one of Meshwright's models. dtype: of the exported weights ("float32",
-    "bfloat16"). tokenizer_directory: whose files each checkpoint includes, if any.
-    """
-    small_files = _make_small_files(config, dtype, tokenizer_directory)
+def make_model_contents(config: ModelConfig, options: SaveOptions) -> Contents:
+    """Return the checkpoint contents for one of Meshwright's models."""
+    small_files = _make_small_files(config, options.dtype, options.tokenizer_directory)
     return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
 

@@ -67,12 +67,3 @@ def sync_directory(path: Path) -> None:
 def to_json_bytes(value: Any) -> bytes:
     """Serialize `value` to indented JSON."""
     return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def format_bytes(size: float) -> str:
-    """Format a size in bytes with its unit, such as "12.3 MiB"."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

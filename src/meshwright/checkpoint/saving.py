@@ -15,16 +15,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.checkpoint import catalogue, slices
-from meshwright.checkpoint.files import format_bytes, open_descriptor, sync_directory, write_at, write_file
+from meshwright.checkpoint.files import open_descriptor, sync_directory, write_at, write_file
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -35,11 +33,12 @@ from meshwright.checkpoint.manifest import (
     hash_file,
 )
 from meshwright.checkpoint.meeting import SaveMarkers
-from meshwright.checkpoint.model_files import DTYPE_CODES, ModelFiles, make_safetensors_header, write_slice
+from meshwright.checkpoint.model_files import DTYPE_CODES, make_safetensors_header, write_slice
+from meshwright.checkpoint.settings import SaveTarget
 from meshwright.checkpoint.slices import Slice, slice_file_name, slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
+from meshwright.collectives.quantities import format_bytes
 from meshwright.parallel.flat_buffers import Columns
-from meshwright.spec.parameters import ParameterTable
 
 _CAST_ELEMENTS = 4 * 2**20
 
@@ -52,27 +51,6 @@ class SaveCancelled(Exception):
     """Error: the save was cancelled by another rank's failure or the training loop; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSettings:
-    """Settings shared by all saves of a run. directory: of the checkpoints. rank, ranks: this rank and their number.
-    table: parameter table. files: plan of the model files. dtype: of the exported weights. keep, keep_best:
-    checkpoints to retain. timeout_seconds: longest wait for another rank. log: receives lines for the user.
-    """
-
-    directory: Path
-    rank: int
-    ranks: int
-    table: ParameterTable
-    files: ModelFiles
-    small_files: Mapping[str, bytes]  # configuration and tokenizer, the same in every checkpoint
-    dtype: str
-    keep: int
-    keep_best: bool
-    timeout_seconds: float
-    log: Callable[[str], None]
-    outcomes: dict[str, str] = field(default_factory=dict)  # rank 0: how each save so far ended
-
-
 class Save:
     """One save in progress; `run` returns on every rank when the checkpoint is complete.
 
@@ -81,7 +59,7 @@ class Save:
 
     def __init__(
         self,
-        target: SaveSettings,
+        target: SaveTarget,
         attempt: str,
         step: int,
         snapshot: Snapshot,
@@ -181,7 +159,7 @@ class Save:
             for item in self.snapshot.slices:
                 if item.kind == "master":
                     place = self.target.files.places[item.name]
-                    dtype = getattr(torch, place.row.kept or self.target.dtype)
+                    dtype = getattr(torch, place.row.kept or self.target.options.dtype)
                     for start, part in _split_chunks(item.tensor, place.row.transposed):
                         values = part.to(dtype)
                         raw = values.view(torch.int16) if dtype == torch.bfloat16 else values
@@ -237,7 +215,7 @@ class Save:
         catalogue.move_into_place(self.partial, self.final)
         # The new checkpoint stands: what fails from here on must not be reported as a failed save.
         try:
-            catalogue.delete_old(target.directory, target.keep, target.keep_best, self.step)
+            catalogue.delete_old(target.directory, target.options.keep, target.options.keep_best, self.step)
         except OSError as error:
             target.log(f"an old checkpoint in {target.directory} could not be deleted: {error.strerror}")
         with suppress(OSError):
@@ -272,7 +250,7 @@ class Save:
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
         """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act
         for the time-out message, such as "written its part"."""
-        deadline = time.monotonic() + self.target.timeout_seconds
+        deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
             self._check_cancelled()
@@ -281,7 +259,7 @@ class Save:
                 others = f" (nor have {len(missing) - 1} others)" if len(missing) > 1 else ""
                 raise SaveFailed(
                     f"checkpoint of step {self.step} given up: rank {min(missing)} has not {what} after "
-                    f"{self.target.timeout_seconds:.0f} s{others}; {self._describe_newest()}"
+                    f"{self.target.options.timeout_seconds:.0f} s{others}; {self._describe_newest()}"
                 )
             self.cancelled.wait(pause)
             pause = min(2 * pause, 0.1)

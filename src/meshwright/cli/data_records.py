@@ -224,6 +224,7 @@ def vary(
     Killed and started again, no answered request is asked again.
     """
     from meshwright.data.records.exchanges import read_records, write_records
+    from meshwright.synthesis.endpoint import Sampling
     from meshwright.synthesis.evol_instruct import evol_instruct
     from meshwright.synthesis.self_instruct import self_instruct
 
@@ -233,16 +234,12 @@ def vary(
         rows = read_records(seeds)
         with _make_client(served, output) as asker:
             if method == _METHODS[0]:
-                warmth = 0.7 if temperature is None else temperature
-                outcome = self_instruct(
-                    rows, asker, count, served["seed"], warmth, max_tokens, instances, print_message
-                )
+                sampling = Sampling(0.7 if temperature is None else temperature, max_tokens, served["seed"])
+                outcome = self_instruct(rows, asker, count, sampling, instances, print_message)
                 records, summary = outcome.records, outcome.summary()
             else:
-                warmth = 1.0 if temperature is None else temperature
-                records, summary = evol_instruct(
-                    rows, asker, rounds, served["seed"], warmth, max_tokens, log=print_message
-                )
+                sampling = Sampling(1.0 if temperature is None else temperature, max_tokens, served["seed"])
+                records, summary = evol_instruct(rows, asker, rounds, sampling, log=print_message)
             summary |= {"usage": _measure_usage(asker, served), "output": output}
             write_records(output, records)
         answer(summary, render_tables([_summary_table(summary)]))

@@ -43,8 +43,8 @@ def command(
 
     with answering(as_json) as answer:
         document = inspect_model(
-            path, names=names, layout=layout, sequence=sequence, values=values if statistics else 0,
-            with_statistics=statistics, progress=_print_progress, log=print_message,
+            path, names=names, layout=layout, sequence=sequence, values=values if statistics else None,
+            progress=_print_progress, log=print_message,
         )  # fmt: skip
         parts = [_totals_table(document), "", _tensor_table(document["tensors"])]
         if layout is not None:

@@ -55,23 +55,13 @@ def command(
     lost, and lets them save when it is told to end. It works in this directory and with this Python.
     """
     from meshwright.errors import UserError
-    from meshwright.launcher.launch_script import launch_script
+    from meshwright.launcher.launch_script import Resources, launch_script
 
     with answering(as_json) as answer:
         if kind is None:
             raise UserError("launch: say by whom the ranks are started, --torchrun or --slurm")
-        made = launch_script(
-            kind,
-            recipe,
-            overrides,
-            nodes=nodes,
-            devices_per_node=devices_per_node,
-            restarts=restarts,
-            cpus_per_device=cpus_per_device,
-            time=time,
-            sbatch=sbatch,
-            trust=trust,
-        )
+        resources = Resources(nodes, devices_per_node, cpus_per_device, restarts, time, sbatch)
+        made = launch_script(kind, recipe, overrides, resources, trust=trust)
         for line in made.warnings:
             print_message(f"meshwright: warning: {line}")
         answer(asdict(made), made.script.rstrip("\n"))

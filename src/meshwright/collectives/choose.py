@@ -69,14 +69,6 @@ class Choice:
         return self.ranking[0]
 
 
-def choose_algorithm(operation: str, network: Network, total_bytes: float, root: int = 0) -> Choice:
-    """Rank the library's algorithms for a vector of `total_bytes` by simulated time on the network; return the ranking.
-
-    operation: such as "all-reduce". root: source or destination rank.
-    """
-    return Chooser(operation, network, root).choose(total_bytes)
-
-
 @dataclass
 class Chooser:
     """Simulator of all algorithms of one operation on one network; programs are generated once for all sizes.

@@ -72,19 +72,14 @@ def format_seconds(value: float) -> str:
     return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
-def format_rate(value: float) -> str:
-    """Format bytes a second: `25 GB/s`."""
-    return _format_scaled(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
-
-
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
     """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of it.
 
     units: name -> factor.
     """
-    unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or value >= pair[1]][-1]
+    unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
-    return f"{scaled:,.0f} {unit}" if 1000 <= scaled < 1e6 else f"{scaled:.3g} {unit}"
+    return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"
 
 
 def format_exact_rate(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -168,31 +168,38 @@ def crossover_line(crossovers: Sequence[Crossover]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class CollectiveOptions(Settings):
+    """Options of an algorithm (`Settings`), of the operation and of the network.
+
+    root: source or destination rank (default 0). reduction: default "sum". latency (seconds), bandwidth (bytes a
+        second): of links without settings in the topology. reduce_bytes_per_second: rate of local reductions.
+        crossovers: with `auto` on few ranks, find where the choice changes.
+    """
+
+    root: int | None = None
+    reduction: str | None = None
+    latency: float | None = None
+    bandwidth: float | None = None
+    reduce_bytes_per_second: float = np.inf
+    crossovers: bool = True
+
+
 def collective(
     operation: str,
     algorithm: str,
     ranks: int | None,
     total_bytes: int | None,
     topology_text: str = "switch",
-    *,
-    root: int | None = None,
-    segments: int | None = None,
-    groups: int | None = None,
-    dims: tuple[int, ...] | None = None,
-    reduction: str | None = None,
-    latency: float | None = None,
-    bandwidth: float | None = None,
-    reduce_bytes_per_second: float = np.inf,
-    crossovers: bool = True,
+    options: CollectiveOptions = CollectiveOptions(),
 ) -> CollectiveReport:
     """Generate (or choose, or load), check and simulate a collective operation, as `meshwright collective` does.
 
     algorithm: a name, `auto`, or `@FILE`. total_bytes: of the full vector. topology_text: network, such as `torus:4x4`.
-        root: source or destination rank. segments, groups (ranks of a node), dims (sides of the grid): options of the
-        algorithm. latency (seconds), bandwidth (bytes a second): of links without settings in the topology. crossovers:
-        with `auto` on few ranks, find where the choice changes.
     Raises UserError for invalid arguments, ProgramError for an incorrect program.
     """
+    root, reduction = options.root, options.reduction
+    requested = Settings(options.segments, options.groups, options.dims)
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     if algorithm != "auto" and not algorithm.startswith("@"):
@@ -204,8 +211,8 @@ def collective(
     program = None
     if algorithm.startswith("@"):
         program = _load_program(operation, algorithm, ranks, root, reduction)
-        for option, value in (("segments", segments), ("groups", groups), ("dims", dims)):
-            if value is not None:
+        for option in ("segments", "groups", "dims"):
+            if getattr(requested, option) is not None:
                 raise UserError(f"{algorithm[1:]}: --{option} is for generated programs; a file says everything itself")
         ranks, root = program.ranks, program.root
     if ranks is None:
@@ -217,9 +224,9 @@ def collective(
         raise UserError(unknown("reduction", reduction, REDUCTIONS))
     if reduction not in (None, "sum") and operation not in REDUCING:
         raise UserError(f"{operation} reduces nothing; --reduction is for {', '.join(REDUCING)}")
-    network = parse_topology(topology_text, ranks, latency, bandwidth)
-    chooser = Chooser(operation, network, root or 0, reduce_bytes_per_second, Settings(segments, groups, dims))
-    choice, settings, form = None, Settings(segments, groups, dims), None
+    network = parse_topology(topology_text, ranks, options.latency, options.bandwidth)
+    chooser = Chooser(operation, network, root or 0, options.reduce_bytes_per_second, requested)
+    choice, settings, form = None, requested, None
     if algorithm == "auto":
         choice = chooser.choose(total_bytes)
         settings, form = choice.best.settings, choice.best.closed_form_seconds
@@ -227,18 +234,15 @@ def collective(
     elif program is None:
         name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
         fitting = chooser.resolve_settings(name)
-        settings = Settings(segments, groups or fitting.groups, dims or fitting.dims)
-        segments, groups, dims = settings.segments, settings.groups, settings.dims
-        program = generate(operation, name, ranks, root=root or 0, segments=segments, groups=groups, dims=dims)
-        form = compute_closed_form_seconds(
-            operation, name, network, total_bytes, segments=segments, groups=groups, dims=dims
-        )
+        settings = replace(requested, groups=requested.groups or fitting.groups, dims=requested.dims or fitting.dims)
+        program = generate(operation, name, ranks, root=root or 0, **asdict(settings))
+        form = compute_closed_form_seconds(operation, name, network, total_bytes, **asdict(settings))
     if reduction is not None:
         program = replace(program, reduction=reduction)
     checked = check_collective(program)
-    timing = simulate_collective(checked, network, total_bytes, reduce_bytes_per_second)
+    timing = simulate_collective(checked, network, total_bytes, options.reduce_bytes_per_second)
     found = None
-    if crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
+    if options.crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
         found = Curves.quick(chooser).crossovers()
     return CollectiveReport(checked, settings, total_bytes, timing, form, chooser, choice, found)
 

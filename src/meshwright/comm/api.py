@@ -77,7 +77,7 @@ def collective(
     """
     check_options(collective, options, CollectiveOptions)
     total_bytes = parse_bytes(bytes, "bytes") if isinstance(bytes, str) else bytes
-    found = report.collective(operation, algorithm, ranks, total_bytes, topology, **options)
+    found = report.collective(operation, algorithm, ranks, total_bytes, topology, report.CollectiveOptions(**options))
     if not run:
         return found
     from meshwright.comm.measure_program import measure

@@ -34,15 +34,15 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     sent = 2 * size * (axis.size - 1) // axis.size
     if op == "sum":
         sent = _count_sent_bytes(axis, "all_reduce", tensor, sent)
-    call, fault = _record_call("all_reduce", axis, site, size, sent)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("all_reduce", axis, site, size, sent)
+    if call.skipped:
         return DONE
-    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+    if call.dropped_rank == axis.rank:
         tensor.zero_()
-    over, _ = axis.communicator.faults.over(fault, axis, ordered=False)
+    over, _ = axis.communicator.faults.over(call.fault, axis, ordered=False)
     if over.trivial:
         return DONE
-    return _post_call(lambda: transport.all_reduce(tensor, over, op), call, fault, axis, tensor, async_op)
+    return _post_call(lambda: transport.all_reduce(tensor, over, op), call, tensor, async_op)
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -60,16 +60,16 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
         return DONE
     size = source.numel() * source.element_size()
     sent = _count_sent_bytes(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
-    call, fault = _record_call("reduce_scatter", axis, site, size, sent)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("reduce_scatter", axis, site, size, sent)
+    if call.skipped:
         _copy_unless_shared(output, mine)
         return DONE
-    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+    if call.dropped_rank == axis.rank:
         source = torch.zeros_like(source)
-    over, turned = axis.communicator.faults.over(fault, axis)
+    over, turned = axis.communicator.faults.over(call.fault, axis)
     if turned:
         source = _shift_by_one_rank(source, axis)
-    return _post_call(lambda: transport.reduce_scatter(output, source, over), call, fault, axis, output, async_op)
+    return _post_call(lambda: transport.reduce_scatter(output, source, over), call, output, async_op)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
@@ -86,20 +86,19 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
         return DONE
     size = output.numel() * output.element_size()
     sent = _count_sent_bytes(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
-    call, fault = _record_call("all_gather", axis, site, size, sent)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("all_gather", axis, site, size, sent)
+    if call.skipped:
         _copy_unless_shared(mine, source)
         return DONE
     lose: Callable[[], Any] | None = None
-    if fault is not None and fault.kind == "drop":
-        lost = fault.position % axis.size
+    if (lost := call.dropped_rank) is not None:
         lose = output.view(-1)[lost * n : (lost + 1) * n].zero_
-    over, turned = axis.communicator.faults.over(fault, axis)
+    over, turned = axis.communicator.faults.over(call.fault, axis)
     if over is not axis:
         source = source.clone()  # its place in the output is another's now
     if turned:
         lose = partial(_shift_by_one_rank_, output, axis)
-    return _post_call(lambda: transport.all_gather(output, source, over), call, fault, axis, output, async_op, lose)
+    return _post_call(lambda: transport.all_gather(output, source, over), call, output, async_op, lose)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
@@ -110,13 +109,13 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     if axis.trivial:
         return DONE
     size = tensor.numel() * tensor.element_size()
-    call, fault = _record_call("broadcast", axis, site, size, size if axis.rank == source else 0)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("broadcast", axis, site, size, size if axis.rank == source else 0)
+    if call.skipped:
         return DONE
-    lose = tensor.zero_ if fault is not None and fault.kind == "drop" else None
-    over, turned = axis.communicator.faults.over(fault, axis)
+    lose = None if call.dropped_rank is None else tensor.zero_
+    over, turned = axis.communicator.faults.over(call.fault, axis)
     begins = (source + 1) % axis.size if turned else source
-    return _post_call(lambda: transport.broadcast(tensor, begins, over), call, fault, axis, tensor, async_op, lose)
+    return _post_call(lambda: transport.broadcast(tensor, begins, over), call, tensor, async_op, lose)
 
 
 def all_to_all(
@@ -140,20 +139,20 @@ def all_to_all(
     size = source.numel() * source.element_size()
     own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
     sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
-    call, fault = _record_call("all_to_all", axis, site, size, sent)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("all_to_all", axis, site, size, sent)
+    if call.skipped:
         output.zero_()
         return DONE
-    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+    if call.dropped_rank == axis.rank:
         source = torch.zeros_like(source)
     # Uneven parts fit nobody else: there such a call fails by itself.
     uneven = source_sizes is not None or output_sizes is not None
-    over, turned = (axis, False) if uneven else axis.communicator.faults.over(fault, axis)
+    over, turned = (axis, False) if uneven else axis.communicator.faults.over(call.fault, axis)
     if turned:
         source = _shift_by_one_rank(source, axis)
     return _post_call(
         lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
-        call, fault, axis, output, async_op, uneven=uneven,
+        call, output, async_op, uneven=uneven,
     )  # fmt: skip
 
 
@@ -206,14 +205,14 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
         _copy_unless_shared(output, source)
         return DONE
     size = source.numel() * source.element_size()
-    call, fault = _record_call("rotate", axis, site, size, size)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("rotate", axis, site, size, size)
+    if call.skipped:
         output.zero_()
         return DONE
-    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+    if call.dropped_rank == axis.rank:
         source = torch.zeros_like(source)
-    over, _ = axis.communicator.faults.over(fault, axis, ordered=False)  # a ring turned by one is the same ring
-    return _post_call(lambda: transport.rotate(output, source, over), call, fault, axis, output, async_op)
+    over, _ = axis.communicator.faults.over(call.fault, axis, ordered=False)  # a ring turned by one is the same ring
+    return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
@@ -225,17 +224,15 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
     if axis.trivial:
         _copy_unless_shared(mine, source)
         return
-    call, fault = _record_call("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
+    if call.skipped:
         output.zero_()
         _copy_unless_shared(mine, source)
         return
     lose = None
-    if fault is not None and fault.kind == "drop":
-        lose = output.split(sizes)[fault.position % axis.size].zero_
-    _post_call(
-        lambda: transport.all_gather_rows(output, source, axis, sizes), call, fault, axis, output, False, lose, True
-    )
+    if call.dropped_rank is not None:
+        lose = output.split(sizes)[call.dropped_rank].zero_
+    _post_call(lambda: transport.all_gather_rows(output, source, axis, sizes), call, output, False, lose, True)
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
@@ -247,14 +244,14 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     if axis.trivial:
         _copy_unless_shared(output, mine)
         return
-    call, fault = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
-    if fault is not None and fault.kind == "skip":
+    call = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
+    if call.skipped:
         _copy_unless_shared(output, mine)
         return
-    if fault is not None and fault.kind == "drop" and axis.rank == fault.position % axis.size:
+    if call.dropped_rank == axis.rank:
         source = torch.zeros_like(source)
     post = partial(transport.reduce_scatter_rows, output, source, axis, sizes)
-    _post_call(post, call, fault, axis, output, False, uneven=True)
+    _post_call(post, call, output, False, uneven=True)
 
 
 def barrier(axis: Axis, site: str) -> None:
@@ -264,9 +261,9 @@ def barrier(axis: Axis, site: str) -> None:
     """
     if axis.trivial:
         return
-    call, _ = _record_call("barrier", axis, site, 0, 0)
+    call = _record_call("barrier", axis, site, 0, 0)
     nothing = torch.zeros(1, device=axis.communicator.device)
-    _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, None, axis, nothing, False)
+    _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, nothing, False)
     if nothing.is_cuda:
         torch.cuda.current_stream(nothing.device).synchronize()
 
@@ -278,14 +275,12 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, one slice a rank of `axis`, shifted by one rank (for the injected fault "wrong
-    group")."""
+    """Return a copy of `parts`, one slice a rank of `axis`, shifted by one rank (fault "wrong group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
-    """Shift the slices of `parts`, one a rank of `axis`, by one rank, in place (for the injected fault "wrong
-    group")."""
+    """Shift the slices of `parts`, one a rank of `axis`, by one rank, in place (fault "wrong group")."""
     parts.copy_(_shift_by_one_rank(parts, axis))
 
 
@@ -305,8 +300,7 @@ def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Return two texts for an error: which rank waits for which, and in which message. `index`: of the message between
-    the two ranks."""
+    """Return two texts for an error: which rank waits for which, and in which message (the `index`-th of the two)."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -317,17 +311,28 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call in the call records; calling it returns two texts for an error: which rank waits, and in which
-    call.
+    """Collective call in the call records; calling it returns two texts for an error: which rank waits, in which call.
 
-    payload: bytes of the whole vector. index: number among the calls of the group, once it is posted.
+    payload: bytes of the whole vector. fault: to inject at this call, if any. index: see below.
     """
 
     operation: str
     axis: Axis
     site: str
     payload: int
+    fault: Fault | None = None
     index: int = 0  # among the calls of the group, once it is posted
+
+    @property
+    def skipped(self) -> bool:
+        """True if the fault to inject is to skip the call."""
+        return self.fault is not None and self.fault.kind == "skip"
+
+    @property
+    def dropped_rank(self) -> int | None:
+        """Rank in the axis whose contribution the fault to inject drops; None without such a fault."""
+        fault = self.fault
+        return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
     def post(self, tensor: torch.Tensor, uneven: bool) -> int:
         """Write the call to the flight recorder's ring and return its number there.
@@ -349,23 +354,21 @@ class _RecordedCall:
         return who, f"{self.site} ({self.operation} over axis {axis.name}, its call {self.index})"
 
 
-def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> tuple[_RecordedCall, Fault | None]:
-    """Record a collective call; return it, and the fault to inject at it, if any.
+def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> _RecordedCall:
+    """Record a collective call; return it with the fault to inject at it, if any.
 
     site: label of the call in traces. payload: bytes of the whole vector. sent: bytes that this rank sends.
     """
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
-    call = _RecordedCall(operation, axis, site, payload)
-    return call, faults.at(site, operation) if faults.active is not None else None
+    fault = faults.at(site, operation) if faults.active is not None else None
+    return _RecordedCall(operation, axis, site, payload, fault)
 
 
 def _post_call(
     post: Callable[[], transport.Posted],
     call: _RecordedCall,
-    fault: Fault | None,
-    axis: Axis,
     output: torch.Tensor,
     async_op: bool,
     then: Callable[[], Any] | None = None,
@@ -373,9 +376,10 @@ def _post_call(
 ) -> Handle:
     """Post the transfers of a recorded call by calling `post`; return the call's handle.
 
-    fault: to inject, if any; it corrupts `output` when the transfers are complete. then: called when they are complete,
-        before the fault. async_op: return before completion. uneven: numbers of rows differ between ranks.
+    output: corrupted by the call's fault when the transfers are complete. then: called when they are complete, before
+        the fault. async_op: return before completion. uneven: numbers of rows differ between ranks.
     """
+    axis, fault = call.axis, call.fault
     number = call.post(output, uneven)
     try:
         if (around := axis.communicator.around) is None:

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -154,16 +155,10 @@ class LocalRanks:
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
         key = secrets.token_bytes(16)
         with Listener(str(self._directory / "socket"), backlog=self.world_size, authkey=key) as listener:
-            order = (
-                str(self._directory),
-                key,
-                self.world_size,
-                self.threads,
-                self.timeout,
-                list(sys.path),
-                os.getcwd(),
+            settings = _PoolSettings(
+                str(self._directory), key, self.world_size, self.threads, self.timeout, list(sys.path), os.getcwd()
             )
-            self._pids = _Server.running().fork(order)
+            self._pids = _Server.running().fork(settings)
             connections: dict[int, Connection] = {}
             listener._listener._socket.settimeout(0.2)  # type: ignore[attr-defined]
             deadline = time.monotonic() + CONNECT_SECONDS
@@ -196,6 +191,24 @@ class LocalRanks:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+
+
+@dataclass(frozen=True)
+class _PoolSettings:
+    """Settings of all rank processes of one pool.
+
+    directory: has the socket on which the pool connects, the store of torch.distributed and the call records. key:
+        authentication key of the socket. threads: torch threads of a rank. timeout: seconds, of torch.distributed.
+        path, cwd: `sys.path` and working directory to set.
+    """
+
+    directory: str
+    key: bytes
+    world_size: int
+    threads: int
+    timeout: float
+    path: list[str]
+    cwd: str
 
 
 def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
@@ -233,11 +246,11 @@ class _Server:
         self.connection = Connection(ours.detach())
         atexit.register(self.stop)
 
-    def fork(self, order: tuple[Any, ...]) -> list[int]:
-        """Fork ranks; return their process IDs. order: arguments of `_run_rank_process` after the rank."""
+    def fork(self, settings: _PoolSettings) -> list[int]:
+        """Fork the ranks of a pool; return their process IDs."""
         try:
             with self.lock:  # pools may start in threads
-                self.connection.send(order)
+                self.connection.send(settings)
                 return self.connection.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError) as error:
             raise RankLost(f"the server of local ranks has ended: {error}") from error
@@ -263,15 +276,15 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
         importlib.import_module(name)
     while True:
         try:
-            order = connection.recv()
+            settings: _PoolSettings = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
         pids = []
-        for rank in range(order[2]):
+        for rank in range(settings.world_size):
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _run_rank_process(rank, *order)
+                _run_rank_process(rank, settings)
             pids.append(pid)
         connection.send(pids)
 
@@ -279,36 +292,29 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
 # --- in a rank
 
 
-def _run_rank_process(
-    rank: int, directory: str, key: bytes, world_size: int, threads: int, timeout: float, path: list[str], cwd: str
-) -> None:
-    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns.
-
-    directory: has the socket on which the pool connects, the store of torch.distributed and the call records. key:
-        authentication key of the socket. threads: torch threads. timeout: seconds, of torch.distributed. path, cwd:
-        `sys.path` and working directory to set.
-    """
-    status = 1
+def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
+    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns."""
+    status, directory = 1, settings.directory
     try:
         _end_with_parent()
         ignore_model_warnings()
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        sys.path[:] = path
-        os.chdir(cwd)
+        sys.path[:] = settings.path
+        os.chdir(settings.cwd)
         attach_process_writer(os.open(f"{directory}/calls-{rank}", os.O_RDWR | os.O_CLOEXEC))
         import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(threads)
-        with Client(f"{directory}/socket", authkey=key) as connection:
+        torch.set_num_threads(settings.threads)
+        with Client(f"{directory}/socket", authkey=settings.key) as connection:
             connection.send(rank)
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{directory}/store",
                 rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
+                world_size=settings.world_size,
+                timeout=timedelta(seconds=settings.timeout),
             )
             _serve_calls(connection)
         status = 0

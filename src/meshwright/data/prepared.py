@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from meshwright.data.cleaning.survey import SPLITS
 from meshwright.data.compression import count_token_bytes
 from meshwright.data.order import MixtureOrder, SampleOrder
-from meshwright.data.packing.packed import PackedDataset, PackedTokens
-from meshwright.data.packing.packed_examples import PackedExamples
+from meshwright.data.packing.packed import PackedDataset, PackedTokens, StoredTokens
+from meshwright.data.packing.packed_examples import PackedExamples, PackingSettings
 from meshwright.data.packing.shards import Shard
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, load_tokenizer
@@ -85,26 +85,18 @@ class PreparedData:
         dtype = np.dtype(self.manifest["dtype"])
         padding = self.manifest["end_token"]
         apart = [source["shards"][name] for source in self.manifest["sources"]] if self.weights else None
-        shape = (
-            self.directory / name,
-            shards,
-            dtype,
-            self.sequence,
-            self.document_mask,
-            padding,
-            apart if name == "train" else None,
-        )
+        stored = StoredTokens(self.directory / name, shards, dtype, apart if name == "train" else None)
         if self.recipe.records == "text":
-            return PackedTokens(*shape)
+            return PackedTokens(stored, self.sequence, self.document_mask, padding)
         if name not in self._examples:  # planning the packed rows takes time: done once
-            self._examples[name] = PackedExamples(
-                *shape,
+            packing = PackingSettings(
                 documents_per_example=2 if self.recipe.records == "preference" else 1,
                 train_on=self.recipe.train_on,
                 pack=self.recipe.pack,
                 too_long=self.recipe.too_long,
                 decode=lambda tokens: self.tokenizer.decode(tokens),
             )
+            self._examples[name] = PackedExamples(stored, self.sequence, self.document_mask, padding, packing)
         return self._examples[name]
 
     def format_packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:

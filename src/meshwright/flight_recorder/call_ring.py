@@ -208,11 +208,6 @@ class CallWriter:
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
-    def skip_frames_of(self, function: Any) -> None:
-        """Have calls made inside a Python function attributed to the code that calls it."""
-        self._seen.append(function.__code__)
-        self._skipped.add(id(function.__code__))
-
     def give_up(self) -> None:
         """Record that this rank timed out and is about to end."""
         self._words[_GAVE_UP] = 1

@@ -24,8 +24,7 @@ def inspect_model(
     names: Sequence[str] = (),
     layout: str | None = None,
     sequence: int = 2048,
-    values: int = 4,
-    with_statistics: bool = True,
+    values: int | None = 4,
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -33,9 +32,9 @@ def inspect_model(
     a Hugging Face directory, an index, a `.safetensors` or a `.bin` file.
 
     `names`: globs that select `tensors` (sums cover all). `layout`: adds `placement` (see `placement.placement`) for
-    `sequence` tokens. `values`: number of first values of each tensor; `with_statistics`: read every value (headers
-    always are). `progress(done, total)`: bytes read, of all to read. Raises UserError for no model, a truncated or
-    missing file, an unknown dtype, a glob without a match.
+    `sequence` tokens. `values`: number of first values of each tensor, beside its statistics; None: read the headers
+    alone. `progress(done, total)`: bytes read, of all to read. Raises UserError for no model, a truncated or missing
+    file, an unknown dtype, a glob without a match.
     """
     path = _model_directory(Path(path), log)
     files = TensorFiles(path)
@@ -48,7 +47,7 @@ def inspect_model(
     total, done = sum(entry.bytes for entry in chosen), 0
     tensors = []
     for entry in chosen:
-        tensors.append(_describe_tensor(files, entry, values, with_statistics))
+        tensors.append(_describe_tensor(files, entry, values))
         done += entry.bytes
         progress(done, total)
     held = Counter(entry.file for entry in files.entries)
@@ -92,8 +91,8 @@ def _matches_globs(name: str, globs: Sequence[str]) -> bool:
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int, with_statistics: bool) -> dict[str, Any]:
-    """Return the report on one tensor. `values`: number of first values."""
+def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None) -> dict[str, Any]:
+    """Return the report on one tensor. `values`: number of first values; None: without values and statistics."""
     found: dict[str, Any] = {
         "name": entry.name,
         "file": entry.file.name,
@@ -102,12 +101,11 @@ def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int, with_s
         "elements": entry.numel,
         "bytes": entry.bytes,
     }
-    if with_statistics or values:
+    if values is not None:
         try:
             raw = files.raw(entry)
             found["first"] = first_values(raw, entry.dtype, values)
-            if with_statistics:
-                found["statistics"] = statistics(raw, entry.dtype)
+            found["statistics"] = statistics(raw, entry.dtype)
         except (OSError, ValueError) as error:  # a file that shrinks while it is read
             raise UserError(f"{entry.file}: tensor {entry.name} cannot be read: {error}") from None
     return found

@@ -32,32 +32,41 @@ class LaunchScript:
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Hosts and limits of a job. nodes, devices_per_node: default: as many as the layout's ranks need. restarts: how
+    often the ranks are started again after one was lost. time: SLURM's time limit, such as "24:00:00". sbatch: further
+    options of SLURM, such as "--partition=gpu".
+    """
+
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    cpus_per_device: int | None = None
+    restarts: int = 3
+    time: str | None = None
+    sbatch: Sequence[str] = ()
+
+
 def launch_script(
     kind: Literal["torchrun", "slurm"],
     recipe_path: str | Path,
     overrides: Sequence[str] = (),
+    resources: Resources = Resources(),
     *,
-    nodes: int | None = None,
-    devices_per_node: int | None = None,
-    restarts: int = 3,
-    time: str | None = None,
-    cpus_per_device: int | None = None,
-    sbatch: Sequence[str] = (),
     trust: bool = False,
 ) -> LaunchScript:
     """Build the script that trains `recipe_path` with `overrides` by torchrun or SLURM, one rank for each device.
 
-    It starts the ranks again up to `restarts` times, in the current directory and with this Python, which every host
-    must have. time: SLURM's time limit, such as "24:00:00"; sbatch: further options, such as "--partition=gpu"; trust:
-    let the recipe run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the
-    devices.
+    It starts the ranks in the current directory and with this Python, which every host must have. trust: let the
+    recipe run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the devices.
     """
+    time, sbatch, cpus_per_device = resources.time, resources.sbatch, resources.cpus_per_device
     recipe = load_recipe(recipe_path, overrides, trust=trust)
     check_recipe(recipe)
     if kind == "torchrun" and (time is not None or sbatch):
         raise UserError(f"{'--time' if time is not None else '--sbatch'} belongs to --slurm: torchrun has no queue")
     layout = recipe.parsed_layout
-    nodes, devices_per_node = hosts_of(layout, nodes, devices_per_node)
+    nodes, devices_per_node = hosts_of(layout, resources.nodes, resources.devices_per_node)
     hosts, ranks = _format_count(nodes, "host"), _format_count(devices_per_node, "rank")
     path = str(recipe_path)
     words = [f"./{path}" if path.startswith("-") else path, *overrides, *["--trust-recipe"][: int(trust)]]
@@ -71,7 +80,7 @@ def launch_script(
         "NODES": nodes,
         "DEVICES": devices_per_node,
         "RANKS": layout.world_size,
-        "RESTARTS": restarts,
+        "RESTARTS": resources.restarts,
         "SECONDS": SAVE_SECONDS,
     }
     if kind == "torchrun":

@@ -21,7 +21,7 @@ from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
-from meshwright.model.loss import IGNORED, linear_cross_entropy
+from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import bidirectional_mask
 from meshwright.model.units import NoUnits, Units
@@ -124,10 +124,10 @@ class Encoder(nn.Module):
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
-            loss = linear_cross_entropy(
-                states_MH, self.embedding.weight, targets.flatten()[places_M], SINGLE_DEVICE.tensor,
-                bias_V=self.head.bias, compiled=self.compiled,
-            )  # fmt: skip
+            head = OutputHead(
+                self.embedding.weight, SINGLE_DEVICE.tensor, bias_V=self.head.bias, compiled=self.compiled
+            )
+            loss = linear_cross_entropy(states_MH, targets.flatten()[places_M], head)
         elif self.config.head == "classes":
             logits = self._class_logits(x_BSH, documents)
             wide = logits.to(at_least_float32(logits.dtype))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,61 +26,44 @@ SLICE_LOGITS = 1 << 19  # logits that are worked on at once on a CPU, so that in
 
 def linear_cross_entropy(
     hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
     targets_T: torch.Tensor,
-    tensor: TensorOperations,
-    *,
-    first_token: int = 0,
-    widest: int | None = None,
-    compiled: bool = False,
+    head: OutputHead,
     keep: bool = True,
-    bias_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar); targets of -100 do not
     count.
 
-    The sum, and that of the weight's gradient over chunks, are in float32 or float64. With tensor parallelism
-    `weight_VH` is the vocabulary slice from token ID `first_token` on; ranks may hold different numbers of token IDs,
-    at most `widest`. `compiled`: fuse the elementwise work with torch.compile. `keep`: compute the gradients in the
-    forward pass and save them, one of the weight's size; else backward recomputes the logits. Both give the same
+    The sum, and that of the weight's gradient over chunks, are in float32 or float64. `keep`: compute the gradients in
+    the forward pass and save them, one of the weight's size; else backward recomputes the logits. Both give the same
     gradients bit for bit and communicate in the forward pass alone.
     """
-    head = _Head(weight_VH, bias_V, first_token, tensor, compiled, widest or len(weight_VH))
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, targets_T, head, torch.is_grad_enabled(), keep)
+    mode = "none" if not torch.is_grad_enabled() else "save" if keep else "recompute"
+    return _LinearCrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
-def token_cross_entropy(
-    hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_T: torch.Tensor,
-    tensor: TensorOperations,
-    *,
-    first_token: int = 0,
-    widest: int | None = None,
-    compiled: bool = False,
-) -> torch.Tensor:
+def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Return each token's -log softmax(hidden weightᵀ)[target] (nats), [T], float32 or float64; 0 where the target is
-    -100. `weight_VH`: this rank's vocabulary slice from token ID `first_token` on; `widest`: most token IDs on any
-    rank; `compiled`: use torch.compile.
+    -100.
 
     Backward recomputes the logits; saved are `hidden_TH` and two numbers per token.
     """
-    head = _Head(weight_VH, None, first_token, tensor, compiled, widest or len(weight_VH))
-    return _TokenCrossEntropy.apply(hidden_TH, weight_VH, targets_T, head, torch.is_grad_enabled())
+    return _TokenCrossEntropy.apply(hidden_TH, head.weight_VH, targets_T, head, torch.is_grad_enabled())
 
 
-class _Head(NamedTuple):
-    """This rank's vocabulary slice of the output head, and how to compute with it. weight_VH, bias_V: slice from
-    token ID `first_token` on. tensor: communication over tp. compiled: use torch.compile. widest: largest number of
-    token IDs on any rank.
+class OutputHead(NamedTuple):
+    """This rank's vocabulary slice of the output head, and how to compute with it.
+
+    `weight_VH`, `bias_V`: slice from token ID `first_token` on, with tensor parallelism (`tensor`); ranks may hold
+    different numbers of token IDs, at most `widest` (default: as many as this rank). `compiled`: fuse the elementwise
+    work with torch.compile.
     """
 
     weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None
-    first_token: int
     tensor: TensorOperations
-    compiled: bool
-    widest: int
+    bias_V: torch.Tensor | None = None
+    first_token: int = 0
+    widest: int | None = None
+    compiled: bool = False
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -93,16 +76,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
-        head: _Head,
-        differentiable: bool,  # needs_input_grad says nothing of torch.no_grad
-        keep: bool,
+        head: OutputHead,
+        mode: Literal["none", "save", "recompute"],
     ) -> torch.Tensor:
-        """Return the summed loss (nats, scalar). `differentiable`: backward may follow; `keep`: compute the gradients
-        now and save them; else backward recomputes the logits.
+        """Return the summed loss (nats, scalar). `mode`: "none", no backward follows (needs_input_grad ignores
+        torch.no_grad); "save", compute the gradients now and save them; "recompute", backward recomputes the logits.
         """
-        wanted = tuple(differentiable and needed for needed in context.needs_input_grad[:3])
+        wanted = tuple(mode != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
-        sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and keep else None
+        sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode == "save" else None
         known = []
         for chunk in _logit_chunks(hidden_TH, targets_T, head):
             total += chunk.losses_C.sum()
@@ -124,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _recompute_gradients(context) if context.gradients is None else context.gradients
         )
         gradients = _scale_gradients(d_total, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -136,7 +118,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_T: torch.Tensor,
-        head: _Head,
+        head: OutputHead,
         differentiable: bool,
     ) -> torch.Tensor:
         """Return each token's loss (nats), [T]. `differentiable`: backward may follow."""
@@ -185,7 +167,9 @@ class _Gradients:
     not required. `of_hidden`, `of_weight`, `of_bias`: which ones are.
     """
 
-    def __init__(self, hidden_TH: torch.Tensor, head: _Head, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
+    def __init__(
+        self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
+    ) -> None:
         self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH: torch.Tensor | None = None
@@ -233,7 +217,7 @@ class _Chunk:
         tokens: slice,
         logits_CV: torch.Tensor,
         targets_C: torch.Tensor,
-        head: _Head,
+        head: OutputHead,
         known_2C: torch.Tensor | None = None,
     ) -> None:
         self.tokens, self._logits_CV = tokens, logits_CV
@@ -306,7 +290,7 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
     """Return losses and logit gradients of one chunk from its logits [C, V] and targets [C], without the head matmul;
     the probe times it."""
     vocabulary = logits_CV.shape[1]
-    head = _Head(logits_CV.new_empty(vocabulary, 0), None, 0, SINGLE_DEVICE.tensor, compiled=False, widest=vocabulary)
+    head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
 
 
@@ -317,7 +301,7 @@ def _compile_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _logit_chunks(
-    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: _Head, known_2T: torch.Tensor | None = None
+    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
     """Yield loss chunks of nearly equal size, which share one logits buffer: each is invalid when the next is
     requested.
@@ -325,7 +309,7 @@ def _logit_chunks(
     All tp ranks cut the tokens alike, because they communicate in every chunk. `known_2T`: log-sum-exp and target logit
     of each token.
     """
-    chunks = loss_chunks(len(hidden_TH), head.widest, hidden_TH.device.type)
+    chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
     start = 0
     for tokens in chunks:

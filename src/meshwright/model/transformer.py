@@ -21,7 +21,7 @@ from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, FeedForward, Linear, norm
-from meshwright.model.loss import IGNORED, linear_cross_entropy, token_cross_entropy
+from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
 from meshwright.model.units import NoUnits, Units
@@ -81,6 +81,23 @@ class Block(nn.Module):
         return [self.attention.qkv, self.attention.output, *of_mlp]
 
 
+class StageInput(NamedTuple):
+    """Input of a pipeline stage. `x_BSH`: the previous stage's output; None on the first stage."""
+
+    stage: Stage
+    x_BSH: torch.Tensor | None
+    tokens_BS: torch.Tensor
+    documents: Documents | None
+
+
+class LoadBalancing(NamedTuple):
+    """Load-balancing losses of the blocks that ran (`losses`). `counted_B`: number of targets of each sequence; None:
+    no such losses."""
+
+    counted_B: torch.Tensor | None
+    losses: list[torch.Tensor]
+
+
 class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
     rank's token slice); from the last stage the summed loss, or with preference pairs the log-probabilities of
@@ -133,12 +150,8 @@ class Transformer(nn.Module):
         self._rotary = None if learned else RotaryTable(config, dtype)
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap(Block.__call__)
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
-        self.compiled = False
-        self._loss_options: dict[str, Any] = {
-            "tensor": axes.tensor,
-            "first_token": self._first_token,
-            "widest": min(width, config.vocabulary),
-        }
+        self.compiled = self._compiled_loss = False
+        self._widest = min(width, config.vocabulary)
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -147,6 +160,13 @@ class Transformer(nn.Module):
         weight_VH = self._head_module.weight
         real = self.config.vocabulary - self._first_token
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
+
+    def output_head(self) -> OutputHead:
+        """Return this rank's slice of the output head, as the loss takes it."""
+        tensor, compiled = self.axes.tensor, self._compiled_loss
+        return OutputHead(
+            self.head_weight, tensor, first_token=self._first_token, widest=self._widest, compiled=compiled
+        )
 
     @property
     def _head_module(self) -> Any:
@@ -180,28 +200,27 @@ class Transformer(nn.Module):
         """Run the pipeline stage `stage` of `forward` on `x_BSH`, the previous stage's output (None: first stage). The
         last stage adds its load-balancing loss. `at_once`: its backward follows immediately; if not, the loss does not
         save the head's gradient until then, unless that is small."""
-        balances: list[torch.Tensor] = []
         pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
             if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
-        x_BSH = self._forward_blocks(
-            tokens_BS, documents, units, counted_B=counted_B, balances=balances, stage=stage, x=x_BSH
-        )
-        balance = torch.stack(balances).sum() if balances else None
+        given = StageInput(stage, x_BSH, tokens_BS, documents)
+        balancing = LoadBalancing(counted_B, [])
+        x_BSH = self._forward_blocks(given, units, balancing=balancing)
+        balance = torch.stack(balancing.losses).sum() if balancing.losses else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
         x_BSH = self._normalise_for_head(units.enter("head", x_BSH))
         states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
         if pairs is not None:
-            losses_T = token_cross_entropy(states_TH, self.head_weight, targets_T, **self._loss_options)
+            losses_T = token_cross_entropy(states_TH, targets_T, self.output_head())
             responses_BD = self.axes.context.reduce(pairs.log_probabilities(losses_T), RESPONSES_SITE)
             return StageOutput(units.leave("head", responses_BD), balance)
-        widest, layers = self._loss_options["widest"], len(stage.layers)
-        keep = keeps_head_gradient(len(targets_T), widest, layers, self.axes.recompute.kind, at_once)
-        loss = linear_cross_entropy(states_TH, self.head_weight, targets_T, keep=keep, **self._loss_options)
+        layers, recompute = len(stage.layers), self.axes.recompute.kind
+        keep = keeps_head_gradient(len(targets_T), self._widest, layers, recompute, at_once)
+        loss = linear_cross_entropy(states_TH, targets_T, self.output_head(), keep)
         if balance is not None:
             loss = loss + (balance - balance.detach())
         return StageOutput(units.leave("head", loss), None)
@@ -223,8 +242,9 @@ class Transformer(nn.Module):
         run this pipeline stage alone on `x_BSH`, the previous stage's output; any but the last returns hidden states
         for the next.
         """
-        x_BSH = self._forward_blocks(tokens_BS, documents, units, cache, positions, stage=stage, x=x_BSH)
-        if stage is not None and not stage.last:
+        stage = self._whole_model_stage() if stage is None else stage
+        x_BSH = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
+        if not stage.last:
             return x_BSH
         return units.leave("head", self._normalise_for_head(units.enter("head", x_BSH)))
 
@@ -253,7 +273,7 @@ class Transformer(nn.Module):
             self._run_block = _compile_around_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
-        self.compiled = self._loss_options["compiled"] = True
+        self.compiled = self._compiled_loss = True
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap compiled `run_block` such that its weight gradients go to a queue, where there is one."""
@@ -273,20 +293,16 @@ class Transformer(nn.Module):
 
     def _forward_blocks(
         self,
-        tokens_BS: torch.Tensor,
-        documents: Documents | None,
+        given: StageInput,
         units: Units,
         cache: AttentionCache | None = None,
         positions_BS: torch.Tensor | None = None,
-        counted_B: torch.Tensor | None = None,
-        balances: list[torch.Tensor] | None = None,
-        stage: Stage | None = None,
-        x: torch.Tensor | None = None,
+        balancing: LoadBalancing | None = None,
     ) -> torch.Tensor:
-        """Run the stage's embedding and blocks on the tokens (or on `x`, the previous stage's output); return [B, S,
-        H]. `balances`: list that load-balancing losses are appended to."""
-        stage = self._whole_model_stage() if stage is None else stage
+        """Run the stage's embedding and blocks; return [B, S, H]. `balancing`: collects the load-balancing losses."""
+        stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
+        counted_B = None if balancing is None else balancing.counted_B
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
         visible: dict[int | None, torch.Tensor | None] = {}
@@ -313,8 +329,8 @@ class Transformer(nn.Module):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             if cache is None:
                 x_BSH, balance = self._run_block(block, x_BSH, rotation, visible[windows[layer]], counted_B)
-                if balance is not None and balances is not None:
-                    balances.append(balance)
+                if balance is not None and balancing is not None:
+                    balancing.losses.append(balance)
             else:
                 x_BSH, _ = block(x_BSH, rotation, None, None, cache, layer)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.collectives.quantities import format_bytes
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.planner.cluster import Cluster
 from meshwright.planner.ledger import OF_STATE
@@ -85,12 +86,12 @@ class Prediction:
             parts.append(f"{_format_seconds(self.time.seconds)} a step ({spread})")
         if self.process is not None and self.memory is not None:
             parts.append(
-                f"process memory of rank 0 {_format_bytes(self.process.peak)} ({_format_largest(self.process.items)}), "
-                f"of which tensors {_format_bytes(self.memory['peak'])}"
+                f"process memory of rank 0 {format_bytes(self.process.peak)} ({_format_largest(self.process.items)}), "
+                f"of which tensors {format_bytes(self.memory['peak'])}"
             )
         elif self.memory is not None:
             sizes = {name: size for name, size in self.memory.items() if name not in ("peak", "framework")}
-            parts.append(f"tensors of rank 0 {_format_bytes(_expected_peak(self.memory))} ({_format_largest(sizes)})")
+            parts.append(f"tensors of rank 0 {format_bytes(_expected_peak(self.memory))} ({_format_largest(sizes)})")
         if self.sent_by_axis is not None:
             parts.append(f"{_format_traffic(self.sent_by_axis)} sent a step")
         return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
@@ -193,14 +194,12 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
         parts.append(f"{_format_seconds(after)} a step{beside}")
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if seen and seen["allocator_peak"] is not None:  # CUDA: the device's memory is what runs out
-        expected = f" (predicted {_format_bytes(_expected_peak(said))})" if said else ""
-        parts.append(f"tensors of rank 0 {_format_bytes(seen['allocator_peak'])}{expected}")
+        expected = f" (predicted {format_bytes(_expected_peak(said))})" if said else ""
+        parts.append(f"tensors of rank 0 {format_bytes(seen['allocator_peak'])}{expected}")
     elif seen and seen["process_peak"] is not None:
         wanted = said["process_peak"] if said else None
-        error = (
-            f" (predicted {_format_bytes(wanted)}, error {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
-        )
-        parts.append(f"process memory of rank 0 {_format_bytes(seen['process_peak'])}{error}")
+        error = f" (predicted {format_bytes(wanted)}, error {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
+        parts.append(f"process memory of rank 0 {format_bytes(seen['process_peak'])}{error}")
     if measured.get("sent_bytes_by_axis") is not None:
         parts.append(f"{_format_traffic(measured['sent_bytes_by_axis'])} sent a step")
     return f"measured: {'; '.join(parts)}" if parts else None
@@ -218,19 +217,11 @@ def _format_seconds(seconds: float) -> str:
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
     """Format the bytes sent a step, in all and on the axes with most traffic. axes: bytes by axis."""
-    return f"{_format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
+    return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 
 def _format_largest(sizes: Mapping[str, int]) -> str:
     """Format the three largest entries of `sizes` (bytes by name)."""
     return ", ".join(
-        f"{name} {_format_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3]
+        f"{name} {format_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3]
     )
-
-
-def _format_bytes(size: float) -> str:
-    """Format a number of bytes in GiB, MiB, KiB or B."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:g} B"

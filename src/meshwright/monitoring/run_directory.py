@@ -124,13 +124,6 @@ class RunDirectory:
         """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}."""
         self._write_atomically(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}) + "\n")
 
-    def read_ranks(self) -> dict[int, int]:
-        """Return the process ids by rank of the last run started here; empty if there was none."""
-        try:
-            return {int(rank): int(process) for rank, process in read_json(self.path / RANKS).items()}
-        except (OSError, ValueError, AttributeError):
-            return {}
-
     def write_recipe(self, text: str) -> None:
         """Write the resolved recipe (file, overrides and defaults together) as TOML."""
         self._write_atomically(RECIPE, text)

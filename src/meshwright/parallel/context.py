@@ -343,16 +343,11 @@ _forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention
 
 @custom_operator("meshwright::ring_attention_backward")
 def _backward(
-    d_out_BNCD: torch.Tensor,
-    q_BNCD: torch.Tensor,
-    k_BKCD: torch.Tensor,
-    v_BKCD: torch.Tensor,
-    out_BNCD: torch.Tensor,
-    log_sum_BNC: torch.Tensor,
-    first_BC: torch.Tensor | None,
-    key: str,
+    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values of ring attention, given that of its output."""
+    """Return the gradients of queries, keys and values of ring attention, given that of its output. `saved_tensors`:
+    queries, keys, values, output, log-sum-exps."""
+    q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = axis_of(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
@@ -378,7 +373,7 @@ def _backward(
 _forward.register_fake(
     lambda q, k, v, first, key: (like_queries(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype)))
 )
-_backward.register_fake(lambda d_out, q, k, v, *_: (like_queries(q), like_queries(k), like_queries(v)))
+_backward.register_fake(lambda d_out, saved, *_: tuple(like_queries(each) for each in saved[:3]))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -391,7 +386,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
-    return (*operator(d_out_BNCD, *ctx.saved_tensors, ctx.first_BC, ctx.key), None, None)
+    return (*operator(d_out_BNCD, list(ctx.saved_tensors), ctx.first_BC, ctx.key), None, None)
 
 
 _forward.register_autograd(_backward_formula, setup_context=_save_for_backward)

@@ -22,14 +22,23 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 """The summed loss of a micro-batch (its number) whose responses, in pairs, have these log-probabilities [B, D]."""
 
 
+class BackwardOrder(NamedTuple):
+    """What a pipeline program decides about backward passes on this rank. `at_once`: forwards immediately followed by
+    their own backward; `queue`: deferred weight gradients of split backward passes."""
+
+    at_once: Collection[Key] = ()
+    queue: WeightGradients | None = None
+
+
+_FORWARD_ONLY = BackwardOrder()
+
+
 class StageCompute:
     """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
     evaluation.
 
-    `targets`: divisor of the summed loss; `at_once`: forwards immediately followed by their own backward; `queue`:
-    deferred weight gradients of split backward passes; `mark`: called with the name of each finished phase;
-    `objective`: loss of preference pairs. `loss`: sum over the micro-batches whose last stage is on this rank
-    (float64).
+    `targets`: divisor of the summed loss; `mark`: called with the name of each finished phase; `objective`: loss of
+    preference pairs. `loss`: sum over the micro-batches whose last stage is on this rank (float64).
     """
 
     def __init__(
@@ -38,14 +47,14 @@ class StageCompute:
         engine: ZeroEngine,
         micro_batches: Sequence[MicroBatch],
         targets: float,
-        at_once: Collection[Key] = (),
-        queue: WeightGradients | None = None,
+        order: BackwardOrder = _FORWARD_ONLY,
         mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
     ) -> None:
         self.model, self.engine, self.mark, self._objective = model, engine, mark, objective
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
-        self._micro_batches, self._targets, self._at_once, self._queue = micro_batches, targets, at_once, queue
+        self._micro_batches, self._targets = micro_batches, targets
+        self._at_once, self._queue = order
         self._stages = engine.partition.stages
         self._kept: dict[Key, _SavedForward] = {}
         self._paused: dict[Key, BackwardPass] = {}

@@ -15,7 +15,7 @@ from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.pipeline import Compute, Pipeline
-from meshwright.parallel.stage_compute import Key, MicroBatch, Objective, StageCompute
+from meshwright.parallel.stage_compute import BackwardOrder, Key, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
@@ -46,12 +46,13 @@ class ForwardBackward:
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is taken: what stands around the compute steps of a training step."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
-        self._passes, self._at_once, split = _count_passes(program, engine.mesh.pp.rank)
-        self._queue = WeightGradients(engine.gradients)
+        self._passes, at_once, split = _count_passes(program, engine.mesh.pp.rank)
+        queue = WeightGradients(engine.gradients)
+        self._order = BackwardOrder(at_once, queue)
         if split:
-            take_weight_gradients(model, self._queue)
+            take_weight_gradients(model, queue)
         elif not model.compiled:  # its products would give what gradients are made of, all at once
-            take_weight_gradients(model, self._queue, fused_accumulation_min_numel)
+            take_weight_gradients(model, queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Run forward and backward of this rank's micro-batches; afterwards `engine.shards` hold the reduced gradients.
@@ -62,9 +63,7 @@ class ForwardBackward:
         """
         self.engine.begin_step(self._passes)
         objective = self._objective(micro_batches)
-        compute = StageCompute(
-            self.model, self.engine, micro_batches, targets, self._at_once, self._queue, self.mark, objective
-        )
+        compute = StageCompute(self.model, self.engine, micro_batches, targets, self._order, self.mark, objective)
         self._pipeline.run(compute if self.watched is None else self.watched(compute))
         self.engine.finish()
         self.mark("reduce")

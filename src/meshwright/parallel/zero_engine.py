@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,6 +62,8 @@ class ZeroEngine:
     seed: initial values (a function of seed and parameter name); None keeps the values the model has, if it has memory.
     """
 
+    prefetcher_class: type[Any] = ParameterPrefetcher
+
     def __init__(
         self,
         model: nn.Module,
@@ -71,7 +74,6 @@ class ZeroEngine:
         parameter_dtype: torch.dtype,
         master_dtype: torch.dtype = torch.float32,
         partition: Partition | None = None,
-        prefetcher: type[ParameterPrefetcher] = ParameterPrefetcher,
     ) -> None:
         self.mesh, self.table = mesh, table
         self.partition = partition = Partition.whole(table) if partition is None else partition
@@ -99,7 +101,7 @@ class ZeroEngine:
             name: [unit for each in table.needed_by(name) for unit in self._units_of[each]] for name in self._units_of
         }
         self.prefetchers = {
-            stage.index: prefetcher(names, {name: needs[name] for name in names})
+            stage.index: self.prefetcher_class(names, {name: needs[name] for name in names})
             for stage in partition.held(mesh.pp.rank)
             for names in (partition.units(stage),)
         }

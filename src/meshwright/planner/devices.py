@@ -58,7 +58,7 @@ class Device:
     ``memory_bandwidth`` is in bytes a second, ``price`` in US dollars an hour (low, high), ``measured_bf16`` the best
     product that was measured (10¹² a second; ``measured_fp8`` likewise), ``all_reduce_ring`` and ``all_reduce_switch``
     the measured bus bandwidth of a large all-reduce in a node (bytes a second). ``source`` is that of every figure but
-    those in ``sources``; ``source_of`` knows both.
+    those in ``sources``.
     """
 
     name: str
@@ -110,10 +110,6 @@ class Device:
             if best and peak
         }
         return shares.get(precision) or next(iter(shares.values()), None)
-
-    def source_of(self, figure: str) -> str:
-        """Return the source of a figure, as text. figure: its field name, such as "bf16"."""
-        return self.sources.get(figure, self.source)
 
 
 @cache

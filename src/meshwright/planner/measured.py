@@ -16,9 +16,6 @@ from meshwright.layout import Layout
 FORMS = ("forward", "input-gradient", "weight-gradient")
 """The three products of a linear function: x Wᵀ, g W, gᵀ x."""
 
-PLACES = ("inside", "across", "world")
-"""Which ranks call a collective together: consecutive ones of a node, one of each node, everybody on all nodes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Curve:

@@ -187,9 +187,3 @@ def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool
         weights / (ranks if zero == 3 else 1), gradients / (ranks if zero >= 2 else 1),
         optimizer / (ranks if zero >= 1 else 1),
     )  # fmt: skip
-
-
-def devices_for_weights(parameters: int, bytes_each: int, device_bytes: int) -> int:
-    """Return the number of devices that the weights alone need. parameters: their number; bytes_each: of a parameter;
-    device_bytes: memory of a device."""
-    return -(-parameters * bytes_each // device_bytes)

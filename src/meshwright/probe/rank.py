@@ -6,13 +6,11 @@ with all cores of the host. The differences show how processes on one machine sl
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
+from meshwright.launcher.started_rank import machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.machine_profile import processor_name
 from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
@@ -40,20 +39,28 @@ def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: f
     return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The host of a rank. cores: shared by its ranks. directory: for the disk measurement. starts: known start-up
+    seconds by name.
+    """
+
+    cores: int
+    directory: Path
+    starts: Mapping[str, float] = field(default_factory=dict)
+
+
 def measure(
     mesh: Mesh,
     effort: Effort,
-    cores: int,
-    directory: Path,
-    starts: dict[str, float],
+    host: Host,
     say: Callable[[str], None] = lambda line: None,
     pieces: Sequence[Point] = (),
     steps: Callable[[Yardstick, float], Sequence[ReferenceStep]] = lambda yardstick, level: (),
 ) -> dict[str, Any]:
     """Measure the machine; collective call.
 
-    cores: of this host, shared by its ranks. directory: for the disk measurement. starts: known start-up seconds by
-    name. say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
+    say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
     reference training steps, given the yardstick and its usual seconds.
 
     Returns "measured" (`Measured.tables`), "hosts" [ranks], "ratios" (slowdown of each rank at products and at memory),
@@ -67,7 +74,7 @@ def measure(
     points = [*effort.points(), *pieces]
     phases = [(mesh.tp.size, threads)]
     if mesh.device.type == "cpu" and effort.single_rank:
-        phases += [phase for phase in ((1, threads), (1, cores)) if phase not in phases]
+        phases += [phase for phase in ((1, threads), (1, host.cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []
     yardstick, level = Yardstick(mesh.device), 0.0
@@ -92,7 +99,7 @@ def measure(
         collectives=tuple(_time_collectives(mesh, effort, say if leader else lambda line: None)),
         copies=tuple(_time_copies(mesh.device, effort)),
         yardstick=level if mesh.device.type == "cpu" else None,
-        starts=tuple({**starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
+        starts=tuple({**host.starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
     )
     if leader and effort.steps:
         say("steps of a reference model")
@@ -106,7 +113,7 @@ def measure(
     rates = None
     if leader and effort.disk:
         say("the disk")
-        rates = measure_disk(directory, effort.disk)
+        rates = measure_disk(host.directory, effort.disk)
     tables = measured.tables()
     if rates is not None:
         tables["disk_write"], tables["disk_read"] = rates
@@ -276,15 +283,7 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
-    return {"name": processor_name(), "memory_bytes": _read_memory_size() // mesh.tp.size}
-
-
-def _read_memory_size() -> int:
-    """Return the bytes of memory of this machine or container."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory
+    return {"name": processor_name(), "memory_bytes": machine_memory() // mesh.tp.size}
 
 
 # --- telling each other

@@ -96,7 +96,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
     from meshwright.probe.pieces import list_layer_points
     from meshwright.probe.points import Effort
-    from meshwright.probe.rank import make_probe_mesh, measure
+    from meshwright.probe.rank import Host, make_probe_mesh, measure
     from meshwright.probe.report import make_cluster_tables
     from meshwright.probe.steps import measure_reference_steps
 
@@ -131,9 +131,9 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         else:
             say = _ignore_progress
             effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
-        cores = max(1, count_available_cores())
+        host = Host(max(1, count_available_cores()), Path(description["disk"]), starts)
         steps = _GuardedSteps(partial(measure_reference_steps, mesh, effort), start, store)
-        found = measure(mesh, effort, cores, Path(description["disk"]), starts, say, list_layer_points(effort), steps)
+        found = measure(mesh, effort, host, say, list_layer_points(effort), steps)
         if short is not None:
             tables = {"cluster": make_cluster_tables(found, mesh.device.type)}
         whole = steps.failed is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.collectives.quantities import format_bytes
 from meshwright.planner.devices import find_device
 from meshwright.planner.measured import Curve, Measured, read
 from meshwright.probe.compare import THRESHOLD, SlowRank
@@ -181,8 +182,8 @@ def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: st
         rows.append(
             (
                 named,
-                f"{small * 1e6:.0f} µs at {_format_bytes(curve.sizes[0])}, "
-                f"{large:.2f} GB/s at {_format_bytes(curve.sizes[-1])}",
+                f"{small * 1e6:.0f} µs at {format_bytes(curve.sizes[0])}, "
+                f"{large:.2f} GB/s at {format_bytes(curve.sizes[-1])}",
             )
         )
     if measured.steps:
@@ -211,14 +212,6 @@ def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: st
 def _format_flops(rate: float) -> str:
     """Format a rate in FLOP/s."""
     return f"{rate / _TERA:.1f} TFLOP/s" if rate >= _TERA else f"{rate / _GIGA:.1f} GFLOP/s"
-
-
-def _format_bytes(size: float) -> str:
-    """Format a size in bytes."""
-    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:g} {unit}"
-    return f"{size:g} B"
 
 
 def _format_seconds(value: float) -> str:

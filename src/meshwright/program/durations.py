@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -31,9 +31,9 @@ class Durations:
         gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
-    forward: ArrayLike
-    input_gradient: ArrayLike
-    weight_gradient: ArrayLike
+    forward: ArrayLike = 1.0
+    input_gradient: ArrayLike = 1.0
+    weight_gradient: ArrayLike = 1.0
     transfer: ArrayLike = 0.0
     update: ArrayLike = 0.0
     overlapped: ArrayLike | None = None
@@ -50,7 +50,12 @@ class Durations:
         update: ArrayLike = 0.0,
         overlapped: ArrayLike | None = None,
     ) -> Durations:
-        """Build durations from those of a rank's whole share of the model, of which each of its chunks takes 1/chunks.
+        """Build durations by stage from those of a rank's whole share of the model; see `split`."""
+        return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
+
+    def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
+        """Return durations by stage, given that these are of a rank's whole share of the model, of which each of its
+        chunks takes 1/chunks.
 
         shape: the program, or (ranks, chunks) for cyclic placement. forward ... overlapped: one number, one a rank, or
             one a stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer:
@@ -80,13 +85,13 @@ class Durations:
             counts = f"{ranks} (one a rank)" + (f" or {stages} (one a stage)" if stages != ranks else "")
             raise UserError(f"{name}: {array.size} values; right is 1 or {counts}")
 
-        return cls(
-            by_stage("forward", forward),
-            by_stage("input gradient", input_gradient),
-            by_stage("weight gradient", weight_gradient),
-            transfer,
-            by_stage("update", update),
-            None if overlapped is None else by_stage("overlapped", overlapped),
+        return replace(
+            self,
+            forward=by_stage("forward", self.forward),
+            input_gradient=by_stage("input gradient", self.input_gradient),
+            weight_gradient=by_stage("weight gradient", self.weight_gradient),
+            update=by_stage("update", self.update),
+            overlapped=None if self.overlapped is None else by_stage("overlapped", self.overlapped),
         )
 
     def tabulate(self, name: str, program: PipelineProgram) -> Floats:
@@ -116,6 +121,9 @@ class Durations:
             shares[Kind.WEIGHT_GRADIENT, 1:] = with_weights / (with_weights.sum() or 1.0)
         return shares
 
+
+EQUAL_DURATIONS = Durations()
+"""Forward, input gradient and weight gradient take one unit of time each, transfers none."""
 
 StageDurations: TypeAlias = Callable[[int], Durations | None]
 """Function from a number of stages to the durations of a model split into them, one a stage; None if that is

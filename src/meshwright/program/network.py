@@ -95,10 +95,6 @@ class Network:
         """Number of ranks and switches."""
         return self.ranks + len(self.switches)
 
-    def find_route(self, source: int, target: int) -> Integers:
-        """Return the links of a message from rank `source` to rank `target`, in order."""
-        return self.find_routes(np.array([source]), np.array([target])).link
-
     def format_vertex(self, vertex: int) -> str:
         """Format a vertex: `rank 3`, or the name of a switch."""
         return f"rank {vertex}" if vertex < self.ranks else self.switches[vertex - self.ranks]

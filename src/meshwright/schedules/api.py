@@ -7,6 +7,7 @@ from typing import TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.names import SCHEDULES, check_options, unknown
+from meshwright.program.durations import Durations
 from meshwright.schedules.report import ScheduleReport
 from meshwright.schedules.report import schedule as report_schedule
 
@@ -82,4 +83,4 @@ def schedule(
     whole_passes = [each for each in durations if each != "transfer" and durations.get(each) is not None]
     if parts is not None and whole_passes:
         raise UserError(f"parts: hold the durations of forward and both gradients; leave out {whole_passes[0]}")
-    return report_schedule(name, stages, micro_batches, chunks, memory=memory, parts=parts, **durations)
+    return report_schedule(name, stages, micro_batches, chunks, Durations(**durations), memory, parts)

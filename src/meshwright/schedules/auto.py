@@ -39,7 +39,17 @@ from meshwright.schedules.steady_pattern import build_periodic_orders, compute_s
 
 Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
 
-EFFORT = 4_000_000  # task runs that the search times for each placement: one to two seconds
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """Limits of a schedule search.
+
+    effort: simulated task runs for each placement; fewer is faster. seconds: improve until so much wall time has
+        passed; without it, equal arguments give equal programs.
+    """
+
+    effort: int = 4_000_000  # one to two seconds
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,42 +110,22 @@ class SearchResult:
         return "\n".join([*lines, won])
 
 
-def find_schedule(
-    ranks: int,
-    micro_batches: int,
-    durations: Durations | StageDurations,
-    memory: ArrayLike | None = None,
-    chunks: int | None = None,
-    seconds: float | None = None,
-    weight_copies: int = 1,
-) -> PipelineProgram:
-    """Search a schedule with a small makespan and return only its program.
-
-    durations: of one micro-batch on a rank's whole share. memory: maximum activations of a rank, in micro-batches of
-        its share. chunks: stages of a rank (None: 1 and 2 are tried). seconds: wall time to improve for. weight_copies:
-        2 allows schedules with two replicas. Errors as in `search_schedule`.
-    """
-    return search_schedule(ranks, micro_batches, durations, memory, chunks, seconds, weight_copies).program
-
-
 def search_schedule(
     ranks: int,
     micro_batches: int,
     durations: Durations | StageDurations,
     memory: ArrayLike | None = None,
     chunks: int | None = None,
-    seconds: float | None = None,
     weight_copies: int = 1,
-    effort: int = EFFORT,
+    budget: SearchBudget = SearchBudget(),
 ) -> SearchResult:
     """Search for a synchronous pipeline program with a small makespan; durations may differ by rank or stage.
 
     durations: of one micro-batch on a rank's whole share (a chunk takes 1/chunks): one number, or one a rank; or one a
     stage, which fixes the number of chunks, as does one transfer time a boundary; or a function from the number of
     stages. memory: maximum activations of a rank, in micro-batches of its whole share, one number or one a rank; None:
-    no limit. chunks: stages of a rank; None: 1 and 2 are tried. seconds: improve until so much wall time has passed;
-    without it, equal arguments give equal programs. weight_copies: 2 allows named schedules with two replicas. effort:
-    simulated task runs for each placement; fewer is faster.
+    no limit. chunks: stages of a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
+    replicas.
 
     Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum. After Qi et al. 2024,
     arXiv 2401.10241, section 3, and arXiv 2405.15362.
@@ -143,7 +133,7 @@ def search_schedule(
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)
-    deadline = inf if seconds is None else time.monotonic() + seconds
+    deadline = inf if budget.seconds is None else time.monotonic() + budget.seconds
 
     candidates, refused = [], {}
     for name, count in _list_named_schedules(counts, weight_copies):
@@ -158,7 +148,7 @@ def search_schedule(
     problems = {}
     for name, placement in _list_placements(ranks, counts):
         empty = build_program("", ranks, micro_batches, (placement,), ())
-        by_stage = _split_durations(empty, timed[len(placement) // ranks])
+        by_stage = timed[len(placement) // ranks].split(empty)
         problems[name] = Problem.from_durations(ranks, micro_batches, placement, by_stage, limits)
     finished: list[tuple[float, str, list[Order]]] = []
     for name, problem in sorted(problems.items(), key=lambda item: item[1].lower_bound):
@@ -169,11 +159,11 @@ def search_schedule(
             for one in candidates
             if one.fits and one.program.placement == (problem.placement,)
         ]
-        makespan, orders = _search_placement(problem, seeds, best, effort)
+        makespan, orders = _search_placement(problem, seeds, best, budget.effort)
         finished.append((makespan, name, orders))
         best = min(best, makespan)
     finished.sort(key=lambda item: item[0])
-    if seconds is not None and finished:
+    if budget.seconds is not None and finished:
         finished[0] = _improve_until(problems, finished[0], deadline)
     for _, name, orders in finished:
         program = build_program_from_orders("auto", problems[name], orders)
@@ -278,23 +268,11 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
             yield "search, V", place_in_v_shape(ranks)
 
 
-def _split_durations(program: PipelineProgram, durations: Durations) -> Durations:
-    """Convert durations of a rank's whole share into durations by stage, for the program's placement."""
-    return Durations.per_rank(
-        program,
-        durations.forward,
-        durations.input_gradient,
-        durations.weight_gradient,
-        durations.transfer,
-        overlapped=durations.overlapped,
-    )
-
-
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
     """Return the candidate `name` with simulated makespan and peaks. limits: [ranks], memory in micro-batches."""
-    timing = simulate_pipeline(program, _split_durations(program, durations))
+    timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
     return Candidate(name, program, timing.makespan, peak, fits_all)

@@ -89,11 +89,6 @@ class ComponentDurations:
         return np.array([self.forward, inputs + weights, inputs, weights], np.float64)
 
     @property
-    def serial(self) -> float:
-        """F + B: time of a forward and a full backward, all-to-all included, without overlap."""
-        return float(self.tabulate()[:2].sum())
-
-    @property
     def overlapped(self) -> float:
         """F&B: time of an overlapped pair, four groups that each take as long as their longer stream."""
         forward, backward = self.tabulate()[:2]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.program.check_pipeline import check_pipeline
-from meshwright.program.durations import Durations
+from meshwright.program.durations import EQUAL_DURATIONS, Durations
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
 from meshwright.program.timeline import Timeline, pipeline_timeline
@@ -144,39 +144,34 @@ def schedule(
     ranks: int | None = None,
     micro_batches: int | None = None,
     chunks: int | None = None,
-    forward: ArrayLike = 1.0,
-    input_gradient: ArrayLike = 1.0,
-    weight_gradient: ArrayLike = 1.0,
-    transfer: ArrayLike = 0.0,
-    overlapped: ArrayLike | None = None,
+    durations: Durations = EQUAL_DURATIONS,
     memory: float | None = None,
     parts: Sequence[float] | None = None,
 ) -> ScheduleReport:
     """Generate (or load, `@FILE`), check and simulate a pipeline schedule, as `meshwright schedule` does.
 
-    Durations are of one micro-batch on a rank's whole share of the model, in any unit: one number, one a rank or one a
-    stage (`Durations.per_rank`). memory: maximum activations of a rank, in whole micro-batches, for `auto`.
+    durations: of one micro-batch on a rank's whole share of the model, in any unit: one number, one a rank or one a
+        stage (`Durations.split`). memory: maximum activations of a rank, in whole micro-batches, for `auto`.
     parts: times of attention, dispatch, MLP and combine in a forward of a rank's share, instead of the other durations;
         the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split
         into components and simulated with two streams a rank.
 
     Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
-    times = (forward, input_gradient, weight_gradient, transfer, 0.0, overlapped)
     found, cut = None, None
     if name == "auto":
         # Durations of a rank's whole share: the search chooses the placement.
-        wanted = Durations(*times) if parts is None else _split_parts(parts, 1, transfer).to_durations()
+        wanted = durations if parts is None else _split_parts(parts, 1, durations.transfer).to_durations()
         found = search_auto(ranks, micro_batches, chunks, wanted, memory)
         program = found.program
     else:
         program = generate(name, ranks, micro_batches, chunks)
     check_pipeline(program)
     if parts is None:
-        durations = Durations.per_rank(program, *times)
+        durations = durations.split(program)
         timing = simulate_pipeline(program, durations)
     else:
-        shares = _split_parts(parts, program.chunks, transfer)
+        shares = _split_parts(parts, program.chunks, durations.transfer)
         durations, cut = shares.to_durations(), simulate_components(program, shares)
         timing = cut.timing
     complete = program

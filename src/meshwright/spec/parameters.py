@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -156,6 +156,36 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
     return ParameterTable(rows, tuple(tensors), tuple(units), config.tied_head)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter entry belongs. unit: FSDP unit. part: key in `DISK_NAMES`. tensor: engine tensor, without
+    suffix (default: as `part`). offset: as in `Row`. layer, expert: numbers, if it belongs to one.
+    """
+
+    unit: str
+    part: str
+    layer: int | None = None
+    tensor: str | None = None
+    offset: int = 0
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How axes cut a parameter entry; fields as in `Row` (`blocks` default: the whole dim)."""
+
+    split: Mapping[SplitAxis, int] = field(default_factory=dict)
+    blocks: tuple[int, ...] = ()
+    granularity: int = 1
+    remainder: Literal["refuse", "replicate", "pad"] = "refuse"
+    partial: Literal["sequence", "heads"] | None = None
+
+
+_BY_TOKENS, _BY_HEADS = _Cut(partial="sequence"), _Cut(partial="heads")
+_VOCABULARY = _Cut({"tp": 0}, remainder="pad")
+_COLUMNS, _ROWS = _Cut({"tp": 0}), _Cut({"tp": 1})  # column parallel, row parallel
+
+
 class _Builder:
     """Collects the parameter entries of a model in ``rows``, unit by unit in forward order."""
 
@@ -174,22 +204,22 @@ class _Builder:
         """Append the entries of the whole model: embeddings, layers, head."""
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
-        self.add("embedding", "embedding", (vocabulary, hidden), {"tp": 0}, remainder="pad")
+        self.add(_Place("embedding", "embedding"), (vocabulary, hidden), _VOCABULARY)
         # In units of their own: the flat buffer of a tied embedding is the same on the first and on the last stage.
         if config.token_types:
-            self.add("token_types", "token_types", (config.token_types, hidden), partial="sequence")
+            self.add(_Place("token_types", "token_types"), (config.token_types, hidden), _BY_TOKENS)
         if config.positions == "learned":
-            self.add("positions", "positions", (config.max_positions, hidden), partial="sequence")
+            self.add(_Place("positions", "positions"), (config.max_positions, hidden), _BY_TOKENS)
         if config.embedding_norm:
-            self.norm("embedding_norm", "embedding_norm")
+            self.norm(_Place("embedding_norm", "embedding_norm"))
         for layer in range(config.layers):
             self.layer(f"layers.{layer}", layer)
         if config.encoder:
             self.encoder_head()
             return
-        self.norm("head", "final_norm")
+        self.norm(_Place("head", "final_norm"))
         if not config.tied:
-            self.add("head", "head", (vocabulary, hidden), {"tp": 0}, remainder="pad")
+            self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
 
     def encoder_head(self) -> None:
         """Append an encoder's head: transform, norm and output bias (masked language modelling), or pooler and
@@ -197,14 +227,14 @@ class _Builder:
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
-            self.add("head", dense, shape, suffix=suffix, partial="sequence")
+            self.add(_Place("head", dense), shape, _BY_TOKENS, suffix=suffix)
         if self.config.head == "masked":
-            self.norm("head", "transform_norm", tensor="transform_norm")
-            self.add("head", "head", (self.config.vocabulary,), {"tp": 0}, suffix="bias", remainder="pad")
+            self.norm(_Place("head", "transform_norm"))
+            self.add(_Place("head", "head"), (self.config.vocabulary,), _VOCABULARY, suffix="bias")
         elif self.config.head == "classes":
             classes = len(self.config.labels)
             for shape, suffix in (((classes, hidden), "weight"), ((classes,), "bias")):
-                self.add("head", "classifier", shape, suffix=suffix, partial="sequence")
+                self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
     def layer(self, unit: str, layer: int) -> None:
         """Append the entries of transformer layer number `layer` to FSDP unit `unit`."""
@@ -213,46 +243,47 @@ class _Builder:
         query, key = config.heads * head_dim, config.kv_heads * head_dim
         attention, mlp = f"{unit}.attention", f"{unit}.mlp"
 
-        self.norm(unit, "attention_norm", layer)
+        def norm(part: str) -> None:
+            """Append one of the layer's norms."""
+            self.norm(_Place(unit, part, layer, f"{unit}.{part}"))
+
+        norm("attention_norm")
         if "qkv" in self.names:
             # BLOOM's file mixes the three head by head; GPT-2's has all queries, all keys, all values.
             mixed = config.family == "bloom"
             blocks, granularity = ((3 * query,), 3 * head_dim) if mixed else ((query,) * 3, head_dim)
-            self.linear(
-                unit, f"{attention}.qkv", "qkv", layer, 3 * query, hidden, column=True, bias=config.qkv_bias,
-                blocks=blocks, granularity=granularity,
-            )  # fmt: skip
+            place, cut = _Place(unit, "qkv", layer, f"{attention}.qkv"), _Cut({"tp": 0}, blocks, granularity)
+            self.linear(place, 3 * query, hidden, cut, bias=config.qkv_bias)
         else:
             for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
-                self.linear(
-                    unit, f"{attention}.qkv", part, layer, size, hidden, column=True, bias=config.qkv_bias,
-                    offset=offset, granularity=head_dim, replicate=part != "query",
-                )  # fmt: skip
+                cut = _Cut({"tp": 0}, granularity=head_dim)
+                if part != "query":  # key-value heads fewer than ranks are shared
+                    cut = replace(cut, remainder="replicate", partial="heads")
+                place = _Place(unit, part, layer, f"{attention}.qkv", offset)
+                self.linear(place, size, hidden, cut, bias=config.qkv_bias)
         if config.query_key_norm:
-            self.norm(unit, "query_norm", layer, tensor=f"{attention}.query_norm", size=head_dim, partial="heads")
-            self.norm(unit, "key_norm", layer, tensor=f"{attention}.key_norm", size=head_dim, partial="heads")
-        self.linear(
-            unit, f"{attention}.output", "attention_output", layer, hidden, query, column=False,
-            bias=config.output_bias, granularity=head_dim,
-        )  # fmt: skip
+            for part in ("query_norm", "key_norm"):
+                self.norm(_Place(unit, part, layer, f"{attention}.{part}"), head_dim, _BY_HEADS)
+        place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), head_dim)
+        self.linear(place, hidden, query, cut, bias=config.output_bias)
         if config.post_norms:
-            self.norm(unit, "attention_post_norm", layer)
+            norm("attention_post_norm")
 
-        self.norm(unit, "mlp_norm", layer)
+        norm("mlp_norm")
         if config.has_experts(layer):
             self.mixture(unit, mlp, layer)
         else:
             self.feed_forward(unit, mlp, layer, intermediate)
         if config.post_norms:
-            self.norm(unit, "mlp_post_norm", layer)
+            norm("mlp_post_norm")
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
         """Append an MLP's gate, up and down projections. `mlp`: prefix of the engine tensors; `width`: the intermediate
         size; `prefix`: that of the keys in `DISK_NAMES`."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
-            self.linear(unit, f"{mlp}.up", prefix + part, layer, width, hidden, column=True, bias=bias, offset=offset)
-        self.linear(unit, f"{mlp}.down", f"{prefix}down", layer, hidden, width, column=False, bias=bias)
+            self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
+        self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
         """Append a router, its experts (all in one tensor per projection) and the shared expert of layer number
@@ -262,94 +293,70 @@ class _Builder:
         hidden, width = config.hidden, config.expert_intermediate
         # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
         # about a choice is a part.
-        self.add(unit, "router", (config.experts, hidden), tensor=f"{mlp}.router", layer=layer, partial="heads")
+        router = _Place(unit, "router", layer, f"{mlp}.router")
+        self.add(router, (config.experts, hidden), _BY_HEADS)
         if config.router_bias:
-            self.add(
-                unit, "router", (config.experts,), tensor=f"{mlp}.router", layer=layer, suffix="bias",
-                disk_suffix="e_score_correction_bias", partial="heads", balances=True,
-            )  # fmt: skip
+            name = "e_score_correction_bias"
+            self.add(router, (config.experts,), _BY_HEADS, suffix="bias", disk_suffix=name, balances=True)
         for expert in range(config.experts):
             start = expert * 2 * width
             for part, offset in (("expert_gate", start), ("expert_up", start + width)):
-                self.linear(
-                    unit, f"{mlp}.experts.up", part, layer, width, hidden, column=True, bias=False, offset=offset,
-                    expert=expert,
-                )  # fmt: skip
-            self.linear(
-                unit, f"{mlp}.experts.down", "expert_down", layer, hidden, width, column=False, bias=False,
-                offset=expert * hidden, expert=expert,
-            )  # fmt: skip
+                place = _Place(unit, part, layer, f"{mlp}.experts.up", offset, expert)
+                self.linear(place, width, hidden, _COLUMNS, bias=False)
+            place = _Place(unit, "expert_down", layer, f"{mlp}.experts.down", expert * hidden, expert)
+            self.linear(place, hidden, width, _ROWS, bias=False)
         if config.shared_intermediate:
             self.feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
         if config.shared_gate:
-            self.add(unit, "shared_expert_gate", (1, hidden), tensor=f"{mlp}.shared_gate", layer=layer, partial="heads")
+            self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
-    def linear(
-        self, unit: str, tensor: str, part: str, layer: int, output: int, inputs: int, *, column: bool, bias: bool,
-        offset: int = 0, blocks: tuple[int, ...] = (), granularity: int = 1, replicate: bool = False,
-        expert: int | None = None,
-    ) -> None:  # fmt: skip
-        """Append a weight [output, inputs] and its bias. `column`: column parallel, outputs are cut over tp; else row
-        parallel, inputs are. `part`: key in `DISK_NAMES`; `replicate`: heads fewer than ranks are shared; the others
-        as fields of `Row`.
+    def linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
+        """Append a weight [output, inputs] and its bias. `cut`: tp:0, column parallel, outputs are cut; tp:1, row
+        parallel, inputs are.
         """
-        remainder: Literal["refuse", "replicate"] = "replicate" if replicate else "refuse"
-        partial: Literal["heads"] | None = "heads" if replicate else None
-        self.add(
-            unit, part, (output, inputs), {"tp": 0 if column else 1}, tensor=tensor, layer=layer, offset=offset,
-            blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
-            initial=self.normal if column else self.residual, expert=expert,
-        )  # fmt: skip
-        if not bias:
-            return
-        if column:
-            self.add(
-                unit, part, (output,), {"tp": 0}, tensor=tensor, layer=layer, offset=offset, suffix="bias",
-                blocks=blocks, granularity=granularity, remainder=remainder, partial=partial,
-            )  # fmt: skip
-        else:  # added after the ranks' products are summed, to each rank's piece of the sequence
-            self.add(unit, part, (output,), tensor=tensor, layer=layer, suffix="bias", partial="sequence")
+        column = cut.split["tp"] == 0
+        self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
+        if bias:  # of row parallel layers added after the ranks' products are summed, to each rank's sequence slice
+            at = place if column else replace(place, offset=0)
+            self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
-    def norm(
-        self, unit: str, part: str, layer: int | None = None, *, tensor: str | None = None, size: int | None = None,
-        partial: Literal["sequence", "heads"] = "sequence",
-    ) -> None:  # fmt: skip
-        """Append a norm's weight [size] and, if the model has norm biases, its bias. `part`: key in `DISK_NAMES`;
-        `tensor`: name of the engine tensor; `size`: default hidden; `partial`: field of `Row`.
-        """
-        tensor = tensor or (part if layer is None else f"{unit}.{part}")
+    def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
+        """Append a norm's weight [size] (default: hidden) and, if the model has norm biases, its bias."""
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
         shape = (size or self.config.hidden,)
-        self.add(unit, part, shape, tensor=tensor, layer=layer, partial=partial, initial=ones)
+        self.add(place, shape, cut, initial=ones)
         if self.config.norm_bias:
-            self.add(unit, part, shape, tensor=tensor, layer=layer, partial=partial, suffix="bias")
+            self.add(place, shape, cut, suffix="bias")
 
     def add(
-        self, unit: str, part: str, shape: tuple[int, ...], split: Mapping[SplitAxis, int] | None = None, *,
-        tensor: str | None = None, layer: int | None = None, suffix: str = "weight", offset: int = 0,
-        blocks: tuple[int, ...] = (), granularity: int = 1,
-        remainder: Literal["refuse", "replicate", "pad"] = "refuse",
-        partial: Literal["sequence", "heads"] | None = None, initial: Initial | None = None,
-        expert: int | None = None, disk_suffix: str | None = None, balances: bool = False,
-    ) -> None:  # fmt: skip
-        """Append one entry. `part`: key in `DISK_NAMES`; `suffix`: "weight" or "bias"; the others as fields of
-        `Row`."""
-        split = split or {}
-        transposed = self.config.family == "gpt2" and layer is not None and len(shape) == 2
+        self,
+        place: _Place,
+        shape: tuple[int, ...],
+        cut: _Cut,
+        *,
+        suffix: str = "weight",
+        disk_suffix: str | None = None,
+        initial: Initial | None = None,
+        balances: bool = False,
+    ) -> None:
+        """Append one entry. `suffix`: "weight" or "bias"; `disk_suffix`: the one on disk, if it differs; the others as
+        fields of `Row`."""
+        transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
+        expert = place.expert
         self.rows.append(
             Row(
-                name=f"{self.names[part].format(i=layer, e=expert)}.{disk_suffix or suffix}",
+                name=f"{self.names[place.part].format(i=place.layer, e=expert)}.{disk_suffix or suffix}",
                 shape=shape[::-1] if transposed else shape,
                 transposed=transposed,
-                tensor=f"{tensor or part}.{suffix}",
-                offset=offset,
-                unit=unit,
-                split=split,
-                blocks=blocks or tuple(shape[dim] for dim in split.values()),
-                granularity=granularity,
-                remainder=remainder,
-                partial=partial,
+                tensor=f"{place.tensor or place.part}.{suffix}",
+                offset=place.offset,
+                unit=place.unit,
+                split=cut.split,
+                blocks=cut.blocks or tuple(shape[dim] for dim in cut.split.values()),
+                granularity=cut.granularity,
+                remainder=cut.remainder,
+                partial=cut.partial,
                 initial=initial or (self.normal if len(shape) > 1 else Initial("zeros")),
                 # Every matrix, embeddings too, as nanoGPT, Megatron-LM and the Trainer of transformers do, so that a
                 # recipe means the same here; vectors (norms, biases) not. A tied embedding is the head's matrix.

@@ -59,6 +59,26 @@ class ChatRequest:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling settings of a run's requests. max_tokens: of an answer. seed: of the run, from which the requests' seeds
+    are derived.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 1024
+    seed: int = 0
+
+    def request(self, prompt: str, seed: int) -> ChatRequest:
+        """Return a request with one user message and its own seed."""
+        return ChatRequest(user_message(prompt), self.temperature, max_tokens=self.max_tokens, seed=seed)
+
+
+def user_message(text: str) -> list[dict[str, str]]:
+    """Return the chat messages of a conversation with one user message `text`."""
+    return [{"role": "user", "content": text}]
+
+
 class RequestRefused(UserError):
     """Error: the server refuses this request, and retrying will not help."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.data.records.exchanges import Record, name_records, split_exchange
 from meshwright.errors import UserError
 from meshwright.synthesis.asking import ChatClient
-from meshwright.synthesis.endpoint import ChatRequest, Completion
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, user_message
 
 IN_DEPTH: dict[str, str] = {
     "add-constraints": "Ask for one thing more that the answer must respect: a condition, a limit or a requirement.",
@@ -32,6 +32,7 @@ IN_DEPTH: dict[str, str] = {
 IN_BREADTH = "in-breadth"
 METHODS = (*IN_DEPTH, IN_BREADTH)
 SORRY_WORDS = 80  # a response with "sorry" in fewer words could not be given (Elimination Evolving, rule 2)
+DEFAULT_SAMPLING = Sampling(max_tokens=2048)
 _WORDS_MORE = "10 to 20"  # that a rewriting in depth may add
 
 _DEEPEN = (
@@ -85,20 +86,19 @@ def evol_instruct(
     seeds: Sequence[tuple[str, Record]],
     asker: ChatClient,
     rounds: int = 4,
-    seed: int = 0,
-    temperature: float = 1.0,
-    max_tokens: int = 2048,
+    sampling: Sampling = DEFAULT_SAMPLING,
     methods: Sequence[str] = METHODS,
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Let a served model make instructions harder or different in several rounds (Evol-Instruct); returns the evolved
     records with responses, and a summary as JSON.
 
-    seeds: (where, record) to begin with. asker: sends the requests. rounds: 4 in the paper. seed, temperature,
-    max_tokens: of the requests. methods: names of evolutions to choose from. Records have Alpaca's keys and `origin`:
+    seeds: (where, record) to begin with. asker: sends the requests. rounds: 4 in the paper. sampling: of the
+    requests. methods: names of evolutions to choose from. Records have Alpaca's keys and `origin`:
     method, model, round, path of methods, source record. Summary: `records`, `by_method`, and `dropped` by reason.
     Raises `UserError` without instructions.
     """
+    seed = sampling.seed
     names = name_records([record for _, record in seeds])
     lines = [
         _Lineage(name, split_exchange(record, where).prompt) for name, (where, record) in zip(names, seeds, strict=True)
@@ -113,15 +113,12 @@ def evol_instruct(
         chosen = [random.Random(f"{seed} {number} {place}").choice(list(methods)) for place in range(len(lines))]
         seeds_of = [random.Random(f"{seed} {number} {place} ask").getrandbits(31) for place in range(len(lines))]
         prompts = [_make_evolving_prompt(line.task, method) for line, method in zip(lines, chosen, strict=True)]
-        asked = [
-            ChatRequest(_user_message(prompt), temperature, max_tokens=max_tokens, seed=own)
-            for prompt, own in zip(prompts, seeds_of, strict=True)
-        ]
+        asked = [sampling.request(prompt, own) for prompt, own in zip(prompts, seeds_of, strict=True)]
         tasks = [_parse_evolved(answer, dropped) for answer in asker.ask(asked, f"round {number}: evolving")]
         going = [place for place, task in enumerate(tasks) if task is not None]
 
         compare = [
-            ChatRequest(_user_message(_COMPARE.format(first=lines[at].task, second=tasks[at])), max_tokens=8, seed=seed)
+            ChatRequest(user_message(_COMPARE.format(first=lines[at].task, second=tasks[at])), max_tokens=8, seed=seed)
             for at in going
         ]
         judged = asker.ask(compare, f"round {number}: comparing")
@@ -129,10 +126,7 @@ def evol_instruct(
         dropped["nothing new"] += len(same)
         going = [at for at in going if at not in same]
 
-        answering = [
-            ChatRequest(_user_message(str(tasks[at])), temperature, max_tokens=max_tokens, seed=seeds_of[at])
-            for at in going
-        ]
+        answering = [sampling.request(str(tasks[at]), seeds_of[at]) for at in going]
         for at, answer in zip(going, asker.ask(answering, f"round {number}: answering"), strict=True):
             if reason := _find_failure(answer):
                 dropped[reason] += 1
@@ -195,8 +189,3 @@ def _find_failure(answer: Completion | None) -> str | None:
     if all(word in _STOP_WORDS for word in found):
         return "response says nothing"
     return None
-
-
-def _user_message(text: str) -> list[dict[str, str]]:
-    """Return the chat messages of a conversation with one user message `text`."""
-    return [{"role": "user", "content": text}]

@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.data.records.exchanges import Record, find_first_request
 from meshwright.errors import UserError
 from meshwright.synthesis.asking import ChatClient
-from meshwright.synthesis.endpoint import ChatRequest, Completion
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, user_message
 from meshwright.synthesis.rouge import Pool
 
 IN_CONTEXT, GENERATED_IN_CONTEXT = 8, 2  # tasks in a prompt, of which the model's own ("Instruction Generation")
@@ -29,6 +29,7 @@ UNSUITABLE = (  # what a language model cannot look at or do; the paper names im
     *("image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps"),
     *("draw", "plot", "go to"),
 )
+DEFAULT_SAMPLING = Sampling(temperature=0.7)
 _NEW_TASKS = 8  # that a prompt asks for
 _ROUND = 8  # prompts whose tasks are sampled from the same pool
 _PATIENCE = 5  # rounds without a new task, after which the model has no more to say
@@ -74,18 +75,16 @@ def self_instruct(
     seeds: Sequence[tuple[str, Record]],
     asker: ChatClient,
     count: int,
-    seed: int = 0,
-    temperature: float = 0.7,
-    max_tokens: int = 1024,
+    sampling: Sampling = DEFAULT_SAMPLING,
     instances: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Let a served model generate `count` new tasks (fewer if it repeats itself), each with up to `instances`
     input-output pairs (Self-Instruct).
 
-    seeds: (where, record) of tasks by people, shown to the model. asker: sends the requests. seed, temperature,
-    max_tokens: of the requests. instances: pairs for a task with free-text answers; a classification gets one for
-    each of up to 5 labels. log: receives progress lines. Requests depend on `seed` and the answers alone, so that a
+    seeds: (where, record) of tasks by people, shown to the model. asker: sends the requests. sampling: of the
+    requests. instances: pairs for a task with free-text answers; a classification gets one for
+    each of up to 5 labels. log: receives progress lines. Requests depend on the seed and the answers alone, so that a
     restarted run repeats them. Raises `UserError` without seed tasks.
     """
     people = [find_first_request(record, where) for where, record in seeds]
@@ -96,15 +95,10 @@ def self_instruct(
     made: list[str] = []
     idle = 0
     while len(made) < count and idle < _PATIENCE:
-        random_ = random.Random(f"{seed} {outcome.rounds}")
+        random_ = random.Random(f"{sampling.seed} {outcome.rounds}")
         prompts = [_make_tasks_prompt(random_, people, made) for _ in range(_ROUND)]
         requests = [
-            ChatRequest(
-                _user_message(prompt),
-                temperature,
-                max_tokens=max_tokens,
-                seed=_derive_seed(seed, outcome.rounds, number),
-            )
+            sampling.request(prompt, _derive_seed(sampling.seed, outcome.rounds, number))
             for number, prompt in enumerate(prompts)
         ]
         before = len(made)
@@ -121,7 +115,7 @@ def self_instruct(
         idle = 0 if len(made) > before else idle + 1
         outcome.rounds += 1
         log(f"{len(made):,} of {count:,} new tasks after {outcome.rounds} rounds")
-    _add_instances(outcome, made, asker, seed, temperature, max_tokens, instances)
+    _add_instances(outcome, made, asker, sampling, instances)
     return outcome
 
 
@@ -175,16 +169,17 @@ def _add_instances(
     outcome: Outcome,
     tasks: Sequence[str],
     asker: ChatClient,
-    seed: int,
-    temperature: float,
-    max_tokens: int,
+    sampling: Sampling,
     instances: int,
 ) -> None:
     """Ask for input-output pairs of each task and add them to `outcome` as records: label first for classifications,
     so that labels are balanced, else input first. instances: pairs for a task with free-text answers.
     """
     kinds = asker.ask(
-        [ChatRequest(_user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=seed) for task in tasks],
+        [
+            ChatRequest(user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=sampling.seed)
+            for task in tasks
+        ],
         "kinds",
     )
     labelled = [kind is not None and kind.text.strip().lower().startswith("yes") for kind in kinds]
@@ -192,9 +187,7 @@ def _add_instances(
     for number, (task, has_labels) in enumerate(zip(tasks, labelled, strict=True)):
         prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
         text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
-        requests.append(
-            ChatRequest(_user_message(text), temperature, max_tokens=max_tokens, seed=_derive_seed(seed, -1, number))
-        )
+        requests.append(sampling.request(text, _derive_seed(sampling.seed, -1, number)))
     for task, has_labels, answer in zip(tasks, labelled, asker.ask(requests, "examples"), strict=True):
         pairs = _parse_pairs(answer, has_labels, outcome.dropped)
         if not pairs:
@@ -240,11 +233,6 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
         dropped["one input, several outputs"] += 1
         return []
     return kept
-
-
-def _user_message(text: str) -> list[dict[str, str]]:
-    """Return the chat messages of a conversation with one user message `text`."""
-    return [{"role": "user", "content": text}]
 
 
 def _derive_seed(seed: int, *numbers: int) -> int:

@@ -24,7 +24,7 @@ from meshwright.parallel.context import part_of_rows
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import WORTH_ADDING_AT_ONCE, ForwardBackward
+from meshwright.parallel.step import ForwardBackward
 from meshwright.planner.data_calls import Work
 from meshwright.planner.flops import training_flops_per_token
 from meshwright.planner.traffic import predicted_traffic, predicted_traffic_by_axis
@@ -33,7 +33,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.objective import NextToken, Objective
-from meshwright.training.precision import PARAMETER_DTYPES, Dtypes, set_matmul_precision
+from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic, set_matmul_precision
 from meshwright.training.preference import PreferencePairs
 from meshwright.training.task import RunStart
 
@@ -41,9 +41,8 @@ from meshwright.training.task import RunStart
 class LanguageModelTask:
     """One of Meshwright's language models with its data and loss on one rank of a training run; implements `Task`.
 
-    initialise: initialise parameters from the recipe's seed; otherwise the caller loads them. dtypes: by default
-    those of the layout's precision. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel
-    accumulates directly into the gradient buffer.
+    initialise: initialise parameters from the recipe's seed; otherwise the caller loads them. arithmetic: by default
+    that of the layout's precision.
     """
 
     def __init__(
@@ -55,21 +54,20 @@ class LanguageModelTask:
         mesh: Mesh,
         *,
         initialise: bool = True,
-        dtypes: Dtypes | None = None,
-        fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         """Build the model with its sharded parameters, the data splits and the objective."""
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.table = parameter_table(config)
-        dtypes = dtypes or Dtypes(PARAMETER_DTYPES[layout.precision or "fp32"])
+        arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
         set_matmul_precision(layout.precision, mesh.device)
         self.model, self.parallel, program = parallelize(
             config,
             mesh,
             recipe.data.sequence,
             seed=recipe.run.seed if initialise else None,
-            parameter_dtype=dtypes.parameters,
-            master_dtype=dtypes.masters,
+            parameter_dtype=arithmetic.parameter_dtype,
+            master_dtype=arithmetic.master_dtype,
             compile_blocks=recipe.train.compile,
         )
         self.tokens: PackedDataset = data.split("train")
@@ -80,7 +78,7 @@ class LanguageModelTask:
             self.model,
             self.parallel,
             program,
-            fused_accumulation_min_numel=fused_accumulation_min_numel,
+            fused_accumulation_min_numel=arithmetic.fused_accumulation_min_numel,
             preference=self.objective.pair_loss,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Checkpointer
+from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
@@ -52,6 +52,12 @@ def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progr
         return Run(recipe, mesh, run_directory, show_progress).run()
 
 
+def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -> SaveOptions:
+    """Return the recipe's checkpoint settings. tokenizer_directory: whose files each checkpoint includes."""
+    settings = recipe.checkpoint
+    return SaveOptions(settings.dtype, settings.keep, settings.keep_best, settings.background, tokenizer_directory)
+
+
 class Run:
     """A training run on one rank: `Trainer`, checkpoints, journal and stop requests."""
 
@@ -66,12 +72,8 @@ class Run:
             run_directory.checkpoints,
             mesh,
             config,
-            dtype=recipe.checkpoint.dtype,
-            keep=recipe.checkpoint.keep,
-            keep_best=recipe.checkpoint.keep_best,
-            tokenizer_directory=data.tokenizer_directory,
-            background=recipe.checkpoint.background,
-            log=self.journal.log,
+            make_save_options(recipe, data.tokenizer_directory),
+            self.journal.log,
         )
         self.resumed_from = self._resume(layout, config, data)
 

@@ -1,4 +1,4 @@
-"""Dtypes of a training run, and the TF32 setting of CUDA."""
+"""Arithmetic of a training run, and the TF32 setting of CUDA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.errors import UserError
+from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 
 PARAMETER_DTYPES = {
     "fp32": torch.float32,
@@ -17,13 +18,15 @@ PARAMETER_DTYPES = {
 """Parameter dtype of each precision of the layout notation."""
 
 
-class Dtypes(NamedTuple):
-    """dtypes of a run. parameters: of the parameters and compute. masters: of master weights, gradients and optimizer
-    state.
+class Arithmetic(NamedTuple):
+    """Arithmetic of a run. parameter_dtype: of the parameters and compute. master_dtype: of master weights, gradients
+    and optimizer state. fused_accumulation_min_numel: minimum weight elements for which the wgrad kernel accumulates
+    directly into the gradient buffer.
     """
 
-    parameters: torch.dtype
-    masters: torch.dtype = torch.float32
+    parameter_dtype: torch.dtype
+    master_dtype: torch.dtype = torch.float32
+    fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE
 
 
 def set_matmul_precision(precision: str | None, device: torch.device) -> None:

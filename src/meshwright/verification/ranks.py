@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from meshwright.checkpoint import Checkpointer
+from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.collectives.named import named_programs
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
@@ -25,7 +25,7 @@ from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 from meshwright.recipe import CollectivesRecipe
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.precision import Dtypes
+from meshwright.training.precision import Arithmetic
 from meshwright.training.preference import PreferencePairs
 from meshwright.training.trainer import StepOutcome, Trainer
 from meshwright.verification.local_faults import LocalFault
@@ -177,12 +177,12 @@ class _VerificationRun:
         """Return a trainer for the problem. initialise: initialise the weights from the seed."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
-        dtypes = Dtypes(getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype))
         # 0: as in large models, whose wgrad kernels accumulate into the gradient buffer themselves.
         fused = 0 if problem.fused_gradient_accumulation else WORTH_ADDING_AT_ONCE
+        dtypes = getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype)
         task = LanguageModelTask(
             problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
-            initialise=initialise, dtypes=dtypes, fused_accumulation_min_numel=fused,
+            initialise=initialise, arithmetic=Arithmetic(*dtypes, fused),
         )  # fmt: skip
         trainer = _RecordingTrainer(task)
         if training.loss_scale_every:
@@ -210,7 +210,7 @@ class _VerificationRun:
     def _checkpointer(self) -> Checkpointer:
         """The checkpointer of the run's directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
-        return Checkpointer(self.directory, self.mesh, self.problem.config, background=False)
+        return Checkpointer(self.directory, self.mesh, self.problem.config, SaveOptions(background=False))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import NO_TARGET, PackedTokens
+from meshwright.data.packing.packed import StoredTokens
 from meshwright.data.packing.shards import Packer, TextEncoder
 from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.tokenizer import find_tokenizer, load_tokenizer, write_tokenizer
@@ -42,7 +43,7 @@ class Packed:
             self.document_of += [number] * len(framed)
 
     def tokens(self, sequence: int, document_mask: bool = True) -> PackedTokens:
-        return PackedTokens(self.directory, self.shards, np.dtype("<u2"), sequence, document_mask, END)
+        return PackedTokens(StoredTokens(self.directory, self.shards, np.dtype("<u2")), sequence, document_mask, END)
 
 
 cases = st.tuples(

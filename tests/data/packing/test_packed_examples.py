@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import NO_TARGET, PackedExamples
-from meshwright.data.packing.packed_examples import OPEN_ROWS, pack_best_fit
+from meshwright.data.packing.packed import StoredTokens
+from meshwright.data.packing.packed_examples import OPEN_ROWS, PackingSettings, pack_best_fit
 from meshwright.data.packing.shards import EncodedDocument, Packer
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
@@ -46,9 +47,8 @@ def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: i
     shards = [shard for shards in by_source for shard in shards]
     pieces = len(shapes[0]) if shapes else 1
     apart = None if sources is None else [len(shards) for shards in by_source]
-    return PackedExamples(
-        directory, shards, np.dtype("<u2"), sequence, True, END, apart, documents_per_example=pieces, **options
-    )
+    stored = StoredTokens(directory, shards, np.dtype("<u2"), apart)
+    return PackedExamples(stored, sequence, True, END, PackingSettings(documents_per_example=pieces, **options))
 
 
 def documents_of(rows: PackedExamples):

@@ -42,26 +42,29 @@ class TokenBatch:
         return [np.flatnonzero(row) for row in begins]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """Shard files of one split. directory: of the files. shards: their records, in order. dtype: of a token on disk.
+    sources: number of shards of each source, if no row may mix two sources.
+    """
+
+    directory: Path
+    shards: Sequence[Shard]
+    dtype: np.dtype[Any]
+    sources: Sequence[int] | None = None
+
+
 class PackedDataset(ABC):
     """Base class of one split of the data ("train" or "validation") as rows of `sequence` tokens over memory-mapped
     shards; subclasses are token streams and packed examples.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        shards: Sequence[Shard],
-        dtype: np.dtype[Any],
-        sequence: int,
-        document_mask: bool,
-        padding: int,
-        sources: Sequence[int] | None = None,
-    ) -> None:
-        """directory: of the shard files. shards: their records, in order. dtype: of a token on disk. sequence: tokens
-        in a row. document_mask: give each document an id of its own. padding: token id that fills incomplete rows.
-        sources: number of shards of each source, if no row may mix two sources.
+    def __init__(self, stored: StoredTokens, sequence: int, document_mask: bool, padding: int) -> None:
+        """sequence: tokens in a row. document_mask: give each document an id of its own. padding: token id that fills
+        incomplete rows.
         """
-        self.directory, self.shards, self.dtype = directory, tuple(shards), dtype
+        shards, sources = stored.shards, stored.sources
+        self.directory, self.shards, self.dtype = stored.directory, tuple(shards), stored.dtype
         self.sequence, self.document_mask, self.padding = sequence, document_mask, padding
         self._bounds = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._shards_before = np.cumsum([0, *(sources or [len(shards)])])

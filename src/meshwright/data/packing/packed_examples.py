@@ -11,14 +11,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.data.packing.packed import NO_TARGET, PackedDataset, TokenBatch
-from meshwright.data.packing.shards import TRAINED, Shard
+from meshwright.data.packing.packed import NO_TARGET, PackedDataset, StoredTokens, TokenBatch
+from meshwright.data.packing.shards import TRAINED
 from meshwright.errors import UserError
 
 OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
@@ -42,6 +41,20 @@ class PackingPlan:
     report: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class PackingSettings:
+    """How examples become packed rows. documents_per_example: 1, or 2 for preference pairs. train_on: "responses" or
+    "all". pack: several examples in a row. too_long: "truncate", "drop" or "refuse". decode: tokens to text, for the
+    error about too long examples.
+    """
+
+    documents_per_example: int = 1
+    train_on: str = "responses"
+    pack: bool = True
+    too_long: str = "truncate"
+    decode: Callable[[NDArray[Any]], str] = str
+
+
 class PackedExamples(PackedDataset):
     """One split as examples packed whole into rows; under `document_mask` they do not attend to each other, and
     positions restart at each document.
@@ -58,33 +71,15 @@ class PackedExamples(PackedDataset):
 
     def __init__(
         self,
-        directory: Path,
-        shards: Sequence[Shard],
-        dtype: np.dtype[Any],
+        stored: StoredTokens,
         sequence: int,
         document_mask: bool,
         padding: int,
-        sources: Sequence[int] | None = None,
-        *,
-        documents_per_example: int = 1,
-        train_on: str = "responses",
-        pack: bool = True,
-        too_long: str = "truncate",
-        decode: Callable[[NDArray[Any]], str] = str,
+        packing: PackingSettings = PackingSettings(),
     ) -> None:
-        """directory, shards, dtype, sequence, document_mask, padding, sources: of `PackedDataset`.
-        documents_per_example: 1, or 2 for preference pairs. train_on: "responses" or "all". pack: several examples in
-        a row. too_long: "truncate", "drop" or "refuse". decode: tokens to text, for the error about too long
-        examples.
-        """
-        super().__init__(directory, shards, dtype, sequence, document_mask, padding, sources)
-        self.documents_per_example, self.train_on, self.pack, self.too_long, self.decode = (
-            documents_per_example,
-            train_on,
-            pack,
-            too_long,
-            decode,
-        )
+        """stored, sequence, document_mask, padding: of `PackedDataset`."""
+        super().__init__(stored, sequence, document_mask, padding)
+        self.packing = packing
 
     @property
     def sequences_by_source(self) -> list[int]:
@@ -112,7 +107,7 @@ class PackedExamples(PackedDataset):
     def iterate_texts(self) -> Iterator[str]:
         """Yield the text of each record in order (see `Example.text`)."""
         return itertools.islice(
-            super().iterate_texts(), 0, None, self.documents_per_example
+            super().iterate_texts(), 0, None, self.packing.documents_per_example
         )  # the text of a record is stored with its first document
 
     @property
@@ -133,12 +128,12 @@ class PackedExamples(PackedDataset):
     @cached_property
     def plan(self) -> PackingPlan:
         """The packing plan, computed once. Raises `UserError` for a too long example if data.too_long is "refuse"."""
-        assert self.documents_per_example >= 1
+        assert self.packing.documents_per_example >= 1
         capacity = self.sequence + 1
-        begins = self._documents[:, 0].reshape(-1, self.documents_per_example)
-        lengths = np.diff(self._documents).reshape(-1, self.documents_per_example)
+        begins = self._documents[:, 0].reshape(-1, self.packing.documents_per_example)
+        lengths = np.diff(self._documents).reshape(-1, self.packing.documents_per_example)
         long = lengths.sum(axis=1) > capacity
-        if self.too_long == "refuse" and long.any():
+        if self.packing.too_long == "refuse" and long.any():
             raise self._too_long_error(
                 int(np.flatnonzero(long)[0]), int(long.sum()), int(lengths.sum(axis=1).max()), capacity
             )
@@ -149,7 +144,7 @@ class PackedExamples(PackedDataset):
             spans = zip(begins[number].tolist(), kept[number].tolist(), strict=True)
             targets[number] = [self._count_targets(begin, begin + length) for begin, length in spans]
         answered = (before > 0).all(axis=1)
-        dropped = long & answered if self.too_long == "drop" else np.zeros(len(long), bool)
+        dropped = long & answered if self.packing.too_long == "drop" else np.zeros(len(long), bool)
         used = (targets > 0).all(axis=1) & ~dropped
         numbers = np.flatnonzero(used)
         sizes = kept[numbers].sum(axis=1)
@@ -159,7 +154,9 @@ class PackedExamples(PackedDataset):
             own = slice(*np.searchsorted(numbers, [first, end]))
             places = range(len(numbers))[own]
             packed = (
-                pack_best_fit(sizes[own].tolist(), capacity) if self.pack else [[place] for place in range(len(places))]
+                pack_best_fit(sizes[own].tolist(), capacity)
+                if self.packing.pack
+                else [[place] for place in range(len(places))]
             )
             rows += [[places[place] for place in row] for row in packed]
             by_source.append(len(packed))
@@ -196,7 +193,7 @@ class PackedExamples(PackedDataset):
             at = document = 0
             for example in plan.order[plan.bounds[row] : plan.bounds[row + 1]].tolist():
                 for piece, length in enumerate(plan.kept[example].tolist()):
-                    begin = int(self._documents[plan.numbers[example] * self.documents_per_example + piece, 0])
+                    begin = int(self._documents[plan.numbers[example] * self.packing.documents_per_example + piece, 0])
                     here = slice(at, at + length)
                     values[place, here], trained[place, here] = self._read_document(begin, begin + length)
                     ids[place, here] = document
@@ -213,7 +210,7 @@ class PackedExamples(PackedDataset):
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
         tokens = self._map_shard(number)[span]
-        if self.train_on == "all":
+        if self.packing.train_on == "all":
             trained = np.ones(len(tokens), bool)
             trained[:1] = False  # nothing comes before it
             return tokens, trained
@@ -225,10 +222,10 @@ class PackedExamples(PackedDataset):
 
     def _count_document_targets(self) -> NDArray[np.int64]:
         """Return the number of targets of each document before any truncation, [examples, documents]."""
-        if self.train_on == "all":
-            return np.diff(self._documents).reshape(-1, self.documents_per_example) - 1
+        if self.packing.train_on == "all":
+            return np.diff(self._documents).reshape(-1, self.packing.documents_per_example) - 1
         counts = [self._map_index(shard)[:, 2].astype(np.int64) for shard in self.shards]
-        return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.documents_per_example)
+        return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.packing.documents_per_example)
 
     def _examples_by_source(self) -> list[tuple[int, int]]:
         """Return the range [first, end) of the examples of each source that is kept apart."""
@@ -240,11 +237,11 @@ class PackedExamples(PackedDataset):
         tokens of the longest; capacity: tokens in a row.
         """
         begins, ends = (
-            self._documents[number * self.documents_per_example],
-            self._documents[(number + 1) * self.documents_per_example - 1],
+            self._documents[number * self.packing.documents_per_example],
+            self._documents[(number + 1) * self.packing.documents_per_example - 1],
         )
         size = int(ends[1] - begins[0])
-        beginning = self.decode(self._read_document(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
+        beginning = self.packing.decode(self._read_document(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
         more = f", and so are {count - 1:,} more" if count > 1 else ""
         return UserError(
             f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {size:,} tokens, more than "

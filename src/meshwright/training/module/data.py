@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
@@ -78,21 +80,38 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return tree_map(move, batch)
 
 
-class TrainingSamples:
-    """Loader of this rank's micro-batches: of the `batch` samples of each step, consecutive shares go to consecutive
-    dp ranks.
-
-    data: map-style data set. seed: of the sample order. ranks, rank: number of dp ranks, and this one. parts:
-    micro-batches per step and rank. collate: list of samples to a batch. workers: `DataLoader` processes.
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """A rank's share of the `batch` samples of a step: consecutive shares go to consecutive dp ranks. ranks, rank:
+    number of dp ranks, and this one. micro_batches: of a step on this rank.
     """
 
-    def __init__(
-        self, data: Samples, seed: int, batch: int, ranks: int, rank: int, parts: int, collate: Collate, workers: int
-    ) -> None:
+    batch: int
+    ranks: int
+    rank: int
+    micro_batches: int
+
+    @property
+    def size(self) -> int:
+        """Number of samples of a step on this rank."""
+        return self.batch // self.ranks
+
+    def numbers(self, step: int) -> NDArray[np.int64]:
+        """Return the global numbers of this rank's samples of a step, ascending."""
+        return step * self.batch + self.rank * self.size + np.arange(self.size)
+
+
+class TrainingSamples:
+    """Loader of this rank's micro-batches.
+
+    data: map-style data set. seed: of the sample order. collate: list of samples to a batch. workers: `DataLoader`
+    processes.
+    """
+
+    def __init__(self, data: Samples, seed: int, share: BatchShare, collate: Collate, workers: int) -> None:
         """Set up the loader; no sample is read yet."""
-        self._data, self._seed, self._collate, self._workers = data, seed, collate, workers
+        self._data, self._seed, self._share, self._collate, self._workers = data, seed, share, collate, workers
         self._order = SampleOrder(seed, len(data))
-        self._batch, self._rank, self._share, self._parts = batch, rank, batch // ranks, parts
         self._loaded: Iterator[Any] | None = None
         self._next = 0
 
@@ -115,10 +134,10 @@ class TrainingSamples:
     def _numbered_samples(self, step: int) -> list[list[tuple[int, int]]]:
         """Return, for each of this rank's micro-batches of a step, its (global sample number, index in the data set)
         pairs."""
-        numbers = step * self._batch + self._rank * self._share + np.arange(self._share)
+        numbers = self._share.numbers(step)
         samples = self._order.sample(numbers)
         pairs = list(zip(numbers.tolist(), samples.tolist(), strict=True))
-        size = self._share // self._parts
+        size = self._share.size // self._share.micro_batches
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.recipe_checks import check_watching
 from meshwright.model.huggingface import CheckpointFiles
-from meshwright.parallel.module.table import ChooseUnit
+from meshwright.names import check_options
 from meshwright.recipe import override_texts
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker
-from meshwright.training.module.data import Collate, Samples
+from meshwright.training.module.data import Samples
 from meshwright.training.module.recipe import module_recipe
 from meshwright.training.module.run import check_spec, train_module
-from meshwright.training.module.spec import Loss, Measure, ModuleSpec
+from meshwright.training.module.spec import FitOptions, Loss, ModuleSpec
 
 
 def fit(
@@ -33,16 +32,9 @@ def fit(
     *,
     recipe: Mapping[str, Any] | str | Path,
     overrides: Mapping[str, Any] | Sequence[str] = (),
-    collate: Collate = default_collate,
-    count: Callable[[Any], int | torch.Tensor] | None = None,
-    reduction: Literal["mean", "sum"] = "mean",
-    validation: Samples | None = None,
-    measures: Mapping[str, Measure] | None = None,
-    units: ChooseUnit | None = None,
-    decays: Callable[[str, nn.Parameter], bool] | None = None,
-    workers: int = 0,
     trust: bool = False,
     show_progress: bool = True,
+    **options: Unpack[FitOptions],
 ) -> dict[str, Any] | None:
     """Train the caller's module, or resume it from its newest complete checkpoint. Every rank of the layout calls
     this, in a script that `meshwright run`, torchrun or SLURM starts; one rank needs no launcher.
@@ -55,19 +47,9 @@ def fit(
         recipe: The tables `layout`, `[run]`, `[train]`, `[checkpoint]` and `[collectives]` of a recipe, or a file of
             them. A run's name is the script's unless given.
         overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, or texts as on the command line.
-        collate: Returns a batch, given a list of items.
-        count: Number of items in a batch, such as labels that are not ignored; default: its samples. The step's loss is
-            the sum over all items of all ranks, divided by their number, whatever the layout.
-        reduction: `"mean"`, or `"sum"` if the loss is the sum over the batch's items.
-        validation: Validation data, as `data`.
-        measures: `{"accuracy": f}`: `f(module, batch)` is a sum over the batch's items; its mean over the validation
-            data goes into metrics.jsonl and the result.
-        units: True for a module, given its name and itself, that is one FSDP unit (all-gathered together by
-            ZeRO-3); default: chosen by size and module lists.
-        decays: True for a parameter to which weight decay applies; default: those with two or more dims.
-        workers: `DataLoader` processes of each rank.
         trust: Allow a recipe's file to run code that it names, such as a tracker's class.
         show_progress: Print a line for each logged step.
+        **options: Fields of `FitOptions`.
 
     Returns:
         The result document on rank 0, None on others: step, loss, samples_per_second, predicted, measured, checkpoint.
@@ -89,13 +71,12 @@ def fit(
         >>> mw.fit(lambda: torch.nn.Linear(4, 1), loss, samples, recipe=recipe)["step"]
         3
     """
+    check_options(fit, options, FitOptions)
     name = Path(sys.argv[0]).stem or "module"
     found = module_recipe(
         recipe, override_texts(overrides), name=name, directory=str(script.directory() or ""), trust=trust
     )
-    spec = ModuleSpec(
-        build, loss, data, collate, count, reduction, validation, dict(measures or {}), units, decays, workers
-    )
+    spec = ModuleSpec(build, loss, data, **options)
     check_spec(spec, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
     check_watching(found)

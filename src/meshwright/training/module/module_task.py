@@ -21,13 +21,19 @@ from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.data_calls import Work, by_axis, by_site
 from meshwright.planner.module_traffic import module_calls
 from meshwright.spec.foreign import ModulePartition
-from meshwright.training.module.data import TrainingSamples, derive_seed, move_to_device, seed_generators
+from meshwright.training.module.data import BatchShare, TrainingSamples, derive_seed, move_to_device, seed_generators
 from meshwright.training.module.passes import Batch, ModulePasses
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.module.values import KeptValues
 from meshwright.training.precision import PARAMETER_DTYPES, set_matmul_precision
 from meshwright.training.task import RunStart
+
+
+class _ModuleEngine(ZeroEngine):
+    """ZeRO engine of a user's own module."""
+
+    prefetcher_class = ModulePrefetcher
 
 
 class ModuleTask:
@@ -54,7 +60,7 @@ class ModuleTask:
         self.module, self.table, self.derived = module, derived.table, derived
         set_matmul_precision(layout.precision, mesh.device)
         dtype = parameter_dtype(module, layout)
-        self.parallel = ZeroEngine(
+        self.parallel: ZeroEngine = _ModuleEngine(
             module,
             derived.table,
             mesh,
@@ -62,7 +68,6 @@ class ModuleTask:
             parameter_dtype=dtype,
             master_dtype=torch.promote_types(dtype, torch.float32),
             partition=ModulePartition.whole(derived.table),
-            prefetcher=ModulePrefetcher,  # type: ignore[arg-type]
         )
         train, seed = recipe.train, recipe.run.seed
         self.values = KeptValues(module, mesh)
@@ -70,9 +75,8 @@ class ModuleTask:
         named = dict(module.named_parameters())
         unit_of = {id(named[row.name]): row.unit for row in derived.table.rows}
         self.passes.prefetcher.attach(derived.units, unit_of)
-        self.samples = TrainingSamples(
-            spec.data, seed, train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches, spec.collate, spec.workers
-        )
+        share = BatchShare(train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches)
+        self.samples = TrainingSamples(spec.data, seed, share, spec.collate, spec.workers)
 
     # --- a step
 

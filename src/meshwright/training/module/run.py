@@ -20,7 +20,7 @@ from meshwright.monitoring.resuming import resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
-from meshwright.training.loop import Run, deterministic
+from meshwright.training.loop import Run, deterministic, make_save_options
 from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
 from meshwright.training.module.recipe import ModuleRecipe, module_recipe_text
@@ -54,11 +54,8 @@ class ModuleRun(Run):
             run_directory.checkpoints,
             mesh,
             Contents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
-            dtype=recipe.checkpoint.dtype,
-            keep=recipe.checkpoint.keep,
-            keep_best=recipe.checkpoint.keep_best,
-            background=recipe.checkpoint.background,
-            log=self.journal.log,
+            make_save_options(recipe),
+            self.journal.log,
         )
         loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
         self.resumed_from = None

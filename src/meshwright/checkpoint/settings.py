@@ -1,0 +1,44 @@
+"""Settings of a run's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.checkpoint.model_files import SHARD_BYTES, ModelFiles
+from meshwright.spec.parameters import ParameterTable
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What a run saves, and how. dtype: of the exported weights ("float32", "bfloat16"). keep: number of newest
+    checkpoints to retain; keep_best: retain the one with the lowest validation loss too. background: write in a thread
+    beside training. tokenizer_directory: whose files each checkpoint includes. shard_bytes: largest size of one model
+    file. timeout_seconds: how long a save waits for other ranks.
+    """
+
+    dtype: str = "float32"
+    keep: int = 2
+    keep_best: bool = True
+    background: bool = True
+    tokenizer_directory: Path | None = None
+    shard_bytes: int = SHARD_BYTES
+    timeout_seconds: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """What all saves of a run share. directory: of the checkpoints. rank, ranks: this rank and their number. table:
+    parameter table. files: plan of the model files. log: receives lines for the user.
+    """
+
+    directory: Path
+    rank: int
+    ranks: int
+    table: ParameterTable
+    files: ModelFiles
+    small_files: Mapping[str, bytes]  # configuration and tokenizer, the same in every checkpoint
+    options: SaveOptions
+    log: Callable[[str], None]
+    outcomes: dict[str, str] = field(default_factory=dict)  # rank 0: how each save so far ended
