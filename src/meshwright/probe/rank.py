@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshwright.comm import collectives
 from meshwright.comm.backend import group_backends
 from meshwright.comm.mesh import Mesh
-from meshwright.launcher.started_rank import machine_memory
+from meshwright.launcher.host_memory import machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.machine_profile import processor_name
 from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
