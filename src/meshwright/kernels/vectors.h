@@ -22,12 +22,20 @@ struct Vec {
     Part part[PARTS];
 };
 
-#define EACH for (int i = 0; i < PARTS; ++i)
+#define UNROLL _Pragma("GCC unroll 16")
+#define EACH UNROLL for (int i = 0; i < PARTS; ++i)
 #define INLINE static inline __attribute__((always_inline))
 
+INLINE Part broadcast_part(float x) {
+#ifdef __AVX512F__
+    return _mm512_set1_ps(x);
+#else
+    return _mm256_set1_ps(x);
+#endif
+}
 INLINE Vec broadcast(float x) {
     Vec v;
-    EACH v.part[i] = Part{} + x;
+    EACH v.part[i] = broadcast_part(x);
     return v;
 }
 INLINE Vec load(const float* p) {
@@ -35,7 +43,7 @@ INLINE Vec load(const float* p) {
     EACH std::memcpy(&v.part[i], p + i * (LANES / PARTS), sizeof(Part));
     return v;
 }
-INLINE void store(float* p, const Vec& v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(float* p, const Vec& v) { EACH std::memcpy(p + i * (LANES / PARTS), &v.part[i], sizeof(Part)); }
 INLINE Vec operator+(Vec a, const Vec& b) { EACH a.part[i] += b.part[i]; return a; }
 INLINE Vec operator-(Vec a, const Vec& b) { EACH a.part[i] -= b.part[i]; return a; }
 INLINE Vec operator*(Vec a, const Vec& b) { EACH a.part[i] *= b.part[i]; return a; }
@@ -52,7 +60,7 @@ INLINE Vec fma(Vec a, const Vec& b, const Vec& c) {
 }
 // a where a >= low, else b.
 INLINE Vec choose_at_least(const Vec& x, float low, Vec a, const Vec& b) {
-    EACH a.part[i] = x.part[i] >= Part{} + low ? a.part[i] : b.part[i];
+    EACH a.part[i] = x.part[i] >= broadcast_part(low) ? a.part[i] : b.part[i];
     return a;
 }
 
@@ -88,21 +96,17 @@ INLINE void store(float* p, const Vec& v, long count) {
     for (long i = 0; i < count; ++i) p[i] = lanes[i];
 }
 
-// Sum and maximum of the lanes, pairwise.
-INLINE float sum(const Vec& v) {
+// The lanes combined pairwise.
+template <class F>
+INLINE float reduce(const Vec& v, F combine) {
     float lanes[LANES];
     store(lanes, v);
     for (long half = LANES / 2; half; half /= 2)
-        for (long i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+        for (long i = 0; i < half; ++i) lanes[i] = combine(lanes[i], lanes[i + half]);
     return lanes[0];
 }
-INLINE float largest(const Vec& v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (long half = LANES / 2; half; half /= 2)
-        for (long i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
-}
+INLINE float sum(const Vec& v) { return reduce(v, [](float a, float b) { return a + b; }); }
+INLINE float largest(const Vec& v) { return reduce(v, [](float a, float b) { return a > b ? a : b; }); }
 
 // exp within 2 units in the last place; 0 below the smallest normal result, saturated above 88.
 INLINE Vec exponential(const Vec& x) {
