@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import uvloop
+from fastapi import FastAPI
 
 from meshwright.data.records.chat_template import _load_own_source
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -116,3 +122,32 @@ class FakeEngine:
             return TokenResult(token)
         top = tuple((number, logprob(token) - 0.5 * place) for place, number in enumerate(range(alternatives)))
         return TokenResult(token, logprob(token), top)
+
+
+class ServedApp:
+    """A real HTTP server of an application in a thread, on a free port; `url` is its address."""
+
+    def __init__(self, app: FastAPI) -> None:
+        listener = open_socket("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = make_server(app)
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._server.serve([listener])))
+
+    def __enter__(self) -> ServedApp:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> float:
+    """Wait until `holds` is true; return how long it took. Fails after `seconds`."""
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < seconds, "still not so"
+        time.sleep(0.005)
+    return time.monotonic() - begun

@@ -68,3 +68,23 @@ class AdmissionState:
             [*self._most.tolist(), most],
             [*owned.tolist(), prefix],
         )
+
+
+class AnswerShare:
+    """Moving average of the share of `max_tokens` that answers use.
+
+    Attributes:
+        share: 0 to 1; 0.5 before the first answer.
+    """
+
+    def __init__(self) -> None:
+        """The share before the first answer."""
+        self.share = 0.5
+
+    def observe(self, tokens: int, max_tokens: int) -> None:
+        """Learn from an answer that ended with `tokens` of at most `max_tokens` tokens, more than 0."""
+        self.share += 0.1 * (tokens / max_tokens - self.share)
+
+    def expect(self, tokens: int, max_tokens: int) -> int:
+        """Return the expected length of an answer that has `tokens` tokens: one more than now at least."""
+        return min(max_tokens, max(int(self.share * max_tokens), tokens + 1))

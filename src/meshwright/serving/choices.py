@@ -60,9 +60,7 @@ class Choice:
         first, last: Times of its first and newest tokens; None before.
     """
 
-    def __init__(
-        self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None
-    ) -> None:
+    def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
         """`echo`: text of the prompt, with which the first piece begins; None: it does not."""
         self.index, self.request = index, request
         self.cached_tokens = self.completion_tokens = 0

@@ -56,6 +56,7 @@ class EngineClient(Protocol):
         """Return one mapping per replica; what is missing in it counts as 0.
 
         Keys: `running`, `waiting`, `paused` sequences; `free`, `cached`, `held` KV blocks; totals since the start:
-        `steps`, `step_seconds` (measured), `predicted_seconds` (of the same steps), `pauses`, `prefix_queries` and
+        `steps`, `step_seconds` (measured, from one schedule to the next), `kernel_seconds` (of it, inside kernels),
+        `predicted_seconds` (of the same steps), `pauses`, `prefix_queries` and
         `prefix_hits` (prompt tokens looked up and found in the prefix cache), `restarts` (after a lost rank).
         """

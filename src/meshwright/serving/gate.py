@@ -136,4 +136,3 @@ class BodyReader:
     def _too_large(self) -> ApiError:
         """Return the error of a body that is too large."""
         return ApiError(413, f"the body is larger than {self._limits.bytes:,} bytes", code="body_too_large")
-

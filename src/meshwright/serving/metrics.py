@@ -27,6 +27,7 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
     ("engine_steps", "steps", "Steps computed."),
     ("engine_step_seconds", "step_seconds", "Measured time of all steps."),
+    ("engine_kernel_seconds", "kernel_seconds", "Time of the steps inside kernels."),
     ("engine_predicted_step_seconds", "predicted_seconds", "Predicted time of the same steps."),
     ("pauses", "pauses", "Times that a sequence was paused."),
     ("rank_restarts", "restarts", "Restarts after a lost rank."),
@@ -50,7 +51,9 @@ class ServingMetrics:
 
         self._first = histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST)
         self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _BETWEEN)
-        self._mean = histogram("request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN)
+        self._mean = histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN
+        )
         self._whole = histogram("e2e_request_latency_seconds", "From the request to its last token.", _WHOLE)
         self._prompt_lengths = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)

@@ -128,7 +128,7 @@ def build_engine(plan: RankPlan, mesh: Mesh) -> RankEngine:
 
 def _lead(engine: RankEngine, front: Channel, followers: list[Channel]) -> None:
     """Step the engine of the replica's first rank: one list of messages to the followers and one message to the front
-    for each step. Step seconds are those of the whole iteration, the message to the front of the one before included."""
+    for each step. Step seconds are those of the whole iteration, with the message to the front of the one before."""
     step, began = 0, time.perf_counter()
     while True:
         slept = engine.idle

@@ -5,7 +5,6 @@ Shapes: T tokens of a step, S sequences of a step, B blocks of the longest block
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
@@ -15,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import UserError
-from meshwright.serving.admission import AdmissionState
+from meshwright.serving.admission import AdmissionState, AnswerShare
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, count_blocks
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import Sequence, State
+from meshwright.serving.sequence import Sequence, State, WaitingQueue
 
 Integers = npt.NDArray[np.int32]
 
@@ -104,24 +103,25 @@ class Scheduler:
         logit_rows: int = 0,
         groups: int = 1,
     ) -> None:
-        """`token_budget`: most tokens of a step, at least `max_sequences`; `max_sequences`: most running sequences of
-        all groups; `max_length`: most tokens of prompt and answer together; `window`: sliding window of all layers in
-        tokens, None if any layer has none; `logit_rows`: most rows of logits of a step (0 or less than
-        `max_sequences`: `max_sequences`); `groups`: pipeline groups, each sequence in one."""
+        """`token_budget`: most tokens of a step, at least `max_sequences`, the most running sequences of all groups;
+        `max_length`: most tokens of prompt and answer together; `window`: sliding window of all layers in tokens, None
+        if any has none; `logit_rows`: most rows of logits of a step, at least `max_sequences` whatever is given;
+        `groups`: pipeline groups, each sequence in one."""
         assert token_budget >= max_sequences >= groups >= 1, "a step has room for a token of each sequence"
         self.pool = pool
         self._token_budget, self._max_sequences, self._max_length = token_budget, max_sequences, max_length
         self._window, self._groups = window, groups
         self._logit_rows = max(logit_rows, max_sequences)
         self._requests: dict[str, Sequence] = {}  # unfinished
-        self._queue: list[tuple[int, int, Sequence]] = []  # heap of (priority, arrival, sequence)
+        self._queue = WaitingQueue()
         self._admitted: list[Sequence] = []  # oldest first
-        self._arrivals = self._ages = 0
+        self._ages = 0
+        self._answers = AnswerShare()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
         self._rows = list(range(max_sequences - 1, -1, -1))
         self._tables: Integers = np.zeros((max_sequences, count_blocks(max_length)), np.int32)
-        self._waiting_tokens = self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
+        self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if its ID is in use, or if it can never fit the pool or `max_length`."""
@@ -138,9 +138,7 @@ class Scheduler:
                 f"{min(self._max_length, self.pool.size * BLOCK_TOKENS)} tokens together"
             )
         self._requests[request.id] = sequence
-        heapq.heappush(self._queue, (request.priority, self._arrivals, sequence))
-        self._arrivals += 1
-        self._waiting_tokens += len(sequence.tokens)
+        self._queue.push(sequence)
 
     def cancel(self, request_id: str) -> Output | None:
         """Cancel a request and return its last output; None if it is unknown or has finished. Its blocks are free at
@@ -148,9 +146,7 @@ class Scheduler:
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.state is State.WAITING:
-            self._queue = [entry for entry in self._queue if entry[2] is not sequence]
-            heapq.heapify(self._queue)
-            self._waiting_tokens -= len(sequence.tokens)
+            self._queue.remove(sequence)
         self._finish(sequence, "cancelled")
         return Output(request_id, [], "cancelled", sequence.cached_tokens)
 
@@ -160,8 +156,8 @@ class Scheduler:
         self._state = None
         if self._queue:
             self._admit(group)
-        mine = [sequence for sequence in self._admitted if sequence.group == group]
-        mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first, by age
+        mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
+        mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
         picked: list[tuple[Sequence, int, range]] = []
         budget, rows = self._token_budget, self._logit_rows
         for sequence in mine:
@@ -211,7 +207,7 @@ class Scheduler:
             free=self.pool.free,
             cached=self.pool.cached,
             held=self.pool.size - self.pool.available,
-            waiting_tokens=self._waiting_tokens,
+            waiting_tokens=self._queue.tokens,
             prompt_tokens=self._prompt_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             pauses=self._pauses,
@@ -237,12 +233,13 @@ class Scheduler:
         return self._state
 
     def _admit(self, group: int) -> None:
-        """Admit requests to a group, one after the other while safe."""
+        """Admit requests to a group, one after the other, while the state is safe and all are expected to find their
+        blocks: with sequences that pause soon, fewer run than with sequences that wait."""
         sizes = Counter(sequence.group for sequence in self._admitted)
-        while self._queue:
-            sequence = self._queue[0][2]
-            full = not self._rows or sizes[group] > min(sizes[each] for each in range(self._groups))
-            if full or self._refused == (sequence, self.pool.releases):
+        growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
+        while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
+            sequence = self._queue.head
+            if self._refused == (sequence, self.pool.releases):
                 break
             blocks = self._find_prefix(sequence)
             first = self._first_in_window(len(blocks) * BLOCK_TOKENS)
@@ -255,9 +252,11 @@ class Scheduler:
             if not joined.safe or not joined.allowance(len(self._admitted)):
                 self._refused = (sequence, self.pool.releases)
                 break
-            heapq.heappop(self._queue)
+            growth += sequence.expect_growth(self._answers) - len(blocks) + first
+            if self._admitted and growth > joined.available:
+                break
+            self._start(self._queue.pop(), group, blocks, first)
             sizes[group] += 1
-            self._start(sequence, group, blocks, first)
             self._state = joined
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
@@ -283,7 +282,6 @@ class Scheduler:
         sequence.table, sequence.first_held, sequence.computed = blocks, first, len(blocks) * BLOCK_TOKENS
         sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
         self._tables[sequence.row, first : len(blocks)] = blocks[first:]
-        self._waiting_tokens -= len(sequence.tokens)
         self._prompt_tokens += len(sequence.tokens)
         self._prefix_hit_tokens += sequence.computed
 
@@ -376,6 +374,8 @@ class Scheduler:
         """End a sequence; release its blocks unless a step in progress writes to them."""
         del self._requests[sequence.request.id]
         sequence.finish_reason, sequence.state = reason, State.FINISHED
+        if sequence.age >= 0 and (most := sequence.request.sampling.max_tokens):
+            self._answers.observe(sequence.answered, most)
         if sequence.age >= 0 and not sequence.in_flight:
             self._release(sequence)
 

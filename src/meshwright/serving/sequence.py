@@ -1,13 +1,15 @@
-"""State of one request in the scheduler, and the results of its rows of logits."""
+"""State of one request in the scheduler, the results of its rows of logits, and the queue of those that wait."""
 
 from __future__ import annotations
 
 import enum
+import heapq
 from array import array
 
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.serving.admission import AnswerShare
 from meshwright.serving.blocks import HashChain, count_blocks
 from meshwright.serving.request import FinishReason, Request
 from meshwright.serving.sampling import TokenCounts, TokenResult, sample, score_token
@@ -60,6 +62,12 @@ class Sequence:
         penalizes = request.sampling.penalizes
         self.counts = TokenCounts(request.tokens, request.replayed) if penalizes else None
 
+    def expect_growth(self, answers: AnswerShare) -> int:
+        """Return the blocks that it is expected to allocate until its end."""
+        answer = answers.expect(self.answered, self.request.sampling.max_tokens)
+        most = min(count_blocks(len(self.request.tokens) + answer), self.most_blocks)
+        return max(0, most - len(self.table) + self.first_held)
+
     @property
     def answered(self) -> int:
         """Tokens of the answer so far, replayed ones included."""
@@ -81,3 +89,44 @@ class Sequence:
             return sample(logits_V, sampling, choice=self.request.choice, position=self.answered, counts=self.counts)
         assert sampling.prompt_logprobs is not None
         return score_token(logits_V, self.tokens[position + 1], sampling.prompt_logprobs)
+
+
+class WaitingQueue:
+    """Waiting sequences by priority, then arrival.
+
+    Attributes:
+        tokens: Prompt tokens of all of them.
+    """
+
+    def __init__(self) -> None:
+        """An empty queue."""
+        self.tokens = 0
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        """Number of waiting sequences."""
+        return len(self._heap)
+
+    @property
+    def head(self) -> Sequence:
+        """The next sequence to admit."""
+        return self._heap[0][2]
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence as the latest arrival."""
+        heapq.heappush(self._heap, (sequence.request.priority, self._arrivals, sequence))
+        self._arrivals += 1
+        self.tokens += len(sequence.tokens)
+
+    def pop(self) -> Sequence:
+        """Remove and return the head."""
+        sequence = heapq.heappop(self._heap)[2]
+        self.tokens -= len(sequence.tokens)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from anywhere in the queue."""
+        self._heap = [entry for entry in self._heap if entry[2] is not sequence]
+        heapq.heapify(self._heap)
+        self.tokens -= len(sequence.tokens)

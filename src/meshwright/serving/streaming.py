@@ -24,11 +24,15 @@ ABORT = "meshwright.abort"  # key of the scope: drops the connection at once
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What a client that reads slowly may cost: bytes of events that wait for it, and seconds that one write may take.
-    Beyond either its requests are cancelled and the connection is dropped."""
+    """Limits on a client that reads slowly; beyond them its connection is dropped and its requests are cancelled.
+
+    Attributes:
+        buffer_bytes: Events that wait for it, beside the buffer of its socket.
+        drain_seconds: From the last token until it has read them all.
+    """
 
     buffer_bytes: int = 1 << 20
-    write_seconds: float = 60.0
+    drain_seconds: float = 60.0
 
 
 class SlowReader(Exception):
@@ -69,7 +73,9 @@ class JobRunner:
             await _stop(run, left)
         return to_json(job.form.answer(job.choices, [Piece.join(pieces[choice.index]) for choice in job.choices]))
 
-    async def run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Callable[[Choice, Piece], None]) -> None:
+    async def run(
+        self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Callable[[Choice, Piece], None]
+    ) -> None:
         """Follow all choices of a job to their ends and give each piece to `take`. Raises ApiError."""
         try:
             async with asyncio.timeout(job.timeout), asyncio.TaskGroup() as tasks:
@@ -115,7 +121,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._runner, self._job, self._outputs = runner, job, outputs
-        self._limits = runner.limits
+        self._timer: asyncio.TimerHandle | None = None
         self._waiting: list[bytes] = []
         self._bytes = 0
         self._news = asyncio.Event()
@@ -124,8 +130,9 @@ class EventStream(Response):
         """Send the events as they come until the job ends, or the client leaves or reads too slowly."""
         run = asyncio.create_task(self._runner.run(self._job, self._outputs, self._take))
         left = asyncio.create_task(_wait_until_left(receive))
-        for task in (run, left):
-            task.add_done_callback(lambda _: self._news.set())
+        drop: Callable[[], None] = scope.get(ABORT, left.cancel)
+        run.add_done_callback(lambda _: self._limit_drain(run, drop))
+        left.add_done_callback(lambda _: self._news.set())
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for choice in self._job.choices:
@@ -138,14 +145,22 @@ class EventStream(Response):
                     self._waiting.append(self._ending(run))
                 body, self._bytes = b"".join(self._waiting), 0
                 self._waiting.clear()
-                async with asyncio.timeout(self._limits.write_seconds):
-                    await send({"type": "http.response.body", "body": body, "more_body": not last})
+                await send({"type": "http.response.body", "body": body, "more_body": not last})
                 if last:
                     return
-        except (SlowReader, TimeoutError):
-            scope.get(ABORT, lambda: None)()
+        except SlowReader:
+            drop()
         finally:
             await _stop(run, left)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _limit_drain(self, run: asyncio.Task[None], drop: Callable[[], None]) -> None:
+        """Drop the connection some time after the last token, at once if the client is too slow."""
+        self._news.set()
+        slow = not run.cancelled() and isinstance(run.exception(), SlowReader)
+        seconds = 0 if slow else self._runner.limits.drain_seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, drop)
 
     def _take(self, choice: Choice, piece: Piece) -> None:
         """Queue the event of a piece. Raises SlowReader."""
@@ -156,7 +171,7 @@ class EventStream(Response):
         if not event:
             return
         self._bytes += len(event)
-        if self._bytes > self._limits.buffer_bytes:
+        if self._bytes > self._runner.limits.buffer_bytes:
             raise SlowReader
         self._waiting.append(event)
         self._news.set()

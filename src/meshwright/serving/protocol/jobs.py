@@ -131,4 +131,3 @@ def _build_job(
             )
             choices.append(Choice(len(choices), request, prompts, stop, echo))
     return Job(choices, form, bool(body.stream), body.timeout)
-

@@ -148,6 +148,7 @@ class LlamaForm:
         now, sampling = time.perf_counter(), choice.request.sampling
         first = choice.first or now
         prompt, predicted = len(choice.request.tokens) - choice.cached_tokens, choice.completion_tokens
+        given = self._body.prompt
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         return {
             **self._content(piece),
@@ -170,7 +171,7 @@ class LlamaForm:
                 "n_probs": self._body.n_probs or 0,
                 "stream": not whole,
             },
-            "prompt": self._body.prompt if isinstance(self._body.prompt, str) else self._prompts.decode(self._body.prompt),
+            "prompt": given if isinstance(given, str) else self._prompts.decode(given),
             "has_new_line": "\n" in piece.text,
             "truncated": False,
             "stop_type": "word" if word else _STOP_TYPES.get(str(choice.finish_reason), "eos"),

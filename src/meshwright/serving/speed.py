@@ -1,0 +1,99 @@
+"""Predicted seconds of steps and of the wait for admission, learnt from measured steps."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import NamedTuple
+
+FORGETTING = 0.98  # weight of a step relative to the one after it: the last 50 count
+TYPICAL_ERRORS = 2.0  # relative errors of more than so many typical ones count less, in proportion (Huber's weights)
+SWEEPS = 8
+
+
+class Work(NamedTuple):
+    """What a request still needs.
+
+    Attributes:
+        prompt: Tokens of the prompt to compute.
+        answer: Tokens of the answer to expect.
+        context: Tokens of it in the KV cache.
+    """
+
+    prompt: int
+    answer: int
+    context: int = 0
+
+
+class StepTimes:
+    """Model of a step's time: seconds = a + b * tokens + c * keys, with coefficients of at least 0.
+
+    Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients in
+    their range. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some
+    fifty steps.
+    """
+
+    def __init__(self) -> None:
+        """A model that predicts 0 until the first step is observed."""
+        self.coefficients = [0.0, 0.0, 0.0]
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0, 0.0, 0.0]
+        self._typical_error = 1.0  # relative; moving average
+
+    def predict(self, tokens: float, keys: float) -> float:
+        """Return the seconds of a step of `tokens` tokens that attend to `keys` keys in total, the sum over tokens of
+        their positions + 1."""
+        a, b, c = self.coefficients
+        return a + b * tokens + c * keys
+
+    def observe(self, seconds: float, tokens: int, keys: int) -> None:
+        """Learn from a step that took `seconds`."""
+        expected = self.predict(tokens, keys) or seconds
+        if seconds <= 0 or expected <= 0:
+            return
+        error = abs(seconds / expected - 1)
+        limit = TYPICAL_ERRORS * self._typical_error
+        weight = min(1.0, limit / error) / expected**2 if error else 1 / expected**2
+        self._typical_error += 0.1 * (min(error, 2 * limit) - self._typical_error)
+        self._typical_error = max(self._typical_error, 0.01)
+        features = (1.0, float(tokens), float(keys))
+        for i, feature in enumerate(features):
+            self._targets[i] = FORGETTING * self._targets[i] + weight * feature * seconds
+            for j, other in enumerate(features):
+                self._products[i][j] = FORGETTING * self._products[i][j] + weight * feature * other
+        for _ in range(SWEEPS):
+            for i, (row, target) in enumerate(zip(self._products, self._targets, strict=True)):
+                if row[i] > 0:
+                    others = sum(row[j] * self.coefficients[j] for j in range(3) if j != i)
+                    self.coefficients[i] = max(0.0, (target - others) / row[i])
+
+    def predict_wait(self, running: Iterable[Work], waiting: Iterable[Work], places: int) -> float:
+        """Return the predicted seconds until the last of `waiting` is admitted.
+
+        `places`: sequences that run at once. The running ones decode in steps of one token each; where one ends, the
+        next is admitted and its prompt computed.
+        """
+        seconds, step, keys = 0.0, 0, 0
+        ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
+
+        def admit(work: Work) -> None:
+            nonlocal seconds, keys
+            seconds += self._predict_prompt(work)
+            context = work.context + work.prompt + work.answer // 2
+            keys += context
+            heapq.heappush(ends, (step + work.answer, context))
+
+        for work in running:
+            admit(work)
+        for work in waiting:
+            while len(ends) >= places:
+                end, context = heapq.heappop(ends)
+                seconds += (end - step) * self.predict(len(ends) + 1, keys)
+                step, keys = end, keys - context
+            admit(work)
+        return seconds
+
+    def _predict_prompt(self, work: Work) -> float:
+        """Return the seconds that a prompt adds to the steps that compute it."""
+        _, b, c = self.coefficients
+        return b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)

@@ -1,0 +1,112 @@
+"""Prompts: what becomes tokens, what is refused, and the bytes of a token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from meshwright.data.records.conversations import Message
+from meshwright.errors import UserError
+from meshwright.serving.prompts import Prompts
+from tests.serving.fake_engine import SAMPLE, make_prompts
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    return make_prompts(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> Prompts:
+    vocabulary = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return Prompts(tokenizer, start=0, ends=[0], vocabulary=len(vocabulary), max_length=64)
+
+
+def test_text_begins_with_the_start_token_and_spells_no_special_token(prompts: Prompts):
+    (end,) = prompts.ends
+    tokens = prompts.encode("a<|endoftext|>b")
+    assert tokens[0] == prompts.start == end
+    assert end not in tokens[1:]
+    assert prompts.decode(tokens[1:]) == "a<|endoftext|>b"
+    assert prompts.encode("a<|endoftext|>b", add_start=False) == tokens[1:]
+
+
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(prompts: Prompts, sentencepiece: Prompts):
+    for one, text in ((prompts, SAMPLE), (sentencepiece, " some señor 日本")):
+        tokens = one.encode(text, add_start=False)
+        assert b"".join(map(one.token_bytes, tokens)) == text.encode()
+
+
+def test_token_text_shows_bytes_that_are_no_character(prompts: Prompts, sentencepiece: Prompts):
+    for one in (prompts, sentencepiece):
+        shown = [one.token_text(token) for token in one.encode("日", add_start=False)]
+        assert shown[-1] in ("日", "bytes:\\xa5") or shown[-1].startswith("bytes:")
+    assert sentencepiece.token_text(1 + 0xE6) == "bytes:\\xe6"
+    assert sentencepiece.token_text(0) == "<s>"
+    assert sentencepiece.token_text(257) == " "
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**31])
+def test_token_of_another_vocabulary_is_refused(prompts: Prompts, token: int):
+    with pytest.raises(UserError, match=f"token {token} is not in the model's vocabulary, 0 to"):
+        prompts.check([1, token, 2])
+
+
+def test_empty_prompt_is_refused(sentencepiece: Prompts):
+    assert sentencepiece.encode("") == [0]
+    for use in (lambda: sentencepiece.encode("", add_start=False), lambda: sentencepiece.check([])):
+        with pytest.raises(UserError, match="the prompt is empty"):
+            use()
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(prompts: Prompts, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "_encoder", None)
+    with pytest.raises(UserError, match="10,000,000 characters, which are more than the 512 tokens"):
+        prompts.encode("x" * 10**7)
+
+
+def test_conversation_is_encoded_by_the_template(prompts: Prompts):
+    turns = [Message("user", "hi")]
+    assert prompts.render_chat(turns) == "<|endoftext|>### Instruction:\nhi\n\n### Response:\n"
+    tokens = prompts.encode_chat(turns)
+    assert prompts.decode(tokens, skip_special=False) == prompts.render_chat(turns)
+
+
+def test_conversation_that_the_template_refuses_is_an_error_of_the_user(prompts: Prompts):
+    with pytest.raises(UserError, match="no place for a message of the role tool"):
+        prompts.encode_chat([Message("tool", "x")])
+
+
+def test_model_without_template_cannot_chat(sentencepiece: Prompts):
+    assert sentencepiece.chat_template is None
+    with pytest.raises(UserError, match="without a chat template"):
+        sentencepiece.encode_chat([Message("user", "hi")])
+
+
+def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):
+    made = make_prompts(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
+    read = Prompts.of_directory(tmp_path, config, 64)
+    assert read.ends == {5, 7, 9}
+    assert read.chat_ends == {5, 7, 9} | made.ends  # the template ends a turn by the tokenizer's end token
+    assert read.chat_template == made.chat_template
+    assert read.start == 5
+
+
+def test_directory_without_tokenizer_is_one_line(tmp_path: Path):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        Prompts.of_directory(tmp_path, None, 64)  # type: ignore[arg-type]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
+        Prompts.of_directory(tmp_path, None, 64)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""Step-time model on synthetic steps, and the predicted wait against a simulation of every step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from meshwright.serving.speed import StepTimes, Work
+
+
+def steps(numbers: random.Random, count: int) -> list[tuple[int, int]]:
+    """(tokens, keys) of a server under changing load: decoding sequences, now and then with a chunk of a prompt."""
+    made = []
+    for _ in range(count):
+        sequences, chunk = numbers.randint(1, 32), numbers.choice([0, 0, 0, 128, 480])
+        made.append((sequences + chunk, sequences * numbers.randint(50, 800) + chunk * numbers.randint(64, 1000)))
+    return made
+
+
+def seconds_of(tokens: int, keys: int, slowdown: float = 1.0) -> float:
+    return slowdown * (0.02 + 2e-4 * tokens + 4e-8 * keys)
+
+
+def relative_error(times: StepTimes, slowdown: float, numbers: random.Random) -> float:
+    """Median over steps."""
+    errors = [abs(times.predict(*each) / seconds_of(*each, slowdown) - 1) for each in steps(numbers, 200)]
+    return sorted(errors)[100]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_and_outliers_leave_the_prediction_within_a_tenth(seed: int):
+    numbers, times = random.Random(seed), StepTimes()
+    for tokens, keys in steps(numbers, 300):
+        disturbed = 50 if numbers.random() < 0.03 else numbers.lognormvariate(0, 0.1)
+        times.observe(seconds_of(tokens, keys) * disturbed, tokens, keys)
+        assert min(times.coefficients) >= 0
+    assert relative_error(times, 1.0, numbers) < 0.1
+
+
+@pytest.mark.parametrize("slowdown", [3.0, 0.3])
+def test_a_lasting_change_of_speed_is_learnt_within_150_steps(slowdown: float):
+    numbers, times = random.Random(1), StepTimes()
+    for factor, count in ((1.0, 200), (slowdown, 150)):
+        for tokens, keys in steps(numbers, count):
+            times.observe(seconds_of(tokens, keys, factor) * numbers.lognormvariate(0, 0.1), tokens, keys)
+    assert relative_error(times, slowdown, numbers) < 0.15
+
+
+def test_the_first_step_already_gives_a_prediction():
+    times = StepTimes()
+    assert times.predict(1, 100) == 0
+    times.observe(0.03, 4, 400)
+    assert times.predict(4, 400) == pytest.approx(0.03)
+
+
+def simulate_wait(times: StepTimes, running: list[Work], waiting: list[Work], places: int) -> float:
+    """Step by step: each step decodes a token of every running sequence; an admitted prompt joins the next one."""
+    seconds, queue = 0.0, list(waiting)
+    active = [[work.prompt, work.answer, work.context] for work in running]
+    while True:
+        while queue and len(active) < places:
+            prompt, answer, context = queue.pop(0)
+            active.append([prompt, answer, context])
+        if not queue:
+            return seconds
+        tokens = keys = 0
+        for each in active:
+            count = each[0] or 1
+            tokens += count
+            keys += sum(range(each[2] + 1, each[2] + count + 1))
+            each[2] += count
+            each[1] -= each[0] == 0
+            each[0] = 0
+        seconds += times.predict(tokens, keys)
+        active = [each for each in active if each[1] > 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_predicted_wait_is_within_a_fifth_of_a_simulation_of_every_step(seed: int):
+    numbers, times = random.Random(seed), StepTimes()
+    for tokens, keys in steps(numbers, 200):
+        times.observe(seconds_of(tokens, keys), tokens, keys)
+
+    def draw(prompt_done: bool) -> Work:
+        prompt = numbers.randint(10, 300)
+        return Work(0 if prompt_done else prompt, numbers.randint(1, 200), prompt if prompt_done else 0)
+
+    running, waiting = [draw(True) for _ in range(16)], [draw(False) for _ in range(numbers.randint(5, 100))]
+    predicted = times.predict_wait(running, waiting, 16)
+    assert predicted == pytest.approx(simulate_wait(times, running, waiting, 16), rel=0.2)
+    assert times.predict_wait(running[:3], [], 16) < predicted / 10  # nothing waits: only prompts that run are computed
