@@ -35,7 +35,7 @@ def make_replicas(
     ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
     plan = RankPlan(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
-        token_budget=64, max_sequences=max_sequences, max_length=128, threads=1,
+        token_budget=64, max_sequences=max_sequences, max_length=128, logit_rows=8, threads=1,
         front=f"tcp:127.0.0.1:{free_port()}" if tcp else f"unix:{directory}/front", secret=messages.make_secret(),
         directory=None if tcp else str(directory), step_seconds=step_seconds,
         engine=f"{fake_ranks.__name__}:{engine}",
