@@ -74,12 +74,11 @@ def answer_alone(request: Request, window: int | None) -> Answer:
 @st.composite
 def requests(draw) -> list[Request]:
     count = draw(st.integers(1, 9))
-    stems = [tuple(range(5, 5 + n)) * 4 for n in (3, 7, 9)]
+    stem = tuple(range(4, 34)) * 2
     made = []
     for number in range(count):
-        stem = draw(st.sampled_from(stems))
-        tail = tuple(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=20)))
-        tokens = (stem[: draw(st.integers(0, len(stem)))] + tail) or (1,)
+        tail = tuple(draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)))
+        tokens = stem[: draw(st.sampled_from([0, 10, 20, 40, 60]))] + tail
         sampling = Sampling(
             temperature=draw(st.sampled_from([0.0, 1.0])),
             top_k=draw(st.sampled_from([0, 5])),
@@ -87,7 +86,7 @@ def requests(draw) -> list[Request]:
             repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
             frequency_penalty=draw(st.sampled_from([0.0, 0.3])),
             seed=number,
-            max_tokens=draw(st.integers(0, 50)),
+            max_tokens=draw(st.integers(0, 44)),
             stop_tokens=frozenset(draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=1))),
             logprobs=draw(st.sampled_from([None, 0, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
@@ -96,7 +95,7 @@ def requests(draw) -> list[Request]:
     return made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     wanted=requests(),
     arrivals=st.lists(st.integers(0, 30), min_size=9, max_size=9),
@@ -215,6 +214,9 @@ def test_prompts_and_answers_are_found_in_the_prefix_cache():
             batch = scheduler.schedule()
             outputs += scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
         assert [output.cached_tokens for output in outputs] == [hit]
+    drawn = Request("drawn", text, Sampling(temperature=1.0, max_tokens=9))
+    scheduler.add(drawn)
+    assert finish(scheduler, runner)["drawn"] == answer_alone(drawn, None)
     for other in (Request("salted", text, Sampling(max_tokens=1), cache_salt="x"), Request("else", prompt(64, 1))):
         before = scheduler.stats.prefix_hit_tokens
         scheduler.add(other)

@@ -40,6 +40,8 @@ _SERVER_CODE = (
     "serve(int(sys.argv[1]), sys.argv[2].split(','))"
 )
 
+CONNECT_SECONDS = 60.0
+"""That forked ranks have to connect to the process that asked for them."""
 LONGEST_WAIT = 86400.0
 """Seconds of one system call: poll(2) takes no more than 24 days, and a `run` may have no time-out (math.inf)."""
 
@@ -163,10 +165,18 @@ class LocalRanks:
             )
             self._pids = _Server.running().fork(order)
             connections: dict[int, Connection] = {}
-            listener._listener._socket.settimeout(60.0)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(0.2)  # type: ignore[attr-defined]
+            deadline = time.monotonic() + CONNECT_SECONDS
             try:
                 while len(connections) < self.world_size:
-                    connection = listener.accept()
+                    try:
+                        connection = listener.accept()
+                    except TimeoutError:
+                        if time.monotonic() > deadline:
+                            raise
+                        for pid in self._pids:
+                            os.kill(pid, 0)  # ProcessLookupError: it has died
+                        continue
                     connections[connection.recv()] = connection
             except (OSError, EOFError) as error:
                 self.close()

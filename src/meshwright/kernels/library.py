@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +101,9 @@ class Kernels:
         """Return an empty list of operations."""
         return OpList(self)
 
-    def execute(self, ops: Sequence[structures.Op], begin: int, end: int, step: structures.Step) -> None:
+    def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
         """Execute the entries `begin` to `end` of a ctypes array of operations; what `OpList.run` calls."""
-        first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))  # type: ignore[arg-type]
+        first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 
 

@@ -184,7 +184,7 @@ def _rank_ledger(
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
     widths = _buffer_widths(config, layout, stage, heads, kv_heads)
     vocabulary = -(-config.vocabulary // layout.tp)
-    logits = rows * _round_up(vocabulary) * 4 if stage.last else 0
+    logits = rows * vocabulary * 4 if stage.last else 0
     experts = any(config.has_experts(layer) for layer in stage.layers)
     workspace = 4 * (tokens * sum(widths.values()) + (rows * config.hidden if stage.last else 0))
     gathered = layout.tp * max(tokens * config.hidden, rows * vocabulary if stage.last else 0)

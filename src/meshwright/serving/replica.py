@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -118,7 +118,7 @@ class Replica:
     heard: float = 0.0
     sent: int = 0
     report: dict[str, Any] = field(default_factory=dict)
-    totals: Counter[str] = field(default_factory=Counter)
+    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     speed: StepTimes = field(default_factory=StepTimes)
     answers: AnswerShare = field(default_factory=AnswerShare)

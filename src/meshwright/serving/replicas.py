@@ -34,6 +34,8 @@ SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
 """What must not differ between ranks, or answers would."""
 SHOWN = ("layout", "dtype", "max_length", "max_sequences", "token_budget", "threads")
 """What clients may know of the plan."""
+STOP_SECONDS = 2.0
+"""For ranks to end by themselves when the server does."""
 LOOK_SECONDS = 0.5
 """Between looks for replicas whose step takes too long."""
 
@@ -171,10 +173,13 @@ class Replicas:
         await self._wait_for_state(lambda: False)
 
     async def close(self) -> None:
-        """End all ranks and stop listening; unfinished streams fail."""
+        """End all ranks, after the step that they compute if it is a short one, and stop listening; unfinished streams
+        fail."""
         self._state = "failed"
         for replica in self._replicas:
             self._send(replica, {"stop": True})
+        if any(replica.ready for replica in self._replicas):
+            await asyncio.wait(self._tasks[:-1], timeout=STOP_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -196,6 +201,8 @@ class Replicas:
         while True:
             replica.lost = asyncio.get_running_loop().create_future()
             error = await self._run_once(replica)
+            if self._state == "failed":
+                return
             steady = replica.ready_since > 0 and time.monotonic() - replica.ready_since > STEADY_SECONDS
             losses = 1 if steady else losses + 1
             started, streams = self._state != "starting", len(replica.streams)

@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -55,6 +55,7 @@ class ServeOptions(TypedDict, total=False):
         port: Port to listen on, 0 for any; 8000 unless given.
         served_model_name: Name of the model in the API; that of the directory unless given.
         api_key_file: File with an API key a line, of which requests must name one.
+        cors_origins: Origins whose pages may call the API, `"*"` for all; none unless given.
         queue_requests: Most requests that wait.
         queue_seconds: Longest predicted wait of a request in seconds.
         threads: Of each rank; the machine's cores over the ranks unless given.
@@ -71,6 +72,7 @@ class ServeOptions(TypedDict, total=False):
     port: int
     served_model_name: str | None
     api_key_file: str | Path | None
+    cors_origins: Sequence[str]
     queue_requests: int | None
     queue_seconds: float | None
     threads: int | None
@@ -155,7 +157,6 @@ class _Start:
         self.config: ModelConfig = config_from_path(self.checkpoint)
         self.layout = serving_layout(layout, self.config)
         self.dtype = parse_dtype(options.get("dtype"))
-        self.keys = read_keys(options.get("api_key_file"))
         self.place = place
         if place is not None:
             rendezvous.check_world_size(place, self.layout)
@@ -164,6 +165,7 @@ class _Start:
             start_server(PRELOADED)  # it loads torch meanwhile
         from meshwright.serving.http_server import open_socket
 
+        self.keys = self._read_keys()
         self.socket: socket.socket = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
         self.directory = tempfile.mkdtemp(prefix="meshwright-serve-")
 
@@ -173,6 +175,13 @@ class _Start:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _read_keys(self) -> list[str]:
+        """Return the API keys; none without a file."""
+        from meshwright.serving.gate import read_api_keys
+
+        path = self.options.get("api_key_file")
+        return [] if path is None else list(read_api_keys(Path(path)))
 
     def _plan_memory(self) -> ServingLedger:
         """Return the bill of this machine's ranks, with the KV blocks."""
@@ -253,7 +262,7 @@ class _Start:
         from meshwright.serving.http import HttpSettings, create_app
         from meshwright.serving.http_server import serve_http
 
-        app = create_app(replicas, prompts, HttpSettings(self.name, self.keys))
+        app = create_app(replicas, prompts, HttpSettings(self.name, self.keys, self.options.get("cors_origins", ())))
         host, port = self.socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         seconds = time.perf_counter() - self.began
@@ -287,20 +296,6 @@ class _Start:
                 measured[name] = measured.get(name, 0) + size
         predicted = {**self.ledger.items(), "total": self.ledger.total}
         return {"predicted": predicted, "measured": measured, "total_gib": self.ledger.total / GIB}
-
-
-def read_keys(path: str | Path | None) -> list[str]:
-    """Return the API keys of a file, one a line; none without a file. Raises UserError for a file that cannot be read,
-    or holds none."""
-    if path is None:
-        return []
-    try:
-        keys = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--api-key-file {path}: cannot be read: {error}") from None
-    if not keys:
-        raise UserError(f"--api-key-file {path}: is empty; it has an API key a line")
-    return keys
 
 
 def _run_until_signal(main: Any) -> None:
