@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import meshwright as mw
 from meshwright.checkpoint import find_checkpoint
 from meshwright.cli.main import meshwright
+from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import held_out, run_evaluation
@@ -22,6 +24,12 @@ from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
+from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.offline import run_requests
+from meshwright.serving.request import Request
+from meshwright.serving.runner import build_runner
+from meshwright.serving.sampling import Sampling
+from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
@@ -102,6 +110,27 @@ def test_the_loss_is_that_of_transformers_document_by_document(place, checkpoint
     assert result["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
     assert (result["bytes"], result["documents"], result["sequence"]) == (size, 5, sequence)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+def test_the_loss_is_the_sum_of_the_log_probabilities_that_a_server_echoes(place, checkpoint):
+    """To the last bit: a server of other step sizes computes the same ones."""
+    result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
+    config = config_from_path(checkpoint)
+    _, tokens = held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
+    limits = StepLimits(blocks=40, token_budget=13, max_sequences=3, max_length=SEQUENCE + 1)
+    engine = Engine(build_runner(checkpoint, Mesh.single(), "float32", limits), build_scheduler(config, limits))
+    echoed = []
+    for batch in tokens.iterate_batches(2):
+        for row, begins in enumerate(batch.document_starts()):
+            for begin, end in itertools.pairwise([*begins.tolist(), SEQUENCE]):
+                targets = [target for target in batch.targets[row, begin:end].tolist() if target >= 0]
+                if targets:
+                    part = (int(batch.tokens[row, begin]), *targets)
+                    sampling = Sampling(max_tokens=2 * (len(part) < 9), prompt_logprobs=len(part) % 3)
+                    outputs = list(run_requests(engine, [Request("x", part, sampling)]))
+                    [results] = [output.prompt_results for output in outputs if output.prompt_results is not None]
+                    echoed += [-result.logprob for result in results[1:]]
+    assert len(echoed) == result["tokens"] and math.fsum(echoed) / len(echoed) == result["loss"]
 
 
 def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
