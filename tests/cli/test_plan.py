@@ -217,9 +217,8 @@ def test_mistakes_are_answered_in_a_line(arguments: tuple[str, ...], said: str, 
 
 
 def test_the_memory_of_a_server_is_printed_and_given_as_json(command_line: Callable[..., Any]):
-    outcome = command_line(
-        "plan", "llama-tiny", "--serve", "--layout", "tp2 dp2", "--dtype", "bf16", "--max-length", 99
-    )
+    options = ["--layout", "tp2 dp2", "--dtype", "bf16", "--max-length", 99]
+    outcome = command_line("plan", "llama-tiny", "--serve", *options)
     assert outcome.code == 0 and "sequences of 99 tokens" in outcome.output
     document = json.loads(command_line("plan", "llama-tiny", "--serve", "--json").output)
     assert document["concurrency"]["sequences"] * document["max_length"] <= document["kv_blocks"] * 16

@@ -20,6 +20,7 @@ from tests.serving.small_models import write_model
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
 
 BLOCKS, TOKENS, SEQUENCES, LENGTH = 5, 40, 8, 64
+LIMITS = StepLimits(BLOCKS, TOKENS, SEQUENCES, LENGTH, logit_rows=40)
 
 
 def small_config(name: str) -> ModelConfig:
@@ -32,7 +33,7 @@ def measure(directory: str, layout: str, dtype: str) -> tuple[int, dict[str, int
     config = small_config(Path(directory).name)
     parsed = serving_layout(layout, config)
     mesh = Mesh.single(parsed) if parsed.world_size == 1 else Mesh.create(parsed)
-    memory = build_runner(Path(directory), mesh, dtype, StepLimits(BLOCKS, TOKENS, SEQUENCES, LENGTH)).memory()
+    memory = build_runner(Path(directory), mesh, dtype, LIMITS).memory()
     mesh.close()
     return mesh.pp.rank, memory
 

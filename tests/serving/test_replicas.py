@@ -35,7 +35,7 @@ def make_replicas(
     ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
     plan = RankPlan(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
-        token_budget=64, max_sequences=max_sequences, max_length=128, threads=1,
+        token_budget=64, max_sequences=max_sequences, max_length=128, logit_rows=8, threads=1,
         front=f"tcp:127.0.0.1:{free_port()}" if tcp else f"unix:{directory}/front", secret=messages.make_secret(),
         directory=None if tcp else str(directory), step_seconds=step_seconds,
         engine=f"{fake_ranks.__name__}:{engine}",
@@ -175,6 +175,23 @@ def test_request_that_ends_its_rank_each_time_fails_alone(tmp_path: Path):
             with pytest.raises(RankLost, match="3 times"):
                 await collect(outputs)
             await collect_all(replicas, [make_request("good")])
+
+    asyncio.run(run())
+
+
+def test_answers_survive_any_number_of_lost_ranks(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, engine="build_slow") as replicas:
+            found = asyncio.create_task(
+                collect_all(replicas, [make_request(f"r{n}", n + 1, tokens=16) for n in range(3)])
+            )
+            for losses in range(6):
+                steps = replicas.stats()[0]["steps"] if losses else 0
+                await wait_until(lambda: replicas.stats()[0].get("steps", 0) > steps + 1)  # noqa: B023
+                os.kill(replicas.hellos[0, 0]["pid"], signal.SIGKILL)
+                await wait_until(lambda: replicas.state == "recovering")
+            await found
+            assert [stats["restarts"] for stats in replicas.stats()] == [6]
 
     asyncio.run(run())
 
