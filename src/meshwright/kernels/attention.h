@@ -110,38 +110,3 @@ static void attend(const Op& op, const Step& step, const QueryTile& tile, long h
         for (long d = 0; d < size; d += LANES) store(to + d, load(out + r * width + d) / norm, size - d);
     }
 }
-
-// RMSNorm, in place, of one head.
-static void normalise_head(float* x, const float* weight, long size, float epsilon);
-
-template <class W>
-static W to_cache(float x) {
-    if constexpr (std::is_same_v<W, bfloat16>) return to_bfloat16(x);
-    else return x;
-}
-
-template <class W>
-static void rope_store(const Op& op, const Step& step, long t) {
-    const Cache& cache = op.cache;
-    const long size = cache.head_dim, width = (size + LANES - 1) / LANES * LANES, half = op.rotated / 2;
-    float* row = op.out + t * op.out_stride;
-    for (long h = 0; h < op.heads + cache.kv_heads; ++h) {
-        float* x = row + h * size;
-        const float* norm = h < op.heads ? op.query_norm : op.key_norm;
-        if (norm) normalise_head(x, norm, size, op.epsilon);
-        const float *cosine = op.cosine + step.positions[t] * half, *sine = op.sine + step.positions[t] * half;
-        for (long i = 0; i < half; ++i) {
-            const float a = x[i], b = x[i + half];
-            x[i] = a * cosine[i] - b * sine[i];
-            x[i + half] = b * cosine[i] + a * sine[i];
-        }
-    }
-    const long block = step.slots[t] / BLOCK, place = step.slots[t] % BLOCK;
-    const float *k = row + op.heads * size, *v = k + cache.kv_heads * size;
-    for (long h = 0; h < cache.kv_heads; ++h) {
-        W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;
-        W* values = (W*)cache.values + ((block * cache.kv_heads + h) * BLOCK + place) * width;
-        for (long d = 0; d < size; ++d) keys[d * BLOCK] = to_cache<W>(k[h * size + d]);
-        for (long d = 0; d < size; ++d) values[d] = to_cache<W>(v[h * size + d]);
-    }
-}

@@ -50,8 +50,36 @@ static void normalise(const float* x, float* out, const float* weight, const flo
     }
 }
 
-static void normalise_head(float* x, const float* weight, long size, float epsilon) {
-    normalise(x, x, weight, nullptr, size, epsilon, false);
+template <class W>
+static W to_cache(float x) {
+    if constexpr (std::is_same_v<W, bfloat16>) return to_bfloat16(x);
+    else return x;
+}
+
+template <class W>
+static void rope_store(const Op& op, const Step& step, long t) {
+    const Cache& cache = op.cache;
+    const long size = cache.head_dim, width = (size + LANES - 1) / LANES * LANES, half = op.rotated / 2;
+    float* row = op.out + t * op.out_stride;
+    for (long h = 0; h < op.heads + cache.kv_heads; ++h) {
+        float* x = row + h * size;
+        const float* norm = h < op.heads ? op.query_norm : op.key_norm;
+        if (norm) normalise(x, x, norm, nullptr, size, op.epsilon, false);
+        const float *cosine = op.cosine + step.positions[t] * half, *sine = op.sine + step.positions[t] * half;
+        for (long i = 0; i < half; ++i) {
+            const float a = x[i], b = x[i + half];
+            x[i] = a * cosine[i] - b * sine[i];
+            x[i + half] = b * cosine[i] + a * sine[i];
+        }
+    }
+    const long block = step.slots[t] / BLOCK, place = step.slots[t] % BLOCK;
+    const float *k = row + op.heads * size, *v = k + cache.kv_heads * size;
+    for (long h = 0; h < cache.kv_heads; ++h) {
+        W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;
+        W* values = (W*)cache.values + ((block * cache.kv_heads + h) * BLOCK + place) * width;
+        for (long d = 0; d < size; ++d) keys[d * BLOCK] = to_cache<W>(k[h * size + d]);
+        for (long d = 0; d < size; ++d) values[d] = to_cache<W>(v[h * size + d]);
+    }
 }
 
 static Vec activate(const Vec& x, int kind) {
@@ -252,70 +280,70 @@ static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
     }
 }
 
-// A counter that threads wait on: they spin for about 40 microseconds, then sleep (another process may need the core).
-struct Signal {
-    std::atomic<uint32_t> value{0};
-    void wait_for_change(uint32_t old) {
-        const uint64_t start = __rdtsc();
-        while (value.load(std::memory_order_acquire) == old) {
-            if (__rdtsc() - start < 100'000)
-                _mm_pause();
-            else
-                value.wait(old, std::memory_order_acquire);
-        }
-    }
-    void change() {
-        value.fetch_add(1, std::memory_order_acq_rel);
-        value.notify_all();
-    }
-};
-
+// Threads take items of the current operation one by one; whoever finishes the last item begins the next operation, so
+// that a thread without a core (another process has it) holds nobody up unless it is inside an item.
 class Pool {
   public:
-    explicit Pool(long threads) : threads_(threads), scratch_(threads) {
+    explicit Pool(long threads) : threads_(threads) {
         for (long i = 1; i < threads; ++i)
-            workers_.emplace_back([this, i] {
-                for (uint32_t seen = 0; start_.wait_for_change(seen), !stop_; ++seen) work(i);
+            workers_.emplace_back([this] {
+                for (Scratch scratch; !stop_;) wait_for_change(take_items(scratch));
             });
     }
     ~Pool() {
         stop_ = true;
-        start_.change();
+        publish(0);
         for (auto& worker : workers_) worker.join();
     }
     void run(const Op* ops, long count, const Step* step) {
         run_ = {ops, count, step, query_tiles(*step), threads_};
-        if (threads_ > 1) start_.change();
-        work(0);
+        current_ = -1;
+        finished_ = false;
+        begin_next();
+        for (uint64_t seen = take_items(scratch_); !finished_; seen = take_items(scratch_)) wait_for_change(seen);
     }
 
   private:
-    void work(long thread) {
-        const Op* const end = run_.ops + run_.count;  // read before the last barrier: the next run may change it
-        for (const Op* op = run_.ops; op < end; ++op) {
-            const long items = count_items(*op, run_);
-            for (long item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;)
-                execute(*op, run_, item, scratch_[thread]);
-            meet();
+    static constexpr int BITS = 24;
+    static constexpr uint64_t MASK = (1 << BITS) - 1;
+
+    // Executes items until none is left; returns the number of the operation that had none.
+    uint64_t take_items(Scratch& scratch) {
+        for (;;) {
+            const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
+            const uint64_t item = ticket & MASK, items = ticket >> BITS & MASK;
+            if (item >= items) return ticket >> BITS;
+            execute(run_.ops[current_], run_, long(item), scratch);
+            if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == items) begin_next();
         }
     }
-    // Barrier; the last thread to arrive resets the item counter.
-    void meet() {
-        const uint32_t phase = phase_.value.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads_) return phase_.wait_for_change(phase);
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        if (threads_ > 1) phase_.change();
+    void begin_next() {
+        long items = 0;
+        while (!items && ++current_ < run_.count) items = count_items(run_.ops[current_], run_);
+        done_.store(0, std::memory_order_relaxed);
+        if (!items) finished_ = true;
+        publish(items);
+    }
+    void publish(uint64_t items) {
+        ticket_.store(++number_ << 2 * BITS | items << BITS, std::memory_order_release);
+        if (threads_ > 1) ticket_.notify_all();
+    }
+    // Spins for about 40 microseconds, then sleeps.
+    void wait_for_change(uint64_t seen) {
+        const uint64_t start = __rdtsc();
+        for (uint64_t now; !stop_ && (now = ticket_.load(std::memory_order_acquire)) >> BITS == seen;)
+            if (__rdtsc() - start < 100'000) _mm_pause();
+            else ticket_.wait(now, std::memory_order_acquire);
     }
 
     const long threads_;
     Run run_{};
-    std::atomic<bool> stop_{false};
-    alignas(64) std::atomic<long> next_{0};
-    alignas(64) std::atomic<long> arrived_{0};
-    alignas(64) Signal phase_;
-    alignas(64) Signal start_;
-    std::vector<Scratch> scratch_;
+    long current_ = 0;
+    uint64_t number_ = 0;
+    std::atomic<bool> stop_{false}, finished_{true};
+    alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
+    alignas(64) std::atomic<uint64_t> done_{0};
+    alignas(64) Scratch scratch_;
     std::vector<std::thread> workers_;
 };
 

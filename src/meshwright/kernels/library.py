@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +101,9 @@ class Kernels:
         """Return an empty list of operations."""
         return OpList(self)
 
-    def execute(self, ops: Sequence[structures.Op], begin: int, end: int, step: structures.Step) -> None:
+    def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
         """Execute the entries `begin` to `end` of a ctypes array of operations; what `OpList.run` calls."""
-        first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))  # type: ignore[arg-type]
+        first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 
 
@@ -128,7 +127,7 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
     for name in supported if instruction_set is None else (instruction_set,):
         built = build.build(name)
         if built is None:
-            return None
+            continue
         path, version = built
         library = ctypes.CDLL(str(path))
         library.kernels_new_pool.restype = ctypes.c_void_p

@@ -11,70 +11,69 @@ struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
     bfloat16 value[2 * LANES];
 };
 
+// Most rows of a tile and accumulators in registers, for weights of type W; on AVX2 pairs leave fewer of 16 registers.
 #ifdef __AVX512F__
-constexpr int TILE_ROWS = 12, ACCUMULATORS = 24;
+template <class W> constexpr int TILE_ROWS = 12;
+constexpr int ACCUMULATORS = 24;
 #else
-constexpr int TILE_ROWS = 6, ACCUMULATORS = 6;
+template <class W> constexpr int TILE_ROWS = std::is_same_v<W, Pairs> ? 5 : 6;
+constexpr int ACCUMULATORS = 6;
 #endif
 constexpr int MOST_PANELS = 4;
 constexpr long BLOCK_ROWS = 96, GROUP_PANELS = 8;  // of a work item with many rows: 128 columns
 #ifdef __AVX512BF16__
-constexpr bool ROUNDS_INPUT = true;  // the bfloat16 products take a bfloat16 input
-constexpr long SECTION = 1024;
+constexpr long SECTION = 1024;  // its products take bfloat16 inputs, rounded section by section
 #else
-constexpr bool ROUNDS_INPUT = false;
 constexpr long SECTION = 256;
 #endif
 constexpr long AMX_K = 32;  // k of one AMX tile; panels are padded to it
 
-INLINE Vec even_k(const Pairs& p) {
+INLINE Vec load(const Pairs* p) {  // the even k
     Vec v;
-    const IntPart* words = (const IntPart*)p.value;
-    EACH v.part[i] = (Part)(words[i] << 16);
+    EACH v.part[i] = (Part)(((const IntPart*)p)[i] << 16);
     return v;
 }
-INLINE Vec odd_k(const Pairs& p) {
+INLINE Vec load_odd(const Pairs* p) {
     Vec v;
-    const IntPart* words = (const IntPart*)p.value;
-    EACH v.part[i] = (Part)(words[i] & int32_t(0xffff0000));
+    EACH v.part[i] = (Part)(((const IntPart*)p)[i] & int32_t(0xffff0000));
     return v;
 }
 
 // sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
 template <class X, class W, int R, int P>
-static __attribute__((noinline)) void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
+static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
     const W* panel[P];
     const X* row[R];
     UNROLL for (int p = 0; p < P; ++p) panel[p] = w[p];
     UNROLL for (int r = 0; r < R; ++r) row[r] = x[r];
-    for (long k = 0; k < depth; k += pairs ? 2 : 1) {
-        const long at = (pairs ? k / 2 : k) * stride;
-        if constexpr (std::is_same_v<X, bfloat16>) {
+    for (long k = 0; k + pairs < depth; k += 1 + pairs) {
+        const long at = k / (1 + pairs) * stride;
+        UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__
-            UNROLL for (int p = 0; p < P; ++p) {
+            if constexpr (std::is_same_v<X, bfloat16>) {
                 const __m512bh b = (__m512bh)_mm512_loadu_si512(panel[p] + at);
                 UNROLL for (int r = 0; r < R; ++r) {
                     int32_t pair;
                     std::memcpy(&pair, row[r] + k, sizeof pair);
                     total[r][p].part[0] = _mm512_dpbf16_ps(total[r][p].part[0], (__m512bh)_mm512_set1_epi32(pair), b);
                 }
+                continue;
             }
 #endif
-        } else if constexpr (pairs) {
-            UNROLL for (int p = 0; p < P; ++p) {
-                const Vec even = even_k(panel[p][at]), odd = odd_k(panel[p][at]);
-                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
+            const Vec even = load(panel[p] + at);
+            UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
+            if constexpr (pairs) {
+                const Vec odd = load_odd(panel[p] + at);
                 UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k + 1]), odd, total[r][p]);
-            }
-        } else {
-            UNROLL for (int p = 0; p < P; ++p) {
-                const Vec b = load(panel[p] + at);
-                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), b, total[r][p]);
             }
         }
     }
+    if (pairs && depth % 2)  // an odd k is the last of the matrix
+        UNROLL for (int p = 0; p < P; ++p)
+            UNROLL for (int r = 0; r < R; ++r)
+                total[r][p] = fma(broadcast(row[r][depth - 1]), load(panel[p] + depth / 2 * stride), total[r][p]);
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int p = 0; p < P; ++p) {
             float* sum = sums + r * columns + p * LANES;
@@ -92,15 +91,21 @@ static void multiply_rows(const X* const* x, const W* const* w, long panels, lon
     for (; p < panels; ++p) multiply_tile<X, W, R, 1>(x, w + p, stride, depth, sums + p * LANES, columns);
 }
 
+template <class X, class W, size_t... R>
+static void multiply(std::index_sequence<R...>, const X* const* x, long rows, const W* const* w, long panels, long stride,
+                     long depth, float* sums, long columns) {
+    constexpr decltype(&multiply_rows<X, W, 1>) by_rows[] = {multiply_rows<X, W, R + 1>...};
+    for (long tiles = (rows + TILE_ROWS<W> - 1) / TILE_ROWS<W>; tiles; --tiles) {  // of nearly equal height
+        const long height = (rows + tiles - 1) / tiles;
+        by_rows[height - 1](x, w, panels, stride, depth, sums, columns);
+        x += height, rows -= height, sums += height * columns;
+    }
+}
 // The same for any number of rows and panels.
-template <class X, class W, int R = TILE_ROWS>
+template <class X, class W>
 static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
                      long columns) {
-    if constexpr (R > 0) {
-        for (; rows >= R; rows -= R, x += R, sums += R * columns)
-            multiply_rows<X, W, R>(x, w, panels, stride, depth, sums, columns);
-        multiply<X, W, R - 1>(x, rows, w, panels, stride, depth, sums, columns);
-    }
+    multiply(std::make_index_sequence<TILE_ROWS<W>>(), x, rows, w, panels, stride, depth, sums, columns);
 }
 
 #ifdef __AMX_BF16__
@@ -108,53 +113,41 @@ alignas(64) static const struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
-} TILES = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+} TILES = {1, 0, {}, {64, 64, 64, 64, 64}, {16, 16, 16, 16, 16}};
 
-// The same in AMX tiles: 2 x 16 rows (at `x`, `x_stride` apart, zero-padded) by 2 panels.
+// The same in AMX tiles of 16 rows (at `x`, `x_stride` apart, zero-padded), two panels at a time.
 static void multiply_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels, long depth,
                          float* sums, long columns) {
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
-        for (long r = 0; r < rows; r += 32) {
-            const bool lower = r + 16 < rows, right = p + 1 < panels;
-            alignas(64) float out[4][16 * LANES];
+        for (long r = 0; r < rows; r += 16) {
+            const bool second = p + 1 < panels;
+            alignas(64) float out[2][16][LANES];
             _tile_zero(0);
             _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
             for (long k = 0; k < depth; k += AMX_K) {
-                _tile_loadd(4, x + r * x_stride + k, x_stride * sizeof(bfloat16));
-                _tile_loadd(6, w[p] + k / 2, sizeof(Pairs));
-                _tile_dpbf16ps(0, 4, 6);
-                if (right) {
-                    _tile_loadd(7, w[p + 1] + k / 2, sizeof(Pairs));
-                    _tile_dpbf16ps(1, 4, 7);
-                }
-                if (lower) {
-                    _tile_loadd(5, x + (r + 16) * x_stride + k, x_stride * sizeof(bfloat16));
-                    _tile_dpbf16ps(2, 5, 6);
-                    if (right) _tile_dpbf16ps(3, 5, 7);
+                _tile_loadd(2, x + r * x_stride + k, x_stride * sizeof(bfloat16));
+                _tile_loadd(3, w[p] + k / 2, sizeof(Pairs));
+                _tile_dpbf16ps(0, 2, 3);
+                if (second) {
+                    _tile_loadd(4, w[p + 1] + k / 2, sizeof(Pairs));
+                    _tile_dpbf16ps(1, 2, 4);
                 }
             }
             _tile_stored(0, out[0], 64);
             _tile_stored(1, out[1], 64);
-            _tile_stored(2, out[2], 64);
-            _tile_stored(3, out[3], 64);
-            for (int quarter = 0; quarter < 4; ++quarter)
-                for (long i = r + quarter / 2 * 16; i < std::min(rows, r + quarter / 2 * 16 + 16); ++i)
-                    if (p + quarter % 2 < panels) {
-                        float* sum = sums + i * columns + (p + quarter % 2) * LANES;
-                        store(sum, load(sum) + load(out[quarter] + (i - r) % 16 * LANES));
-                    }
+            for (long i = 0; i < std::min(16L, rows - r); ++i)
+                for (int panel = 0; panel < 1 + second; ++panel) {
+                    float* sum = sums + (r + i) * columns + (p + panel) * LANES;
+                    store(sum, load(sum) + load(out[panel][i]));
+                }
         }
 }
-
 #endif
 
 // Memory of one thread, kept from item to item.
 struct Scratch {
     std::vector<float> floats;
-    std::vector<const void*> rows;
     float* take(long count) {
         if (long(floats.size()) < count + 16) floats.resize(count + 16);
         return (float*)((uintptr_t(floats.data()) + 63) / 64 * 64);
@@ -168,7 +161,7 @@ static const char* panel_at(const Matrix& w, long index, long panel) {
 
 // sums[rows][16 panels] = x times the `panels` panels of matrix `index` from `panel` on.
 static void multiply_panels(const float* const* x, long rows, const Matrix& w, long index, long panel, long panels,
-                            float* sums, float* work) {
+                            float* sums, [[maybe_unused]] float* work) {
     const long columns = panels * LANES;
     std::fill_n(sums, rows * columns, 0.0f);
     const char* at[GROUP_PANELS];
@@ -179,42 +172,33 @@ static void multiply_panels(const float* const* x, long rows, const Matrix& w, l
 #endif
     for (long begin = 0; begin < w.k; begin += SECTION) {
         const long depth = std::min(SECTION, w.k - begin);
+        const float* floats[GROUP_PANELS];
+        const Pairs* pairs[GROUP_PANELS];
         for (long r = 0; r < rows; ++r) row[r] = x[r] + begin;
+        for (long p = 0; p < panels; ++p) {
+            floats[p] = (const float*)at[p] + begin * LANES;
+            pairs[p] = (const Pairs*)at[p] + begin / 2;
+        }
         if (!w.bf16) {
-            const float* panel_w[GROUP_PANELS];
-            for (long p = 0; p < panels; ++p) panel_w[p] = (const float*)at[p] + begin * LANES;
-            multiply(row, rows, panel_w, panels, LANES, depth, sums, columns);
+            multiply(row, rows, floats, panels, LANES, depth, sums, columns);
             continue;
         }
-        const Pairs* panel_w[GROUP_PANELS];
-        for (long p = 0; p < panels; ++p) panel_w[p] = (const Pairs*)at[p] + begin / 2;
-        if constexpr (ROUNDS_INPUT) {
-            const long padded = (depth + AMX_K - 1) / AMX_K * AMX_K;
-            const bfloat16* rounded[BLOCK_ROWS];
-            bfloat16* next = (bfloat16*)work;
-            for (long r = 0; r < (rows + 15) / 16 * 16; ++r, next += padded) {
-                const long given = r < rows ? depth : 0;
-                for (long k = 0; k < given; ++k) next[k] = to_bfloat16(row[r][k]);
-                std::fill(next + given, next + padded, bfloat16(0));
-                rounded[r] = next;
-            }
-#ifdef __AMX_BF16__
-            multiply_amx(rounded[0], padded, rows, panel_w, panels, padded, sums, columns);
-#else
-            multiply(rounded, rows, panel_w, panels, 1, padded, sums, columns);
-#endif
-        } else if (rows <= TILE_ROWS && depth % 2 == 0) {
-            multiply(row, rows, panel_w, panels, 1, depth, sums, columns);
-        } else {
-            for (long p = 0; p < panels; ++p) {
-                for (long k = 0; k < depth; k += 2) {
-                    store(work + k * LANES, even_k(panel_w[p][k / 2]));
-                    store(work + (k + 1) * LANES, odd_k(panel_w[p][k / 2]));
-                }
-                const float* expanded = work;
-                multiply(row, rows, &expanded, 1, LANES, depth, sums + p * LANES, columns);
-            }
+#ifdef __AVX512BF16__
+        const long padded = (depth + AMX_K - 1) / AMX_K * AMX_K;
+        const bfloat16* rounded[BLOCK_ROWS];
+        bfloat16* next = (bfloat16*)work;
+        for (long r = 0; r < (rows + 15) / 16 * 16; ++r, next += padded) {
+            rounded[r] = next;
+            for (long k = 0; k < padded; ++k) next[k] = r < rows && k < depth ? to_bfloat16(row[r][k]) : 0;
         }
+#ifdef __AMX_BF16__
+        multiply_amx(rounded[0], padded, rows, pairs, panels, padded, sums, columns);
+#else
+        multiply(rounded, rows, pairs, panels, 1, padded, sums, columns);
+#endif
+#else
+        multiply(row, rows, pairs, panels, 1, depth, sums, columns);
+#endif
     }
 #ifdef __AMX_BF16__
     if (w.bf16) _tile_release();
@@ -246,7 +230,7 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
         x[r] = op.in + source * op.in_stride;
         out[r] = op.out + place * op.out_stride;
     }
-    float* sums = scratch.take(BLOCK_ROWS * GROUP_PANELS * LANES + std::max(SECTION * LANES, BLOCK_ROWS * SECTION / 2));
+    float* sums = scratch.take(BLOCK_ROWS * GROUP_PANELS * LANES + BLOCK_ROWS * SECTION / 2);
     multiply_panels(x, rows, op.matrix, index, panel, panels, sums, sums + BLOCK_ROWS * GROUP_PANELS * LANES);
     for (long r = 0; r < rows; ++r)
         for (long c = 0; c < columns; c += LANES) {
@@ -258,22 +242,19 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
         }
 }
 
-// Packs panel `panel` of all panels of the matrices from rows [n, k] of float32 or (`mode`) bfloat16.
+// Packs one panel of all panels of the matrices from rows [n, k] of float32 or (`mode`) bfloat16.
 static void pack_panel(const Op& op, long item) {
     const Matrix& w = op.matrix;
     const long panels = (w.n + LANES - 1) / LANES, index = item / panels, panel = item % panels;
-    char* out = (char*)panel_at(w, index, panel);
     const long padded = w.bf16 ? (w.k + AMX_K - 1) / AMX_K * AMX_K : w.k;
+    char* out = (char*)panel_at(w, index, panel);
     for (long lane = 0; lane < LANES; ++lane) {
-        const long n = panel * LANES + lane, source = (index * w.n + n) * w.k, given = n < w.n ? w.k : 0;
+        const long n = panel * LANES + lane, source = (index * w.n + n) * w.k;
         for (long k = 0; k < padded; ++k) {
-            const bool real = k < given;
-            if (w.bf16)
-                ((bfloat16*)out)[(k / 2 * LANES + lane) * 2 + k % 2] =
-                    !real ? 0 : op.mode ? ((const bfloat16*)op.in)[source + k] : to_bfloat16(op.in[source + k]);
-            else
-                ((float*)out)[k * LANES + lane] =
-                    !real ? 0 : op.mode ? to_float(((const bfloat16*)op.in)[source + k]) : op.in[source + k];
+            const bool real = n < w.n && k < w.k;
+            const float x = !real ? 0 : op.mode ? to_float(((const bfloat16*)op.in)[source + k]) : op.in[source + k];
+            if (w.bf16) ((bfloat16*)out)[(k / 2 * LANES + lane) * 2 + k % 2] = to_bfloat16(x);
+            else ((float*)out)[k * LANES + lane] = x;
         }
     }
 }

@@ -96,21 +96,17 @@ INLINE void store(float* p, const Vec& v, long count) {
     for (long i = 0; i < count; ++i) p[i] = lanes[i];
 }
 
-// Sum and maximum of the lanes, pairwise.
-INLINE float sum(const Vec& v) {
+// The lanes combined pairwise.
+template <class F>
+INLINE float reduce(const Vec& v, F combine) {
     float lanes[LANES];
     store(lanes, v);
     for (long half = LANES / 2; half; half /= 2)
-        for (long i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+        for (long i = 0; i < half; ++i) lanes[i] = combine(lanes[i], lanes[i + half]);
     return lanes[0];
 }
-INLINE float largest(const Vec& v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (long half = LANES / 2; half; half /= 2)
-        for (long i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
-}
+INLINE float sum(const Vec& v) { return reduce(v, [](float a, float b) { return a + b; }); }
+INLINE float largest(const Vec& v) { return reduce(v, [](float a, float b) { return a > b ? a : b; }); }
 
 // exp within 2 units in the last place; 0 below the smallest normal result, saturated above 88.
 INLINE Vec exponential(const Vec& x) {

@@ -1,0 +1,46 @@
+"""The kernels of this machine, and batches for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from meshwright.kernels import Kernels, load_kernels
+
+
+@pytest.fixture(scope="session")
+def built_kernels() -> Kernels:
+    """The library for this processor; tests are skipped without a compiler or AVX2."""
+    kernels = load_kernels()
+    if kernels is None:
+        pytest.skip("no compiler, or no AVX2")
+    return kernels
+
+
+@pytest.fixture
+def kernels(built_kernels: Kernels) -> Kernels:
+    """The library, with 2 threads."""
+    built_kernels.set_threads(2)
+    return built_kernels
+
+
+@dataclass
+class Batch:
+    """A step's arrays (`kernels.StepArrays`)."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    block_tables: np.ndarray
+    output_rows: np.ndarray
+
+
+def one_sequence(tokens: int, output_rows: tuple[int, ...] = (0,)) -> Batch:
+    """The first step of one sequence whose token IDs are its positions."""
+    numbers = np.arange(tokens, dtype=np.int32)
+    table = np.arange(-(-tokens // 16), dtype=np.int32)[None]
+    ends = np.array([0, tokens], np.int32)
+    return Batch(numbers, numbers, numbers, ends, table, np.array(output_rows, np.int32))

@@ -1,0 +1,135 @@
+"""Claims on rotary positions, the KV cache and attention: equal to float64, and the same bits however a sequence is cut
+into steps, whatever other sequences do, and wherever its blocks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.kernels import Attention, Kernels, LayerCache, RopeStore
+from tests.kernels.conftest import Batch
+
+LENGTHS = (1, 16, 17, 65, 130, 200)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention layer. `rotated`: features that are rotated."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+    norms: bool = False
+    window: int = 0
+    dtype: str = "float32"
+
+
+CASES = [
+    Case(9, 3, 64, 64),
+    Case(9, 3, 64, 64, window=70, dtype="bfloat16"),
+    Case(4, 4, 8, 8, norms=True, window=5),
+    Case(8, 2, 18, 10, norms=True, dtype="bfloat16"),
+    Case(5, 1, 128, 0, window=33),
+]
+
+
+def tables(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines [P, rotated / 2]."""
+    half = case.rotated // 2
+    angles = np.outer(np.arange(max(LENGTHS)), 100.0 ** -(np.arange(half) / max(1, half)))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def draw_inputs(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Projected queries, keys and values of each sequence, and the norm weights."""
+    rng = np.random.default_rng(0)
+    width = (case.heads + 2 * case.kv_heads) * case.head_dim
+    rows = [rng.standard_normal((length, width), dtype=np.float32) for length in LENGTHS]
+    return rows, rng.random(case.head_dim, dtype=np.float32), rng.random(case.head_dim, dtype=np.float32)
+
+
+def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, seed: int = 0) -> list[np.ndarray]:
+    """Attention outputs of the sequences `members`, which run together, `chunk` tokens of each in a step. `seed`: order
+    of the blocks. The cache starts full of NaN but for what the sequences write."""
+    inputs, query_norm, key_norm = draw_inputs(case)
+    longest = -(-max(LENGTHS) // 16)
+    shapes = LayerCache.shapes(1 + len(members) * longest, case.kv_heads, case.head_dim)
+    dtype = np.float32 if case.dtype == "float32" else np.uint16
+    keys, values = (np.full(shape, np.nan if dtype == np.float32 else 0x7FC0, dtype) for shape in shapes)
+    values[..., case.head_dim :] = 0  # the padding of the features
+    cache = LayerCache(keys, values, case.head_dim)
+    order = 1 + np.random.default_rng(seed).permutation(len(members) * longest)
+    block_tables = order.reshape(len(members), longest).astype(np.int32)
+    cosine, sine = tables(case)
+    done = dict.fromkeys(members, 0)
+    outs = {s: np.zeros((LENGTHS[s], case.heads * case.head_dim), np.float32) for s in members}
+    while active := [s for s in members if done[s] < LENGTHS[s]]:
+        ranges = [range(done[s], min(LENGTHS[s], done[s] + chunk)) for s in active]
+        positions = np.concatenate([np.array(r, np.int32) for r in ranges])
+        starts = np.cumsum([0, *map(len, ranges)]).astype(np.int32)
+        table = np.ascontiguousarray(block_tables[[members.index(s) for s in active]])
+        blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges)])
+        slots = (blocks * 16 + positions % 16).astype(np.int32)
+        qkv = np.concatenate([inputs[s][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
+        out = np.zeros((len(qkv), case.heads * case.head_dim), np.float32)
+        operations = kernels.op_list()
+        rotation = (cosine, sine) if case.rotated else (None, None)
+        norms = (query_norm, key_norm) if case.norms else (None, None)
+        operations.append(RopeStore(qkv, cache, case.heads, *rotation, *norms))
+        operations.append(Attention(out, qkv, cache, case.heads, case.head_dim**-0.5, case.window))
+        operations.run(Batch(positions, positions, slots, starts, table, positions[:0]))
+        for i, (s, r) in enumerate(zip(active, ranges, strict=True)):
+            outs[s][r.start : r.stop], done[s] = out[starts[i] : starts[i + 1]], r.stop
+    return list(outs.values())
+
+
+def attend_exactly(case: Case, sequence: int) -> torch.Tensor:
+    """The output of one sequence in float64, from cached keys and values rounded to the cache's type."""
+    inputs, *norms = draw_inputs(case)
+    x = torch.from_numpy(inputs[sequence]).double().unflatten(-1, (-1, case.head_dim))
+    q, k, v = x.split([case.heads, case.kv_heads, case.kv_heads], 1)
+    cosine, sine = (torch.from_numpy(t[: len(x)]).double()[:, None] for t in tables(case))
+
+    def prepare(heads: torch.Tensor, norm: np.ndarray) -> torch.Tensor:
+        if case.norms:
+            heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + 1e-6) * torch.from_numpy(norm)
+        a, b = heads[..., : case.rotated].chunk(2, -1)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine, heads[..., case.rotated :]], -1)
+
+    q, k = prepare(q, norms[0]), prepare(k, norms[1])
+    if case.dtype == "bfloat16":
+        k, v = k.float().bfloat16().double(), v.float().bfloat16().double()
+    age = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    visible = (age >= 0) & (age < (case.window or len(x)))
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_equals_float64(kernels: Kernels, case: Case):
+    for sequence, out in enumerate(run_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)):
+        exact = attend_exactly(case, sequence)
+        tolerance = 2e-6 if case.dtype == "float32" else 3e-3  # a key near a tie may round to the other side
+        assert np.abs(out - exact.numpy()).max() < tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_do_not_depend_on_chunks_neighbours_threads_or_blocks(kernels: Kernels, case: Case):
+    whole = run_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)
+    for threads, members, chunk in [(1, [5], 1), (3, [5, 0, 3], 7), (2, [2, 4, 5, 1], 16), (2, [3, 5], 50)]:
+        kernels.set_threads(threads)
+        for member, out in zip(members, run_in_chunks(kernels, case, members, chunk, seed=chunk), strict=True):
+            assert np.array_equal(out, whole[member]), (threads, members, chunk)
+
+
+def test_cache_of_another_shape_is_refused(kernels: Kernels):
+    keys, values = (np.zeros(shape, np.float32) for shape in LayerCache.shapes(2, 3, 8))
+    qkv = np.zeros((4, (3 + 6) * 8), np.float32)
+    for wrong in (LayerCache(keys, values, 16), LayerCache(values, keys, 8), LayerCache(keys, values.astype(float), 8)):
+        with pytest.raises(ValueError, match=r"LayerCache|contiguous"):
+            kernels.op_list().append(RopeStore(qkv, wrong, 3))

@@ -1,0 +1,149 @@
+"""Claims on packing and the matrix product: right, and the same bits for a row whatever surrounds it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.kernels import Kernels, PackedMatrix
+
+TYPES = ("float32", "bfloat16")
+
+
+def draw_floats(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Torch's rounding, back in float32."""
+    return torch.from_numpy(x).bfloat16().float().numpy()
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """Upper halves of the float32 bits: bfloat16."""
+    return (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def multiply_exactly(kernels: Kernels, x: np.ndarray, weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """x Wᵀ in float64 of the operands as the kernels see them, and a bound of its rounding error."""
+    if dtype == "bfloat16":
+        weight = round_to_bfloat16(weight)
+        if kernels.instruction_set in ("amx", "avx512_bf16"):
+            x = round_to_bfloat16(x)
+    wide, magnitude = x.astype(np.float64), np.abs(x).astype(np.float64)
+    return wide @ weight.T.astype(np.float64), 3e-7 * (16 + len(weight[0]) ** 0.5) * (
+        magnitude @ np.abs(weight.T)
+    ) + 1e-30
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 600), st.sampled_from(TYPES), st.integers(1, 3))
+def test_product_is_that_of_float64_for_any_shape(built_kernels, rows, n, k, dtype, threads):
+    built_kernels.set_threads(threads)
+    x, weight, bias = draw_floats(0, rows, k), draw_floats(1, n, k), draw_floats(2, n)
+    y = built_kernels.linear(x, built_kernels.pack(weight, dtype), bias)
+    exact, bound = multiply_exactly(built_kernels, x, weight, dtype)
+    assert np.all(np.abs(y - exact - bias) <= bound + 1e-6 * np.abs(exact + bias))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (37, 1031), (130, 33), (16, 2), (1, 1)])
+def test_row_has_the_same_bits_alone_and_among_others(kernels: Kernels, dtype: str, n: int, k: int):
+    packed, x = kernels.pack(draw_floats(1, n, k), dtype), draw_floats(0, 211, k)
+    whole = kernels.linear(x, packed)
+    for threads in (1, 2, 3):
+        kernels.set_threads(threads)
+        for begin, end in [
+            (0, 1),
+            (210, 211),
+            (3, 5),
+            (4, 7),
+            (9, 14),
+            (20, 26),
+            (30, 37),
+            (1, 98),
+            (100, 197),
+            (0, 211),
+        ]:
+            part = kernels.linear(np.ascontiguousarray(x[begin:end]), packed)
+            assert np.array_equal(part.view(np.int32), whole[begin:end].view(np.int32)), (threads, begin, end)
+
+
+def test_neighbouring_rows_and_padding_cannot_spoil_a_row(kernels: Kernels):
+    """Odd sizes beside NaN: nothing outside a row is read into it."""
+    for dtype in TYPES:
+        packed = kernels.pack(draw_floats(1, 19, 33), dtype)
+        x = draw_floats(0, 8, 33)
+        expected = kernels.linear(x, packed)
+        x[[0, 1, 2, 4, 5, 6, 7]] = np.nan
+        assert np.array_equal(kernels.linear(x, packed)[3], expected[3])
+
+
+def test_bfloat16_is_rounded_to_nearest_even_and_keeps_special_values(kernels: Kernels):
+    x = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.4e38, np.inf, -np.inf], np.float32)
+    x = np.concatenate([x, draw_floats(0, 500)])
+    packed = kernels.pack(x[:, None], "bfloat16")
+    stored = packed.buffer.view(np.uint16).reshape(-1, 16, 16, 2)[:, 0, :, 0].reshape(-1)[: len(x)]
+    assert np.array_equal(stored, bits(round_to_bfloat16(x)))
+    nan = kernels.pack(np.array([[np.nan]], np.float32), "bfloat16").buffer.view(np.uint16)[0]
+    assert nan & 0x7F80 == 0x7F80 and nan & 0x7F
+
+
+def test_packing_bfloat16_bits_equals_packing_their_values(kernels: Kernels):
+    weight = round_to_bfloat16(draw_floats(0, 3, 21, 47))
+    for dtype in TYPES:
+        a, b = kernels.pack(bits(weight), dtype), kernels.pack(weight, dtype)
+        assert np.array_equal(a.buffer, b.buffer) and (a.n, a.k, a.count) == (21, 47, 3)
+        assert len(a.buffer) == kernels.packed_bytes(21, 47, dtype, 3)
+
+
+def tile_product(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """TDPBF16PS on whole tiles, after Intel's SDM (volume 2): `a` [16 rows][32 bfloat16], `b` [16 rows][16 x 2], sums
+    [16][16] float32; the even and the odd products of all pairs are summed apart, in float32."""
+    wide = lambda x: (x.astype(np.uint32) << 16).view(np.float32)  # noqa: E731
+    even, odd = np.zeros((16, 16), np.float32), np.zeros((16, 16), np.float32)
+    for k in range(16):
+        even += wide(a[:, 2 * k])[:, None] * wide(b[k, 0::2])[None]
+        odd += wide(a[:, 2 * k + 1])[:, None] * wide(b[k, 1::2])[None]
+    return sums + (even + odd)
+
+
+def emulate_amx(x: np.ndarray, packed: PackedMatrix) -> np.ndarray:
+    """The product as `multiply_amx` computes it: tiles read from the packed bytes by address arithmetic alone."""
+    depth = -(-packed.k // 32) * 32
+    rows = np.zeros((-(-len(x) // 16) * 16, depth), np.uint16)
+    rows[: len(x), : packed.k] = bits(round_to_bfloat16(x))
+    panels = packed.buffer.view(np.uint16).reshape(-1, depth * 16)
+    out = np.zeros((len(rows), 16 * len(panels)), np.float32)
+    for p, panel in enumerate(panels):
+        for r in range(0, len(rows), 16):
+            sums = np.zeros((16, 16), np.float32)
+            for k in range(0, depth, 32):
+                tile = panel[k * 16 : k * 16 + 512].reshape(16, 32)  # 16 tile rows of 64 bytes, one after another
+                sums = tile_product(rows[r : r + 16, k : k + 32], tile, sums)
+            out[r : r + 16, 16 * p : 16 * p + 16] = sums
+    return out[: len(x), : packed.n]
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(5, 20, 70), (17, 16, 32), (1, 3, 1), (33, 33, 31)])
+def test_packed_panels_are_the_tiles_that_amx_multiplies(kernels: Kernels, rows: int, n: int, k: int):
+    x, weight = draw_floats(0, rows, k), draw_floats(1, n, k)
+    y = emulate_amx(x, kernels.pack(weight, "bfloat16"))
+    exact = round_to_bfloat16(x).astype(np.float64) @ round_to_bfloat16(weight).T.astype(np.float64)
+    assert np.abs(y - exact).max() <= 1e-5 * (1 + np.abs(exact).max())
+
+
+def test_memory_is_aligned_zeroed_and_apart(kernels: Kernels):
+    arrays = [kernels.empty((n,), np.uint8) for n in (1, 65, 4096, 70 << 20)] + [kernels.empty((3, 5), np.float32)]
+    for number, array in enumerate(arrays):
+        assert array.ctypes.data % 64 == 0 and not array[:1].any()
+        array[:] = number + 1
+    assert all((array == number + 1).all() for number, array in enumerate(arrays))
+
+
+def test_threads_must_be_positive(kernels: Kernels):
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.set_threads(0)

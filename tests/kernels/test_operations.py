@@ -1,0 +1,263 @@
+"""Claims on each operation of a step: equal to float64, and independent of what else is in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.kernels import (
+    Activation,
+    Add,
+    Embed,
+    Experts,
+    ExpertsWorkspace,
+    Gate,
+    Greedy,
+    Kernels,
+    Linear,
+    Norm,
+    TakeRows,
+)
+from meshwright.model.experts import Mixture
+from meshwright.spec.config import ModelConfig
+from tests.kernels.conftest import Batch, one_sequence
+
+ROWS = 5
+
+
+def draw_floats(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def run(kernels: Kernels, *ops: object, batch: Batch | None = None) -> None:
+    """Execute operations as one list."""
+    operations = kernels.op_list()
+    for op in ops:
+        operations.append(op)
+    operations.run(one_sequence(ROWS) if batch is None else batch)
+
+
+def relative_error(ours: np.ndarray, exact: torch.Tensor) -> float:
+    """Largest difference over the largest value."""
+    return float(np.abs(ours - exact.numpy()).max() / exact.abs().max())
+
+
+def wide(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x).double()
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 37, 576])
+def test_norms_equal_float64(kernels: Kernels, size: int):
+    x, weight, bias = 3 + draw_floats(0, ROWS, size), draw_floats(1, size), draw_floats(2, size)
+    rms, layer = np.empty_like(x), np.empty_like(x)
+    run(kernels, Norm(rms, x, weight, epsilon=1e-3), Norm(layer, x, weight, bias, 1e-3, "layer"))
+    exact = wide(x) * torch.rsqrt(wide(x).square().mean(1, keepdim=True) + 1e-3) * wide(weight)
+    assert relative_error(rms, exact) < 1e-6
+    assert relative_error(layer, F.layer_norm(wide(x), (size,), wide(weight), wide(bias), 1e-3)) < 1e-5
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_equal_float64(kernels: Kernels, kind: str):
+    gate = np.linspace(-12, 12, 1003, dtype=np.float32)
+    x = np.concatenate([gate, draw_floats(0, 1003)])[None].repeat(ROWS, 0)
+    gated, plain = np.empty((ROWS, 1003), np.float32), np.empty((ROWS, 2006), np.float32)
+    run(kernels, Activation(gated, x, kind, True), Activation(plain, x, kind, False))
+    exact = ACTIVATIONS[kind](wide(x))
+    tolerance = (6e-6 if kind.startswith("gelu") else 3e-7) * exact.abs() + 1e-9  # gelu's: far out, where it is small
+    assert bool((wide(plain) - exact).abs().le(tolerance).all())
+    assert relative_error(gated, exact[:, :1003] * wide(x[:, 1003:])) < 1e-6
+
+
+def test_activations_have_the_right_limits(kernels: Kernels):
+    x = np.array([[-1e30, -100, -0.0, 0, 100, 1e30]], np.float32)
+    for kind in ACTIVATIONS:
+        out = np.empty_like(x)
+        run(kernels, Activation(out, x, kind, False), batch=one_sequence(1))
+        assert (abs(out[0, :4]) < 1e-8).all() and (out[0, 4:] > 99).all(), (kind, out)
+
+
+def test_embedding_reads_plain_and_packed_tables_and_slices(kernels: Kernels):
+    table, out = draw_floats(0, 40, 19), np.empty((ROWS, 19), np.float32)
+    half = torch.from_numpy(table).bfloat16()
+    half_bits = (half.float().numpy().view(np.uint32) >> 16).astype(np.uint16)
+    packed = {dtype: kernels.pack(table, dtype) for dtype in ("float32", "bfloat16")}
+    for source, expected in [
+        *((table, table), (half_bits, half.float().numpy())),
+        *((packed["float32"], table), (packed["bfloat16"], half.float().numpy())),
+    ]:
+        run(kernels, Embed(out, source))
+        assert np.array_equal(out, expected[:ROWS])
+        run(kernels, Embed(out, source, first=2))
+        assert not out[:2].any() and np.array_equal(out[2:], expected[: ROWS - 2])
+    run(kernels, Embed(out, table), Embed(out, table[:3].copy(), ids="positions", accumulate=True))
+    assert np.array_equal(out[:3], 2 * table[:3]) and np.array_equal(out[3:], table[3:ROWS])
+
+
+def test_rows_are_taken_added_and_gated(kernels: Kernels):
+    x, y, taken = draw_floats(0, ROWS, 19), draw_floats(1, ROWS, 19), np.zeros((2, 19), np.float32)
+    run(kernels, TakeRows(taken, x), batch=one_sequence(ROWS, (3, 1)))
+    assert np.array_equal(taken, x[[3, 1]])
+    total = y.copy()
+    run(kernels, Add(total, x))
+    assert np.array_equal(total, y + x)
+    weight, gates = draw_floats(2, 7), draw_floats(3, ROWS, 7)
+    run(kernels, Gate(total, gates, weight))
+    assert relative_error(total, wide(y + x) * (wide(gates) @ wide(weight)).sigmoid()[:, None]) < 1e-6
+
+
+def test_linear_adds_bias_and_residual_and_reads_columns_of_a_buffer(kernels: Kernels):
+    weight, bias, buffer = draw_floats(0, 21, 12), draw_floats(1, 21), draw_floats(2, ROWS, 30)
+    out = draw_floats(3, ROWS, 40)
+    before = out.copy()
+    run(kernels, Linear(out[:, 8:29], buffer[:, 5:17], kernels.pack(weight, "float32"), bias, accumulate=True))
+    exact = wide(before[:, 8:29]) + wide(buffer[:, 5:17]) @ wide(weight).T + wide(bias)
+    assert relative_error(out[:, 8:29], exact) < 1e-6
+    assert np.array_equal(out[:, :8], before[:, :8]) and np.array_equal(out[:, 29:], before[:, 29:])
+
+
+def test_greedy_takes_the_lowest_index_of_the_largest_logit(kernels: Kernels):
+    logits = 5 * draw_floats(0, 3, 1003)
+    logits[1, [7, 900]] = 100
+    tokens, log_sums = np.zeros(3, np.int32), np.zeros(3)
+    run(kernels, Greedy(tokens, log_sums, logits), batch=one_sequence(ROWS, (0, 1, 2)))
+    assert list(tokens) == [logits[0].argmax(), 7, logits[2].argmax()]
+    assert np.abs(log_sums - torch.logsumexp(wide(logits), 1).numpy()).max() < 1e-6
+
+
+def expert_config(**fields: object) -> ModelConfig:
+    """A small mixture of experts."""
+    sizes = {"vocabulary": 99, "hidden": 24, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 12, "intermediate": 7}
+    kind = {"norm": "rmsnorm", "norm_epsilon": 1e-6, "activation": "silu", "gated": True, "positions": "rope"}
+    rest = {"max_positions": 64, "experts": 10, "experts_per_token": 3, "expert_intermediate": 21}
+    return ModelConfig(**{"family": "qwen3_moe", "query_key_norm": True, **sizes, **kind, **rest, **fields})  # type: ignore[arg-type]
+
+
+CONFIGS = {
+    "softmax": expert_config(),
+    "normalised": expert_config(normalise_choice=True, experts_per_token=1, experts=2),
+    "sigmoid": expert_config(
+        family="dots1",
+        router="sigmoid",
+        router_bias=True,
+        routed_scale=2.5,
+        normalise_choice=True,
+        shared_intermediate=21,
+    ),
+}
+
+
+def mixture_op(
+    kernels: Kernels, mixture: Mixture, out: np.ndarray, x: np.ndarray, held: range, **fields: object
+) -> Experts:
+    """The operation of a layer's routed experts, of which a rank holds `held`."""
+    config, numpy = mixture.router.config, lambda tensor: tensor.detach().numpy()
+    up = numpy(mixture.experts.up.weight).reshape(config.experts, -1, config.hidden)
+    down = numpy(mixture.experts.down.weight).reshape(config.experts, config.hidden, -1)
+    return Experts(
+        out=out,
+        x=x,
+        router=kernels.pack(numpy(mixture.router.weight), "float32"),
+        up=kernels.pack(up[held.start : held.stop], "float32"),
+        down=kernels.pack(down[held.start : held.stop], "float32"),
+        workspace=ExpertsWorkspace(
+            len(x), config.experts, config.experts_per_token, config.hidden, config.expert_intermediate
+        ),
+        top_k=config.experts_per_token,
+        router_kind=config.router,
+        router_bias=None if mixture.router.bias is None else numpy(mixture.router.bias),
+        normalise=config.normalise_choice,
+        scale=config.routed_scale,
+        first=held.start,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def build_mixture(config: ModelConfig) -> Mixture:
+    """A layer of experts with random weights."""
+    from meshwright.model.axis_operations import SINGLE_DEVICE
+
+    mixture = Mixture(config, SINGLE_DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in mixture.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    return mixture
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_equal_the_model_layer(kernels: Kernels, name: str):
+    mixture, x = build_mixture(CONFIGS[name]), draw_floats(5, 50, 24)
+    out = np.empty_like(x)
+    run(kernels, mixture_op(kernels, mixture, out, x, range(CONFIGS[name].experts)), batch=one_sequence(50))
+    exact = mixture.double()._forward_routed(wide(x)[None], None)[0][0].detach()
+    assert relative_error(out, exact) < 2e-6
+    for row in (0, 17, 49):
+        alone = np.empty((1, 24), np.float32)
+        op = mixture_op(kernels, build_mixture(CONFIGS[name]), alone, x[row : row + 1], range(CONFIGS[name].experts))
+        run(kernels, op, batch=one_sequence(1))
+        assert np.array_equal(alone[0], out[row])
+
+
+def test_ranks_that_share_the_experts_add_up_to_all(kernels: Kernels):
+    mixture, x = build_mixture(CONFIGS["sigmoid"]), draw_floats(5, 30, 24)
+    whole, parts = np.empty_like(x), draw_floats(6, 30, 24)
+    before = parts.copy()
+    run(kernels, mixture_op(kernels, mixture, whole, x, range(10)), batch=one_sequence(30))
+    for held in (range(4), range(4, 9), range(9, 10)):
+        run(kernels, mixture_op(kernels, mixture, parts, x, held, accumulate=True), batch=one_sequence(30))
+    assert np.abs(parts - before - whole).max() < 1e-5 * np.abs(whole).max()
+
+
+def test_equal_scores_choose_the_lower_expert(kernels: Kernels):
+    mixture = build_mixture(CONFIGS["softmax"])
+    mixture.router.weight.data.zero_()
+    op = mixture_op(kernels, mixture, np.empty((4, 24), np.float32), draw_floats(0, 4, 24), range(10))
+    run(kernels, op, batch=one_sequence(4))
+    assert (op.workspace.chosen == [0, 1, 2]).all() and np.allclose(op.workspace.weights, 0.1)
+
+
+def test_segments_run_in_turn_and_any_number_of_threads_gives_the_same_bits(kernels: Kernels):
+    weight, x = draw_floats(0, 64, 64), draw_floats(1, ROWS, 64)
+    packed, results = kernels.pack(weight, "bfloat16"), []
+    for threads in (1, 2, 3, 5):
+        kernels.set_threads(threads)
+        a, b = np.zeros_like(x), np.zeros_like(x)
+        operations = kernels.op_list()
+        operations.append(Linear(a, x, packed))
+        middle = operations.append(Activation(b, a, "silu", False))
+        operations.append(Linear(a, b, packed, accumulate=True))
+        for _ in range(200):
+            operations.run(one_sequence(ROWS), 0, middle)
+            assert not b.any()
+            operations.run(one_sequence(ROWS), middle)
+            b_first = b.copy()
+            b[:] = 0
+        results.append(np.concatenate([a, b_first]))
+    assert all(np.array_equal(results[0], other) for other in results)
+
+
+def test_buffers_of_a_wrong_shape_or_type_are_refused(kernels: Kernels):
+    x, packed, operations = draw_floats(0, 4, 8), kernels.pack(draw_floats(1, 6, 8), "float32"), kernels.op_list()
+    for op in [
+        Linear(x, x, packed),
+        Linear(np.zeros((4, 6)), x, packed),  # float64
+        Linear(np.zeros((4, 6), np.float32), x, packed, bias=np.zeros(5, np.float32)),
+        Norm(x, x, np.zeros(7, np.float32)),
+        Add(x, x[:, :7]),
+        Activation(x, x, "silu", True),
+    ]:
+        with pytest.raises(ValueError, match=r"rows|expected"):
+            operations.append(op)
+    assert len(operations) == 0
