@@ -72,7 +72,7 @@ def test_a_template_that_writes_nothing_is_refused(command_line: Callable[..., A
     model = tmp_path / "model"
     shutil.copytree(stories, model, copy_function=shutil.copyfile)
     for template, word in (
-        ("", "renders a user turn as an empty prompt"),
+        ("", "the prompt is empty: it must have a token"),
         ("{{ 'x' * 10**10 }}", "needs more than 2 GiB"),
     ):
         (model / "chat_template.jinja").write_text(template)
@@ -85,7 +85,7 @@ def test_a_template_that_writes_nothing_is_refused(command_line: Callable[..., A
 
 def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stories: Path):
     draw = ("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1, "--top-p", 0.9, "--json")
-    texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 2)]
+    texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -93,9 +93,9 @@ def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stor
     ("arguments", "word"),
     [
         (("--temperature", "-1"), "temperature -1"),
-        (("--top-p", "2"), "top-p 2"),
-        (("--max-tokens", "0"), "max-tokens 0"),
-        (("--max-tokens", "1000000000000"), "max-tokens 1000000000000 is too large: at most 1,073,741,824"),
+        (("--top-p", "2"), "top_p 2"),
+        (("--max-tokens", "0"), "max_tokens 0"),
+        (("--max-tokens", "1000000000000"), "max_tokens 1000000000000 is too large: at most 1,073,741,824"),
         (("--top-q", "2"), "did you mean --top-"),
         (("--device", "gpu"), '--device: unknown device "gpu"; did you mean "cpu"?'),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -12,8 +13,10 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import meshwright as mw
 from meshwright.checkpoint import find_checkpoint
 from meshwright.cli.main import meshwright
+from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import held_out, run_evaluation
@@ -21,6 +24,12 @@ from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
+from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.offline import run_requests
+from meshwright.serving.request import Request
+from meshwright.serving.runner import build_runner
+from meshwright.serving.sampling import Sampling
+from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
@@ -101,6 +110,27 @@ def test_the_loss_is_that_of_transformers_document_by_document(place, checkpoint
     assert result["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
     assert (result["bytes"], result["documents"], result["sequence"]) == (size, 5, sequence)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+def test_the_loss_is_the_sum_of_the_log_probabilities_that_a_server_echoes(place, checkpoint):
+    """To the last bit: a server of other step sizes computes the same ones."""
+    result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
+    config = config_from_path(checkpoint)
+    _, tokens = held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
+    limits = StepLimits(blocks=40, token_budget=13, max_sequences=3, max_length=SEQUENCE + 1)
+    engine = Engine(build_runner(checkpoint, Mesh.single(), "float32", limits), build_scheduler(config, limits))
+    echoed = []
+    for batch in tokens.iterate_batches(2):
+        for row, begins in enumerate(batch.document_starts()):
+            for begin, end in itertools.pairwise([*begins.tolist(), SEQUENCE]):
+                targets = [target for target in batch.targets[row, begin:end].tolist() if target >= 0]
+                if targets:
+                    part = (int(batch.tokens[row, begin]), *targets)
+                    sampling = Sampling(max_tokens=2 * (len(part) < 9), prompt_logprobs=len(part) % 3)
+                    outputs = list(run_requests(engine, [Request("x", part, sampling)]))
+                    [results] = [output.prompt_results for output in outputs if output.prompt_results is not None]
+                    echoed += [-result.logprob for result in results[1:]]
+    assert len(echoed) == result["tokens"] and math.fsum(echoed) / len(echoed) == result["loss"]
 
 
 def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
@@ -240,7 +270,6 @@ def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
 def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, checkpoint, tmp_path):
     """A bit of a norm's weight is wrong: the sizes are right, the loss would be another."""
     from meshwright.checkpoint.manifest import MANIFEST, Manifest, hash_file
-    from meshwright.serving.generate import Generator
     from tests.training import checkpoint_cases as cases
 
     run = tmp_path / "run"
@@ -251,19 +280,15 @@ def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, che
     text = str(place / "texts.jsonl")
     expected = run_evaluation(checkpoint, text, with_xz=False)
     assert run_evaluation(run, text, with_xz=False) == expected | {"checkpoint": str(step)}
-    assert Generator.from_directory(str(run)).directory == step
+    assert mw.load(str(run)).directory == step
 
     cases.flip_bit(step / "model.safetensors")
-    for call in (
-        lambda **how: run_evaluation(step, text, with_xz=False, **how),
-        lambda **how: Generator.from_directory(step, **how),
-    ):
+    for call in (lambda: run_evaluation(step, text, with_xz=False), lambda: mw.load(step)):
         with pytest.raises(UserError, match=r"step-000001 is damaged: model.safetensors was altered"):
             call()
-        call(check_hashes=False)
+    assert run_evaluation(run, text, with_xz=False, check_hashes=False)["loss"] != expected["loss"]
     with pytest.raises(UserError, match=r"no checkpoint in it, none of the 1 there is whole"):
-        Generator.from_directory(run)
-    assert Generator.from_directory(run, check_hashes=False).directory == step
+        mw.load(run)
 
 
 # --- what is meant by a path

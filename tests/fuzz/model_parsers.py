@@ -310,12 +310,12 @@ def read_special_tokens_map(data: bytes, directory: Path) -> None:
 
 
 def read_generation_config(data: bytes, directory: Path) -> None:
-    from meshwright.serving.generate import _read_end_tokens
+    from meshwright.serving.prompts import read_end_tokens
     from meshwright.spec.config_json import config_from_huggingface
 
     write_input(directory, "generation_config.json", data)
     read_tokenizer_config(b"{}", directory)
-    _read_end_tokens(directory, config_from_huggingface(configs()[0]))
+    read_end_tokens(directory, config_from_huggingface(configs()[0]))
 
 
 def read_token_count(data: bytes, directory: Path) -> None:

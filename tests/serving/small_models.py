@@ -40,7 +40,9 @@ def write_model(directory: Path, config: ModelConfig) -> Path:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases away from where they have no effect
-            parameter.mul_(6 if parameter.dim() > 1 else 1).add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.mul_(6 if parameter.dim() > 1 else 1).add_(
+                0.1 * torch.randn(parameter.shape, generator=generator)
+            )
     save_huggingface(model, directory)
     write_tokenizer(directory, "bytes", 257, None, iter(()))
     return directory

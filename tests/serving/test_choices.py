@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ def answer(
     results = [TokenResult(token) for token in tokens]
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]
     pieces = []
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         pieces.append(choice.push(Output("r", results[begin:end], reason if end == len(tokens) else None)))
         if pieces[-1].finish_reason is not None:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -11,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
-from meshwright.spec.config import ModelConfig
 from tests.serving.fake_engine import SAMPLE, make_prompts
 
 
@@ -96,9 +96,7 @@ def test_model_without_template_cannot_chat(sentencepiece: Prompts):
 def test_directory_gives_tokenizer_template_and_all_end_tokens(tmp_path: Path):
     made = make_prompts(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    config = ModelConfig(
-        family="llama", layers=1, hidden=8, heads=1, intermediate=8, vocabulary=300, max_positions=64, eos_token=5
-    )
+    config = SimpleNamespace(bos_token=None, eos_token=5, eos_tokens=(5,), vocabulary=300)
     read = Prompts.of_directory(tmp_path, config, 64)
     assert read.ends == {5, 7, 9}
     assert read.chat_ends == {5, 7, 9} | made.ends  # the template ends a turn by the tokenizer's end token

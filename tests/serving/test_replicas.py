@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import secrets
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -17,25 +17,26 @@ import pytest
 from meshwright.comm.local import start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
-from meshwright.serving.rank_starter import LocalStarter, RankPlan
+from meshwright.serving.rank_starter import PRELOADED, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
 from tests.serving import fake_ranks
 from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 
-start_server()
+start_server(PRELOADED)
 
 
 def make_replicas(
     directory: Path, layout: str = "", engine: str = "build", log: Callable[[str], None] = print,
-    limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8,
+    limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8, tcp: bool = False,
 ) -> Replicas:  # fmt: skip
     ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
     plan = RankPlan(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
-        token_budget=64, max_sequences=max_sequences, max_length=128, threads=1, front=f"unix:{directory}/front",
-        secret=messages.make_secret(), directory=str(directory), step_seconds=step_seconds,
+        token_budget=64, max_sequences=max_sequences, max_length=128, threads=1,
+        front=f"tcp:127.0.0.1:{free_port()}" if tcp else f"unix:{directory}/front", secret=messages.make_secret(),
+        directory=None if tcp else str(directory), step_seconds=step_seconds,
         engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
     return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, log=log)
@@ -60,6 +61,11 @@ def is_alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
     except OSError:
         return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def make_request(name: str, *prompt: int, tokens: int = 20, **options: object) -> Request:
@@ -99,6 +105,20 @@ def test_answers_are_those_of_each_request_alone(tmp_path: Path, layout: str):
             assert replicas.state == "ready"
             await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(20)])
             assert sum(stats["steps"] for stats in replicas.stats()) >= 20
+
+    asyncio.run(run())
+
+
+def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
+    """As on several nodes: two process groups, whose leaders listen on the address by which they reach the front."""
+
+    async def run() -> None:
+        async with running(tmp_path, "tp2 dp2", tcp=True) as replicas:
+            await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(8)])
+            with pytest.raises(RankLost):
+                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
+                await asyncio.to_thread(channel.receive)
+            await collect_all(replicas, [make_request("last")])
 
     asyncio.run(run())
 
@@ -256,15 +276,3 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_rank_with_a_wrong_secret_is_turned_away(tmp_path: Path):
-    async def run() -> None:
-        async with running(tmp_path) as replicas:
-            with pytest.raises(RankLost):
-                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
-                channel.send({"hello": {}})
-                await asyncio.to_thread(channel.receive)
-            await collect_all(replicas, [make_request("r")])
-
-    asyncio.run(run())

@@ -61,12 +61,11 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
     return make
 
 
-def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, **sampling: int) -> list[list[int]]:
+def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64) -> list[list[int]]:
     """Tokens of the answers to all prompts at once."""
     limits = dataclasses.replace(LIMITS, token_budget=budget)
     engine = Engine(runner, build_scheduler(runner.config, limits))
-    options = Sampling(**{"max_tokens": 12, **sampling})
-    requests = [Request(str(number), tuple(prompt), options) for number, prompt in enumerate(prompts)]
+    requests = [Request(str(number), tuple(prompt), Sampling(max_tokens=12)) for number, prompt in enumerate(prompts)]
     answers: list[list[int]] = [[] for _ in prompts]
     for output in run_requests(engine, requests):
         answers[int(output.request_id)] += [result.token for result in output.results]
@@ -78,9 +77,9 @@ def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int =
 def test_greedy_tokens_are_those_of_transformers(name: str, build: Build, directories: Callable[[str], Path]):
     model = transformers.AutoModelForCausalLM.from_pretrained(directories(name), dtype=torch.float32)
     expected = [
-        model.generate(
-            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(prompt) :].tolist()
+        model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
+            0, len(prompt) :
+        ].tolist()
         for prompt in PROMPTS
     ]
     assert run_greedily(build(directories(name)), PROMPTS) == expected
@@ -124,13 +123,11 @@ def test_answers_do_not_depend_on_load_budget_or_prefix_hits(
     together = run_greedily(runner, prompts)
     assert together == run_greedily(runner, prompts, budget=9) == [run_greedily(runner, [each])[0] for each in prompts]
     engine = Engine(runner, build_scheduler(runner.config, LIMITS))
-    sampling = Sampling(max_tokens=5, logprobs=2, prompt_logprobs=None)
-    first, again = (
-        [output for output in run_requests(engine, [Request("one", tuple(long), sampling)])] for _ in range(2)
-    )
-    assert [output.results for output in again] == [output.results for output in first]
-    hit = 0 if engine.scheduler.pool.cached == 0 else again[0].cached_tokens
-    assert hit == (32 if name != "mistral-tiny" else hit), "a prefix hit, where blocks behind a window are not freed"
+    request = Request("again", tuple(long), Sampling(max_tokens=5, logprobs=2))
+    first, second = (list(run_requests(engine, [request])) for _ in range(2))
+    assert [output.results for output in second] == [output.results for output in first]
+    if name != "mistral-tiny":  # which frees the blocks behind its window
+        assert (first[0].cached_tokens, second[0].cached_tokens) == (0, 32)
 
 
 def test_memory_of_a_tied_head_counts_one_matrix(directories: Callable[[str], Path], tmp_path: Path):

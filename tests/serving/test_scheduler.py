@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
+from meshwright.errors import UserError
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
@@ -72,12 +74,11 @@ def answer_alone(request: Request, window: int | None) -> Answer:
 @st.composite
 def requests(draw) -> list[Request]:
     count = draw(st.integers(1, 9))
-    stems = [tuple(range(5, 5 + n)) * 4 for n in (3, 7, 9)]
+    stem = tuple(range(4, 34)) * 2
     made = []
     for number in range(count):
-        stem = draw(st.sampled_from(stems))
-        tail = tuple(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=20)))
-        tokens = (stem[: draw(st.integers(0, len(stem)))] + tail) or (1,)
+        tail = tuple(draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)))
+        tokens = stem[: draw(st.sampled_from([0, 10, 20, 40, 60]))] + tail
         sampling = Sampling(
             temperature=draw(st.sampled_from([0.0, 1.0])),
             top_k=draw(st.sampled_from([0, 5])),
@@ -85,7 +86,7 @@ def requests(draw) -> list[Request]:
             repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
             frequency_penalty=draw(st.sampled_from([0.0, 0.3])),
             seed=number,
-            max_tokens=draw(st.integers(0, 50)),
+            max_tokens=draw(st.integers(0, 44)),
             stop_tokens=frozenset(draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=1))),
             logprobs=draw(st.sampled_from([None, 0, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
@@ -94,7 +95,7 @@ def requests(draw) -> list[Request]:
     return made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     wanted=requests(),
     arrivals=st.lists(st.integers(0, 30), min_size=9, max_size=9),
@@ -148,3 +149,167 @@ def test_every_answer_equals_the_request_alone_and_no_block_is_lost(
         assert answer == alone
     stats = scheduler.stats
     assert (stats.waiting, stats.running, stats.paused, stats.held) == (0, 0, 0, 0)
+
+
+def finish(scheduler: Scheduler, runner: HashRunner) -> dict[str, Answer]:
+    answers: dict[str, Answer] = {}
+    while not scheduler.idle:
+        batch = scheduler.schedule()
+        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+            answers.setdefault(output.request_id, Answer()).add(output)
+        scheduler.check()
+    return answers
+
+
+def make(blocks: int = 40, window: int | None = None, **options: int) -> tuple[Scheduler, HashRunner]:
+    chosen = {"token_budget": 64, "max_sequences": 4, "max_length": 320, **options}
+    return Scheduler(BlockPool(blocks), window=window, **chosen), HashRunner(blocks, window)
+
+
+def step(scheduler: Scheduler, runner: HashRunner) -> StepBatch:
+    batch = scheduler.schedule()
+    scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    return batch
+
+
+def prompt(length: int, first: int = 0) -> tuple[int, ...]:
+    return tuple((first + 7 * n) % VOCABULARY for n in range(length))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("known", [1, 17, 39])
+def test_replayed_tokens_are_continued_as_if_nothing_had_happened(known: int, window: int | None):
+    sampling = Sampling(
+        temperature=1.0, seed=3, max_tokens=40, frequency_penalty=0.5, min_tokens=38, logprobs=1, prompt_logprobs=1
+    )
+    request = Request("a", prompt(37), sampling)
+    alone = answer_alone(request, window)
+    sent = tuple(result.token for result in alone.tokens[:known])
+    rest = answer_alone(replace(request, replayed=sent), window)
+    assert rest.tokens == alone.tokens[known:]
+    assert (rest.reason, rest.prompt) == (alone.reason, None)
+
+
+def test_decoding_sequences_come_first_and_prompts_fill_the_token_budget():
+    scheduler, runner = make(token_budget=20)
+    scheduler.add(Request("short", prompt(5), Sampling(max_tokens=30)))
+    step(scheduler, runner)
+    scheduler.add(Request("long", prompt(50, 3), Sampling(max_tokens=2)))
+    batches = [step(scheduler, runner) for _ in range(4)]
+    assert [batch.starts.tolist() for batch in batches] == [[0, 1, 20], [0, 1, 20], [0, 1, 13], [0, 1, 2]]
+    assert [batch.output_rows.tolist() for batch in batches] == [[0], [0], [0, 12], [0, 1]]
+    assert batches[2].positions[1:].tolist() == list(range(38, 50))
+    assert batches[2].context.tolist() == [8, 50]
+
+
+def test_prompts_and_answers_are_found_in_the_prefix_cache():
+    scheduler, runner = make()
+    scheduler.add(Request("first", prompt(32), Sampling(max_tokens=33)))
+    first = finish(scheduler, runner)["first"]
+    text = prompt(32) + tuple(result.token for result in first.tokens)
+    for length, hit in ((32, 16), (33, 32), (64, 48), (65, 64)):  # the last token is always computed
+        scheduler.add(Request("again", text[:length], Sampling(max_tokens=1)))
+        outputs = []
+        while not scheduler.idle:
+            batch = scheduler.schedule()
+            outputs += scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+        assert [output.cached_tokens for output in outputs] == [hit]
+    drawn = Request("drawn", text, Sampling(temperature=1.0, max_tokens=9))
+    scheduler.add(drawn)
+    assert finish(scheduler, runner)["drawn"] == answer_alone(drawn, None)
+    for other in (Request("salted", text, Sampling(max_tokens=1), cache_salt="x"), Request("else", prompt(64, 1))):
+        before = scheduler.stats.prefix_hit_tokens
+        scheduler.add(other)
+        finish(scheduler, runner)
+        assert scheduler.stats.prefix_hit_tokens == before
+
+
+def test_lower_priority_numbers_are_admitted_first_then_earlier_arrivals():
+    scheduler, runner = make(max_sequences=1)
+    for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1)):
+        scheduler.add(Request(name, prompt(3), Sampling(max_tokens=1), priority=priority))
+    assert list(finish(scheduler, runner)) == ["d", "b", "a", "c"]
+
+
+def test_a_cancelled_request_frees_its_blocks_by_the_next_step():
+    scheduler, runner = make()
+    for name in "ab":
+        scheduler.add(Request(name, prompt(40, ord(name)), Sampling(max_tokens=20)))
+    scheduler.add(Request("c", prompt(300), Sampling(max_tokens=20)))
+    step(scheduler, runner)
+    assert scheduler.cancel("a").finish_reason == "cancelled"  # between steps: at once
+    scheduler.check()
+    assert [scheduler.cancel(name) for name in ("a", "unknown")] == [None, None]
+    batch = scheduler.schedule()
+    assert scheduler.cancel("b") is not None  # during a step: when it is published
+    held = scheduler.stats.held
+    outputs = scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
+    assert "b" not in {output.request_id for output in outputs}
+    scheduler.check()
+    assert scheduler.stats.held == held - 3
+    assert scheduler.cancel("c") is not None
+    assert scheduler.idle and scheduler.stats.held == 0
+
+
+def test_a_cancelled_waiting_request_is_never_run():
+    scheduler, runner = make(max_sequences=1)
+    for name in "abc":
+        scheduler.add(Request(name, prompt(5), Sampling(max_tokens=3)))
+    step(scheduler, runner)
+    assert (scheduler.stats.waiting, scheduler.stats.waiting_tokens) == (2, 10)
+    scheduler.cancel("b")
+    assert (scheduler.stats.waiting, scheduler.stats.waiting_tokens) == (1, 5)
+    assert list(finish(scheduler, runner)) == ["a", "c"]
+
+
+def test_blocks_behind_the_window_are_freed():
+    scheduler, runner = make(blocks=5, window=20, token_budget=16)
+    scheduler.add(Request("a", prompt(100), Sampling(max_tokens=200)))  # 19 blocks without a window
+    held = 0
+    while not scheduler.idle:
+        step(scheduler, runner)
+        scheduler.check()
+        held = max(held, scheduler.stats.held)
+    assert held <= 4
+
+
+def test_logits_rows_are_bounded_and_every_prompt_token_gets_its_result():
+    scheduler, runner = make(logit_rows=6)
+    scheduler.add(Request("a", prompt(40), Sampling(max_tokens=0, prompt_logprobs=0)))
+    scheduler.add(Request("b", prompt(9), Sampling(max_tokens=3)))
+    answers: dict[str, Answer] = {}
+    while not scheduler.idle:
+        batch = scheduler.schedule()
+        assert len(batch.output_rows) <= 6
+        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+            answers.setdefault(output.request_id, Answer()).add(output)
+    assert (answers["a"].tokens, answers["a"].reason) == ([], "length")
+    assert answers["a"].prompt[0] is None
+    assert [result.token for result in answers["a"].prompt[1:]] == list(prompt(40)[1:])
+
+
+def test_pipeline_groups_are_filled_evenly_and_kept_apart():
+    scheduler, runner = make(groups=3, max_sequences=6)
+    for name in "abcdef":
+        scheduler.add(Request(name, prompt(4), Sampling(max_tokens=20)))
+    batches = [None] * 3
+    for tick in range(9):
+        if batches[tick % 3] is not None:
+            scheduler.publish(batches[tick % 3], sample_batch(batches[tick % 3], runner.run(batches[tick % 3])))
+        batches[tick % 3] = scheduler.schedule(tick % 3)
+    members = [{sequence.request.id for sequence in batch.sequences} for batch in batches]
+    assert [len(each) for each in members] == [2, 2, 2] and set.union(*members) == set("abcdef")
+    with pytest.raises(AssertionError, match="has not been published"):
+        scheduler.schedule(0)
+
+
+def test_a_request_that_can_never_run_is_refused():
+    scheduler, _ = make(blocks=10)
+    scheduler.add(Request("a", prompt(100), Sampling(max_tokens=61)))
+    for request, message in (
+        (Request("a", (1,)), "request ID a is in use"),
+        (Request("b", prompt(100), Sampling(max_tokens=62)), "should be at most 160 tokens together"),
+        (Request("b", prompt(300), Sampling(max_tokens=21)), "should be at most 160 tokens together"),
+    ):
+        with pytest.raises(UserError, match=message):
+            scheduler.add(request)

@@ -11,7 +11,7 @@ from pathlib import Path
 def test_neither_generation_nor_training_loads_the_compiler(tiny_recipe: Path):
     """It takes over a second, in every rank, and nothing is compiled there."""
     program = (
-        "import sys, torch, meshwright.serving.generate, meshwright.evaluation.evaluation\n"
+        "import sys, torch, meshwright.serving.offline, meshwright.evaluation.evaluation\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "from meshwright.recipe import load_recipe\n"
         "from meshwright.training.worker import join\n"

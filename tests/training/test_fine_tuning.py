@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
+from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.launcher.recipe_checks import check_recipe
@@ -19,9 +20,11 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface, save_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, Recipe
-from meshwright.serving.generate import Generator
+from meshwright.serving.api import load
+from meshwright.serving.prompts import Prompts
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_path
 from tests.data.chat_templates import STYLES, write_tokenizer
 from tests.training import training_cases as cases
 
@@ -201,11 +204,11 @@ def test_a_fine_tuned_model_answers_what_its_base_cannot(shared_data: Path, tmp_
     base_loss, loss = (run_evaluation(directory, str(held_out))["loss"] for directory in (stories, tuned))
     assert base_loss > 1.5 and loss < 0.2 * base_loss
 
-    generator = Generator.from_directory(tuned, device="cpu")
+    model = load(tuned, device="cpu")
     right = 0
     for animal, colour in pairs[64:74]:
         asked = instruction(animal, colour, "see")
-        answer = generator.generate(f"{asked['instruction']}\n\n{asked['input']}", 20, chat=True)
+        answer = model.generate(f"{asked['instruction']}\n\n{asked['input']}", max_tokens=20, chat=True)
         assert answer.stopped == "end"
         right += answer.text.strip() == asked["output"]
     assert right >= 5, right
@@ -252,8 +255,8 @@ def test_a_checkpoint_keeps_the_template_that_it_was_trained_with(chats: Path, t
     messages = [{"role": "user", "content": "What does <|eot_id|> do?"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|begin_of_text|>### Instruction:\nWhat does <|eot_id|> do?\n\n### Response:\n"
-    generator = Generator.from_directory(checkpoint, device="cpu")
-    tokens = generator.encode_question("What does <|eot_id|> do?")
+    prompts = Prompts.of_directory(checkpoint, config_from_path(checkpoint), 120)
+    tokens = prompts.encode_chat([Message("user", "What does <|eot_id|> do?")])
     assert theirs.decode(tokens) == text and tokens.count(theirs.eos_token_id) == 0
     ends = GenerationConfig.from_pretrained(checkpoint).eos_token_id
     assert theirs.eos_token_id in (ends if isinstance(ends, list) else [ends])

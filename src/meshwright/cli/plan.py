@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     "meshwright plan recipes/quickstart.toml --cluster this",
     'meshwright plan recipes/quickstart.toml "layout=dp2 zero1" train.batch=32 --cluster this',
     "meshwright plan --jobs rows.jsonl > answers.jsonl",
+    'meshwright plan llama-3.1-8b --serve --layout "tp2" --dtype bf16 --memory 48GiB --max-length 8192',
     "meshwright plan --calibrate runs/first runs/second",
 )
 @click.argument("names", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
@@ -56,6 +57,10 @@ if TYPE_CHECKING:
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
 @click.option("--jobs", metavar="F", help="Answer each line of a JSON Lines file (- reads standard input).")
+@click.option("--serve", "serves", is_flag=True, help="Say what serving takes: memory by item, KV blocks, concurrency.")
+@click.option("--memory", metavar="M", help='With --serve: a fraction, "0.9", or a size, "12GiB", of all ranks.')
+@click.option("--dtype", help="With --serve: of parameters and KV cache, fp32 or bf16.  [default: fp32]")
+@click.option("--max-length", type=click.IntRange(min=1), help="With --serve: most tokens of a prompt and its answer.")
 @click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
 @json_option
 def command(
@@ -74,13 +79,18 @@ def command(
     every_tensor: bool,
     html: Path | None,
     jobs: str | None,
+    serves: bool,
+    memory: str | None,
+    dtype: str | None,
+    max_length: int | None,
     calibrate: bool,
     as_json: bool,
 ) -> None:
     """Say what training MODEL costs on a cluster: time and memory of one layout, or the fastest layouts that fit.
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe, of which KEY=VALUE overrides one field.
-    Memory is that of the fullest rank; times come with bounds between which published runs lie.
+    Memory is that of the fullest rank; times come with bounds between which published runs lie. With --serve, say what
+    a server takes instead.
     """
     if calibrate:
         context = click.get_current_context()
@@ -89,6 +99,13 @@ def command(
                 raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
         _run_calibrate(names, cluster, as_json)
         return
+    if serves:
+        _refuse_others({"names", "serves", "layout", "memory", "dtype", "max_length", "as_json"}, "--serve")
+        _run_serve(names, layout, memory, dtype, max_length, as_json)
+        return
+    for option, value in (("--memory", memory), ("--dtype", dtype), ("--max-length", max_length)):
+        if value is not None:
+            raise UserError(f"{option}: is what a server takes; add --serve")
     if jobs is not None:
         context = click.get_current_context()
         for name in context.params.keys() - {"jobs", "as_json"}:
@@ -201,6 +218,43 @@ def _parse_layout(text: str | None) -> Any:
         return Layout.parse(text)
     except UserError as error:
         raise UserError(f"--layout: {error}") from None
+
+
+def _refuse_others(allowed: set[str], option: str) -> None:
+    """Raise UserError if the command line has an option that does not go with `option`."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in allowed and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UserError(f"{option}: does not go with {max(parameter.opts, key=len)}")
+
+
+def _run_serve(
+    names: tuple[str, ...], layout: str | None, memory: str | None, dtype: str | None, max_length: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run `plan --serve`: print the memory bill of a server of MODEL, and how many sequences fit."""
+    from meshwright.planner.models import model_of
+    from meshwright.planner.serving_ledger import BLOCK_TOKENS, bill_text, parse_dtype
+    from meshwright.serving.memory import plan_memory
+    from meshwright.spec.refuse import serving_layout
+
+    if len(names) != 1:
+        raise UserError("--serve: takes one MODEL: a preset such as llama-3-8b, a directory or a config.json")
+    with answering(as_json) as answer:
+        config = model_of(names[0])
+        parsed = serving_layout(layout or "", config)
+        ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length)
+        document = ledger.to_json_dict()
+        ranks = parsed.world_size
+        lines = [
+            f"{names[0]}, layout {document['layout']}, {ledger.sizes.dtype}: "
+            f"{ranks} rank{'s' if ranks > 1 else ''}, bytes of all of them",
+            *bill_text(ledger),
+            f"{ledger.blocks:,} KV blocks of {BLOCK_TOKENS} tokens, {document['kv_bytes_per_token'] / 1024:,.1f} KiB a "
+            f"token: {document['concurrency']['sequences']:,.1f} sequences of {ledger.sizes.max_length:,} tokens",
+        ]
+        answer(document, "\n".join(lines))
 
 
 def _run_jobs(path: str) -> None:

@@ -33,6 +33,7 @@ from meshwright.cli.plumbing import answering, json_option
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
 @click.option("--served-model-name", help="Name in the API.  [default: the directory's]")
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="A key a line; requests must name one.")
+@click.option("--cors-origin", "cors_origins", multiple=True, help="Origin whose pages may call the API; repeatable.")
 @click.option("--queue-requests", type=click.IntRange(min=0), help="Most requests that wait; more are refused (429).")
 @click.option("--queue-seconds", type=click.FloatRange(min=0), help="Longest predicted wait of a request.")
 @click.option("--threads", type=click.IntRange(1, 1024), help="Of each rank.  [default: the cores, shared]")

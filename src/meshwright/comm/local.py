@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -36,9 +36,12 @@ from meshwright.flight_recorder.rank_report import Snapshot
 from meshwright.threads import build_child_environment
 
 _SERVER_CODE = (
-    "import sys; sys.path[:] = sys.argv[2:]; from meshwright.comm.local import serve; serve(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[3:]; from meshwright.comm.local import serve; "
+    "serve(int(sys.argv[1]), sys.argv[2].split(','))"
 )
 
+CONNECT_SECONDS = 60.0
+"""That forked ranks have to connect to the process that asked for them."""
 LONGEST_WAIT = 86400.0
 """Seconds of one system call: poll(2) takes no more than 24 days, and a `run` may have no time-out (math.inf)."""
 
@@ -162,10 +165,18 @@ class LocalRanks:
             )
             self._pids = _Server.running().fork(order)
             connections: dict[int, Connection] = {}
-            listener._listener._socket.settimeout(60.0)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(0.2)  # type: ignore[attr-defined]
+            deadline = time.monotonic() + CONNECT_SECONDS
             try:
                 while len(connections) < self.world_size:
-                    connection = listener.accept()
+                    try:
+                        connection = listener.accept()
+                    except TimeoutError:
+                        if time.monotonic() > deadline:
+                            raise
+                        for pid in self._pids:
+                            os.kill(pid, 0)  # ProcessLookupError: it has died
+                        continue
                     connections[connection.recv()] = connection
             except (OSError, EOFError) as error:
                 self.close()
@@ -187,9 +198,12 @@ class LocalRanks:
             self._directory = None
 
 
-def start_server() -> None:
-    """Start the server in advance, so that it loads torch in the background. `LocalRanks` does so itself."""
-    _Server.running()
+def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
+    """Start the server in advance, so that it loads torch in the background. `LocalRanks` does so itself.
+
+    preloaded: modules that it imports, if it does not run yet.
+    """
+    _Server.running(preloaded)
 
 
 class _Server:
@@ -198,17 +212,19 @@ class _Server:
     _instance: _Server | None = None
 
     @classmethod
-    def running(cls) -> _Server:
-        """Return the running server, starting it if necessary."""
-        if cls._instance is None or cls._instance.process.poll() is not None or cls._instance.owner != os.getpid():
-            cls._instance = cls()
-        return cls._instance
+    def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
+        """Return the running server, starting it if necessary; with `preloaded` or as the one before it."""
+        last = cls._instance
+        if last is None or last.process.poll() is not None or last.owner != os.getpid():
+            cls._instance = last = cls(preloaded or (PRELOADED if last is None else last.preloaded))
+        return last
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str]) -> None:
+        self.preloaded = preloaded
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), *sys.path],
+                [sys.executable, "-c", _SERVER_CODE, str(theirs.fileno()), ",".join(preloaded), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=build_child_environment(),
@@ -236,14 +252,14 @@ class _Server:
 # --- in the server
 
 
-def serve(descriptor: int) -> None:
-    """Run the server's main loop: fork ranks as requested on the socket with file descriptor `descriptor`, until its
-    other end is closed."""
+def serve(descriptor: int, preloaded: Sequence[str]) -> None:
+    """Run the server's main loop: import the modules `preloaded`, then fork ranks as requested on the socket with file
+    descriptor `descriptor`, until its other end is closed."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is this, which may come to all processes of a service
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
-    for name in PRELOADED:
+    for name in preloaded:
         importlib.import_module(name)
     while True:
         try:

@@ -122,8 +122,8 @@ def _sum_losses(
     for batch in batches:
         requests, counted = _build_requests(batch)
         for output in run_requests(engine, requests):
-            for place in counted[output.request_id] if output.prompt_results is not None else ():
-                result = output.prompt_results[place]
+            scored = output.prompt_results or []
+            for result in (scored[place] for place in counted[output.request_id] if scored):
                 assert result is not None and result.logprob is not None
                 losses.append(-result.logprob)
         rows += len(batch.tokens)

@@ -67,7 +67,7 @@ class RankLedger:
         workspace: Buffers for the token budget that all layers share.
         logits: Logits of the output rows.
         communication: Buffers of tensor-parallel sums and of pipeline messages.
-        slack: Process, and the largest matrix in transit while it is packed.
+        slack: Process, and what is read from the checkpoint before it is packed, as far as later matrices take less.
         kv_block: One KV block in all layers of the rank.
     """
 
@@ -137,7 +137,7 @@ class ServingLedger:
     def to_json_dict(self) -> dict[str, Any]:
         """Return the bill as a JSON object; memory in GiB."""
         return {
-            "layout": str(self.layout),
+            "layout": str(self.layout.with_(tensor_sequence_parallel=True)),
             **asdict(self.sizes),
             "kv_blocks": self.blocks,
             "kv_bytes_per_token": self.kv_block / self.layout.dp / BLOCK_TOKENS,
@@ -169,16 +169,16 @@ def _rank_ledger(
     """Return the ledger of a rank of one pipeline stage. layout: of one replica."""
     item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.max_sequences, sizes.token_budget
     needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
-    weights = packed = largest = 0
-    for unit in needed:
-        for tensor in table.unit_tensors(unit):
-            shape = tensor.local_shape(layout)
-            as_table, as_matrix = _forms(config, tensor, stage)
-            if as_table:  # norms, biases and the shared expert's gate are float32
-                weights += math.prod(shape) * (item if tensor.unit in LOOKED_UP else 4)
-            if as_matrix:
-                packed += _packed_bytes(config, layout, tensor, item)
-            largest = max(largest, math.prod(shape) * item)
+    weights = packed = transit = 0
+    # From the tensor that is loaded last: `packed` is then what those after it take.
+    for tensor in reversed([tensor for unit in needed for tensor in table.unit_tensors(unit)]):
+        numel = math.prod(tensor.local_shape(layout))
+        as_table, as_matrix = _forms(config, tensor, stage)
+        transit = max(transit, numel * item - packed)
+        if as_table:  # norms, biases and the shared expert's gate are float32
+            weights += numel * (item if tensor.unit in LOOKED_UP else 4)
+        if as_matrix:
+            packed += _packed_bytes(config, layout, tensor, item)
     if config.positions == "rope":
         weights += sizes.max_length * config.head_dim * 4  # cosines and sines of half the features each
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
@@ -196,7 +196,7 @@ def _rank_ledger(
         workspace=workspace + (_experts_bytes(config, layout, tokens) if experts else 0),
         logits=logits,
         communication=4 * ((gathered if layout.tp > 1 else 0) + messages),
-        slack=RANK_BYTES + 2 * largest,
+        slack=RANK_BYTES + transit,
         kv_block=len(stage.layers) * kv_heads * BLOCK_TOKENS * sum(values) * item,
     )
 

@@ -12,7 +12,7 @@ from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
 from meshwright.launcher.device import one_device, refuse_device_of_layout
 from meshwright.layout import Layout
-from meshwright.limits import limit_error
+from meshwright.limits import limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.serving_ledger import parse_dtype
 from meshwright.serving.generation import Answer, Generation, GenerationOptions
@@ -21,7 +21,7 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
-from meshwright.spec.refuse import refuse, serving_layout
+from meshwright.spec.refuse import serving_layout
 from meshwright.threads import prepare_process
 
 if TYPE_CHECKING:
@@ -144,11 +144,14 @@ class Model:
                 "none is left for a new token; shorten the prompt"
             )
         ends = frozenset() if ignore_eos else self._prompts.chat_ends if chat else self._prompts.ends
-        sampling = Sampling(
-            **chosen,
-            max_tokens=min(wanted, self._positions - len(tokens)),
-            stop_tokens=frozenset(token for token in ends if token < self._prompts.vocabulary),
-        )
+        try:
+            sampling = Sampling(
+                **chosen,
+                max_tokens=min(wanted, self._positions - len(tokens)),
+                stop_tokens=frozenset(token for token in ends if token < self._prompts.vocabulary),
+            )
+        except TypeError:
+            raise UserError(f"options of generate: should be numbers, not {shorten_repr(chosen)}") from None
         request = Request(f"offline-{next(self._numbers)}", tuple(tokens), sampling)
         text = prompt if isinstance(prompt, str) else self._prompts.decode(tokens)
         generation = Generation(text, prompt_tokens=len(tokens), checkpoint=self.directory)
@@ -197,12 +200,12 @@ def load(
     prepare_process()  # before torch is loaded
     refuse_device_of_layout(device, layout)
     name = parse_dtype(None if dtype is None else str(dtype).removeprefix("torch."))
+    device = one_device(device)
     directory = find_checkpoint(path, log)
     config = config_from_path(directory)
-    reading = Layout() if layout is None else serving_layout(str(layout), config)
-    refuse(reading, config, batch=reading.dp)
+    reading = serving_layout("" if layout is None else str(layout), config)
     from meshwright.serving.offline import LocalEngine, RanksEngine
 
     if reading.world_size > 1:
         return Model(directory, config, RanksEngine(directory, reading, name), reading)
-    return Model(directory, config, LocalEngine(directory, name, one_device(device)))
+    return Model(directory, config, LocalEngine(directory, name, device))

@@ -19,23 +19,28 @@ from meshwright.serving.streaming import ABORT
 
 HEADER_BYTES = 64 << 10  # of one request: path and headers
 HEADER_SECONDS = 30  # from the connection, or a request's first byte, to the end of its headers
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that end the server
 KEEP_ALIVE_SECONDS = 65  # of a connection without a request; longer than the usual 60 of proxies
 
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Open the listening socket; port 0: any free one. Raises UserError if the address cannot be used."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        if not 0 <= port < 2**16:
+            raise OverflowError("should be 0 to 65535")
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from None
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)  # shows at once that another server listens there
-    except (OSError, OverflowError) as error:
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
+        listener.listen(2048)  # fails here, not later, if another server listens there
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} of {host} is in use; give another --port, or 0 for any free one") from None
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot listen on {host} port {port}: {reason}") from None
+        raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     listener.setblocking(False)
     return listener
 
@@ -151,8 +156,8 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
     """
     server, loop = make_server(app), asyncio.get_running_loop()
     received: asyncio.Queue[int] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, received.put_nowait, number)
+    for each in SIGNALS:
+        loop.add_signal_handler(each, received.put_nowait, int(each))
     serving = asyncio.create_task(server.serve([listener]))
     stopping = asyncio.create_task(_wait_for_end(server, client, received, drain_seconds))
     try:
@@ -164,8 +169,8 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
         return number
     finally:
         stopping.cancel()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+        for each in SIGNALS:
+            loop.remove_signal_handler(each)
 
 
 async def _wait_for_end(

@@ -210,6 +210,7 @@ class Lowering:
         """Append the final norm of the output rows and their logits. `packed`: matrix that the embedding shares."""
         rows = self._buffer("rows", self.config.hidden, self._limits.logits)
         self.ops.append(TakeRows(rows, self.states))
+        assert self._model.final_norm is not None
         self._lower_norm(self._model.final_norm, rows, rows, outputs=True)
         if packed is None:
             packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)

@@ -18,7 +18,7 @@ TOKEN_BUDGET = 512
 MAX_SEQUENCES = 64
 """Sequences of a step, unless given."""
 DEFAULT_FRACTION = 0.9
-DEFAULT_POOL = 4 * GIB
+DEFAULT_POOL = 4 * 2**30
 """Most bytes of KV blocks, unless `--memory` is given: the rest of a machine is not a server's for the asking."""
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -39,7 +39,7 @@ def parse_memory(text: str, host: HostMemory) -> int:
         if number == 0:
             raise UserError("--memory 0: takes a fraction above 0 and up to 1, such as 0.9")
         return min(int(number * host.total), host.available)
-    size = number * _UNITS[unit]
+    size = int(number * _UNITS[unit])
     if not unit and size < 2**20:
         raise UserError(f"--memory {text.strip()}: a fraction is at most 1, a size has a unit, such as {number:g}GiB")
     if size > host.available:
@@ -47,7 +47,7 @@ def parse_memory(text: str, host: HostMemory) -> int:
             f"--memory {text.strip()}: {host.available / GIB:.2f} GiB are available now, of the {host.source}'s "
             f"{host.total / GIB:.2f} GiB"
         )
-    return int(size)
+    return size
 
 
 def plan_memory(

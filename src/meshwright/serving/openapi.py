@@ -52,7 +52,7 @@ def operation(summary: str, body: type[Body] | None = None) -> dict[str, Any]:
     """Return the arguments of FastAPI's `add_api_route` that describe an endpoint. `body`: of its requests."""
     good: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if body in _STREAMS:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {}
     if "metrics" in summary.lower():
         good = {"text/plain": {"schema": {"type": "string"}}}
     statuses = _REASONS if body is not None else [status for status in _REASONS if status not in (408, 413, 429)]

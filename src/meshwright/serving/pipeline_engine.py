@@ -136,7 +136,7 @@ class PipelineEngine:
         began = time.perf_counter()
         found: npt.NDArray[np.float32] = self.runner.run(batch, hidden_TH)
         self._kernel_seconds += time.perf_counter() - began
-        self._last = {"tokens": len(batch.tokens), "context": int(batch.context.sum())}
+        self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:

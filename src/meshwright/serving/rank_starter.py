@@ -17,6 +17,8 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
 from meshwright.threads import build_child_environment
 
+PRELOADED = ("torch", "torch.distributed", "meshwright.serving.ranks")
+"""What ranks need, imported once by the process that they are forked from."""
 SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 

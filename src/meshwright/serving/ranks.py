@@ -33,7 +33,6 @@ from meshwright.serving.runner import build_runner
 from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.step_limits import StepLimits
 
-
 JOIN_SECONDS = 300.0
 """How long ranks that others start wait for each other."""
 
@@ -129,7 +128,7 @@ def build_engine(plan: RankPlan, mesh: Mesh) -> RankEngine:
 
 def _lead(engine: RankEngine, front: Channel, followers: list[Channel]) -> None:
     """Step the engine of the replica's first rank: one list of messages to the followers and one message to the front
-    for each step. Step seconds are those of the whole iteration, the message to the front of the one before included."""
+    for each step. Step seconds are those of the whole iteration, with the message to the front of the one before."""
     step, began = 0, time.perf_counter()
     while True:
         slept = engine.idle

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
@@ -21,8 +20,8 @@ from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
 from meshwright.serving.engine_client import Refusal, State
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import RankPlan, RankStarter
+from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import Output, Request
-from meshwright.serving.speed import StepTimes
 
 LOSSES_OF_REQUEST = 3
 """A request that was running each time is ended with an error: it may be the cause."""
@@ -35,6 +34,8 @@ SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
 """What must not differ between ranks, or answers would."""
 SHOWN = ("layout", "dtype", "max_length", "max_sequences", "token_budget", "threads")
 """What clients may know of the plan."""
+STOP_SECONDS = 2.0
+"""For ranks to end by themselves when the server does."""
 LOOK_SECONDS = 0.5
 """Between looks for replicas whose step takes too long."""
 
@@ -46,113 +47,6 @@ class QueueLimits:
     requests: int = 512
     tokens: int = 1_000_000
     seconds: float = 120.0
-
-
-class _Stream(AsyncIterator[Output]):
-    """One admitted request and the outputs that its reader has not taken; they are merged, so that a slow reader costs
-    at most one request's tokens."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.tokens: list[int] = []  # generated so far
-        self.losses = 0
-        self.replica: _Replica | None = None
-        self.deadline: asyncio.TimerHandle | None = None
-        self.ended = False
-        self._has_prompt_results = False
-        self._unread: Output | None = None
-        self._error: RankLost | None = None
-        self._changed = asyncio.Event()
-
-    def put(self, output: Output) -> None:
-        """Append an output of the ranks, less what a replay has repeated."""
-        self.tokens += [result.token for result in output.results]
-        if self._has_prompt_results:
-            output.prompt_results = None
-        self._has_prompt_results |= output.prompt_results is not None
-        if self._unread is None:
-            self._unread = output
-        else:
-            self._unread.results += output.results
-            self._unread.finish_reason = output.finish_reason
-            self._unread.prompt_results = output.prompt_results or self._unread.prompt_results
-        self.ended = output.finish_reason is not None
-        self._changed.set()
-
-    def fail(self, error: RankLost) -> None:
-        """End the stream with an error."""
-        self._error, self.ended = error, True
-        self._changed.set()
-
-    def resumed(self) -> Request:
-        """Return the request with all tokens generated so far, to be computed again."""
-        return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
-
-    async def __anext__(self) -> Output:
-        """Return the outputs since the last call, as one."""
-        while self._unread is None:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        output, self._unread = self._unread, None
-        return output
-
-
-@dataclass(slots=True, eq=False)
-class _Replica:
-    """One replica as the front sees it.
-
-    peers: connections by rank. ready: it takes requests. heard: monotonic time of its last message. report: its last
-    step's figures. lost: resolved with the reason when the replica cannot go on.
-    """
-
-    index: int
-    streams: dict[str, _Stream] = field(default_factory=dict)
-    peers: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
-    leader: str | None = None
-    ready: bool = False
-    ready_since: float = 0.0
-    heard: float = 0.0
-    sent: int = 0  # requests since the last report
-    report: dict[str, Any] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    known: OrderedDict[bytes, None] = field(
-        default_factory=OrderedDict
-    )  # hashes of blocks that were sent, oldest first
-    lost: asyncio.Future[str] | None = None
-
-    def lose(self, reason: str) -> None:
-        """Mark the replica as lost; `reason` is a line for the log."""
-        self.ready = False
-        if self.lost is not None and not self.lost.done():
-            self.lost.set_result(reason)
-
-    def count_waiting(self, most: int) -> int:
-        """Return how many of its requests wait to be computed; negative: how many more would not have to. most: sequences
-        of a step."""
-        running, waiting = (self.report.get(name, 0) for name in ("running", "waiting"))
-        room = 0 if waiting else most - running - self.report.get("paused", 0)
-        return int(waiting + self.sent - room) if self.ready else 0
-
-    def work(self) -> int:
-        """Return the tokens that it computes before the first one of a new request: prompts, and a block's worth for
-        each answer that grows meanwhile."""
-        return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
-
-    def cached_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt the replica has probably cached."""
-        return next((count for count, each in enumerate(hashes) if each not in self.known), len(hashes))
-
-    def remember(self, hashes: Sequence[bytes], limit: int) -> None:
-        """Note that the replica computes the blocks of a prompt; `limit`: blocks that it can hold."""
-        for each in hashes:
-            self.known[each] = None
-            self.known.move_to_end(each)
-        while len(self.known) > limit:
-            self.known.popitem(last=False)
 
 
 class Replicas:
@@ -170,10 +64,9 @@ class Replicas:
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
-        self._replicas = [_Replica(index) for index in range(replicas)]
-        self._streams: dict[str, _Stream] = {}
-        self._parked: list[_Stream] = []  # no replica is ready for them
-        self._speed = StepTimes()
+        self._replicas = [Replica(index, plan.max_sequences) for index in range(replicas)]
+        self._streams: dict[str, Stream] = {}
+        self._parked: list[Stream] = []  # no replica is ready for them
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._state: State = "starting"
@@ -192,6 +85,7 @@ class Replicas:
     def properties(self) -> Mapping[str, Any]:
         """JSON object of facts about the engine."""
         shown = {name: getattr(self.plan, name) for name in SHOWN}
+        shown["layout"] = self.plan.layout.replace(":nosp", "")  # a step's tokens are never split over tp
         facts = {name: next(iter(self.hellos.values()), {}).get(name) for name in SAME_ON_ALL_RANKS}
         return {**shown, "kv_blocks": self.plan.blocks, "ranks": self.rank_processes, **facts}
 
@@ -204,29 +98,28 @@ class Replicas:
         """Return None if the queue takes all of `requests`, else a refusal."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
-        most = self.plan.max_sequences
-        waiting = len(self._parked) + len(requests) + sum(replica.count_waiting(most) for replica in self._replicas)
+        ready = [replica for replica in self._replicas if replica.ready]
+        waiting = len(self._parked) + len(requests) - sum(replica.room for replica in ready)
         if waiting <= 0:
             return None
-        queued = [stream.request for stream in self._streams.values() if not stream.tokens]
+        limits, queued = self._limits, [stream.request for stream in self._streams.values() if not stream.tokens]
         tokens = sum(len(request.tokens) for request in (*queued, *requests))
-        seconds = self._predict_wait(waiting)
-        for reason, value, limit in (
-            ("requests", waiting, self._limits.requests),
-            ("tokens", tokens, self._limits.tokens),
-            ("seconds", seconds, self._limits.seconds),
-        ):
-            if value > limit:
-                return Refusal(reason, seconds)
-        return None
+        if waiting <= limits.requests and tokens <= limits.tokens:
+            seconds = self._predict_wait(ready, requests)
+            return Refusal("seconds", seconds - limits.seconds) if seconds > limits.seconds else None
+        over = max(0, waiting - limits.requests)  # requests that have to be admitted before the queue takes these
+        while over < len(queued) and tokens - sum(len(each.tokens) for each in queued[:over]) > limits.tokens:
+            over += 1
+        reason = "requests" if waiting > limits.requests else "tokens"
+        return Refusal(reason, self._predict_wait(ready, requests, first=over))
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request and return the iterator over its outputs."""
         assert request.id not in self._streams, request.id
-        stream = self._streams[request.id] = _Stream(request)
+        stream = self._streams[request.id] = Stream(request)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
-            stream.deadline = asyncio.get_running_loop().call_later(left, self._expire, request.id)
+            stream.deadline = asyncio.get_running_loop().call_later(left, self.cancel, request.id)
         self._place(stream)
         return stream
 
@@ -247,10 +140,7 @@ class Replicas:
 
     def stats(self) -> list[Mapping[str, float]]:
         """Return the figures of each replica, as `EngineClient.stats` describes them."""
-        names = ("running", "waiting", "paused", "free", "cached", "held", "pauses", "prefix_queries", "prefix_hits")
-        return [
-            {**{name: replica.report.get(name, 0) for name in names}, **replica.totals} for replica in self._replicas
-        ]
+        return [replica.stats() for replica in self._replicas]
 
     # --- start and end
 
@@ -283,10 +173,13 @@ class Replicas:
         await self._wait_for_state(lambda: False)
 
     async def close(self) -> None:
-        """End all ranks and stop listening; unfinished streams fail."""
+        """End all ranks, after the step that they compute if it is a short one, and stop listening; unfinished streams
+        fail."""
         self._state = "failed"
         for replica in self._replicas:
             self._send(replica, {"stop": True})
+        if any(replica.ready for replica in self._replicas):
+            await asyncio.wait(self._tasks[:-1], timeout=STOP_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -302,12 +195,14 @@ class Replicas:
 
     # --- supervision
 
-    async def _supervise(self, replica: _Replica) -> None:
+    async def _supervise(self, replica: Replica) -> None:
         """Keep a replica running until the server ends or it was lost `LOSSES_OF_REPLICA` times in a row."""
         losses = 0
         while True:
             replica.lost = asyncio.get_running_loop().create_future()
             error = await self._run_once(replica)
+            if self._state == "failed":
+                return
             steady = replica.ready_since > 0 and time.monotonic() - replica.ready_since > STEADY_SECONDS
             losses = 1 if steady else losses + 1
             started, streams = self._state != "starting", len(replica.streams)
@@ -320,15 +215,16 @@ class Replicas:
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (losses - 1)) if losses > 1 else 0.0
             again = f"starting it again in {delay:g} s" if delay else "starting it again"
             self._log(f"replica {replica.index} was lost: {error}; {again}, {streams} requests continue")
-            replica.totals["restarts"] = replica.totals.get("restarts", 0) + 1
+            replica.totals["restarts"] += 1
             await asyncio.sleep(delay)
 
-    async def _run_once(self, replica: _Replica) -> MeshwrightError:
+    async def _run_once(self, replica: Replica) -> MeshwrightError:
         """Start a replica's ranks, and return why they ended; none is left running."""
         assert replica.lost is not None
         ranks = asyncio.create_task(self._starter.run(replica.index, self.plan))
         try:
-            await asyncio.wait({ranks, replica.lost}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {ranks, replica.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not ranks.done():
                 # An error of a rank says more than its closed connection, if it comes at once.
                 await asyncio.wait({ranks}, timeout=0.1 if replica.ready_since == 0 else 0.0)
@@ -341,16 +237,9 @@ class Replicas:
             await asyncio.gather(ranks, return_exceptions=True)
         return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
 
-    def _recover(self, replica: _Replica) -> None:
+    def _recover(self, replica: Replica) -> None:
         """Forget what a lost replica had, and move its requests to others or let them wait for it."""
-        replica.ready, replica.ready_since, replica.leader, replica.sent = False, 0.0, None, 0
-        for writer in replica.peers.values():
-            writer.close()
-        replica.peers.clear()
-        replica.known.clear()
-        replica.report = {}
-        streams, replica.streams = list(replica.streams.values()), {}
-        for stream in streams:
+        for stream in replica.forget():
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
                 self._forget(stream)
@@ -389,7 +278,7 @@ class Replicas:
         if replica.lost is lost:
             replica.lose(f"rank {rank} has ended")
 
-    def _greet(self, replica: _Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         """Register a rank; False if it computes in another way than the ranks before it, so that answers would
         differ."""
         first = next(iter(self.hellos.values()), hello)
@@ -412,7 +301,7 @@ class Replicas:
                     follower.write(messages.encode({"leader": replica.leader}))
         return True
 
-    def _make_ready(self, replica: _Replica) -> None:
+    def _make_ready(self, replica: Replica) -> None:
         """Let a replica take requests, those that wait first."""
         replica.ready, replica.ready_since = True, time.monotonic()
         parked, self._parked = self._parked, []
@@ -420,26 +309,21 @@ class Replicas:
             self._place(stream)
         self._changed.set()
 
-    def _take_step(self, replica: _Replica, message: Message) -> None:
+    def _take_step(self, replica: Replica, message: Message) -> None:
         """Pass on the outputs of a step and learn from its time."""
-        step = message["step"]
-        replica.heard, replica.report, replica.sent = time.monotonic(), step, 0
-        totals, tokens, context = replica.totals, step.get("tokens", 0), step.get("context", 0)
-        if tokens:
-            predicted = self._speed.predict(tokens, context)
-            self._speed.observe(step["seconds"], tokens, context)
-            for name, value in (("steps", 1), ("step_seconds", step["seconds"]), ("predicted_seconds", predicted)):
-                totals[name] = totals.get(name, 0) + value
+        replica.take_report(message["step"])
         for document in message["outputs"]:
             stream = replica.streams.get(document["request_id"])
             if stream is not None:  # else it was cancelled
                 stream.put(Output.from_json(document))
                 if stream.ended:
                     self._forget(stream)
+                    if stream.tokens:
+                        replica.answers.observe(len(stream.tokens), stream.request.sampling.max_tokens)
 
     # --- requests
 
-    def _place(self, stream: _Stream) -> None:
+    def _place(self, stream: Stream) -> None:
         """Send a request to the replica with the least work before its first token, or park it."""
         request = stream.resumed()
         ready = [replica for replica in self._replicas if replica.ready]
@@ -447,7 +331,7 @@ class Replicas:
             self._parked.append(stream)
             return
         hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
-        replica = min(ready, key=lambda each: each.work() - BLOCK_TOKENS * each.cached_blocks(hashes))
+        replica = min(ready, key=lambda each: each.work - BLOCK_TOKENS * each.cached_blocks(hashes))
         replica.remember(hashes, self.plan.blocks)
         if not replica.streams:
             replica.heard = time.monotonic()
@@ -456,13 +340,13 @@ class Replicas:
         replica.sent += 1
         self._send(replica, {"add": request.to_json()})
 
-    def _send(self, replica: _Replica, message: Message) -> None:
+    def _send(self, replica: Replica, message: Message) -> None:
         """Send a message to the rank that leads a replica."""
         writer = replica.peers.get(0)
         if writer is not None and not writer.is_closing():
             writer.write(messages.encode(message))
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: Stream) -> None:
         """Remove a request that has ended."""
         self._streams.pop(stream.request.id, None)
         if stream.replica is not None:
@@ -472,16 +356,14 @@ class Replicas:
         if stream.deadline is not None:
             stream.deadline.cancel()
 
-    def _expire(self, request_id: str) -> None:
-        """Cancel a request whose deadline has passed."""
-        self.cancel(request_id)
+    def _predict_wait(self, ready: Sequence[Replica], requests: Sequence[Request], first: int | None = None) -> float:
+        """Return the predicted seconds until the replica that is the soonest has admitted its queue and `requests`, or
+        its share of the `first` ones of all queues; 1 while none is ready."""
+        share = None if first is None else -(-first // max(1, len(ready)))
+        return min((replica.predict_wait(requests, share) for replica in ready), default=1.0)
 
     def _fail_streams(self, error: RankLost) -> None:
         """End all requests with an error."""
         for stream in list(self._streams.values()):
             self._forget(stream)
             stream.fail(error)
-
-    def _predict_wait(self, waiting: int) -> float:
-        """Return the predicted seconds until `waiting` requests that are queued now have been admitted."""
-        return 1.0 * waiting

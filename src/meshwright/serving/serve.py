@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -26,7 +26,7 @@ from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import MAX_SEQUENCES, TOKEN_BUDGET, plan_memory
 from meshwright.serving.messages import make_secret
-from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
+from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -55,6 +55,7 @@ class ServeOptions(TypedDict, total=False):
         port: Port to listen on, 0 for any; 8000 unless given.
         served_model_name: Name of the model in the API; that of the directory unless given.
         api_key_file: File with an API key a line, of which requests must name one.
+        cors_origins: Origins whose pages may call the API, `"*"` for all; none unless given.
         queue_requests: Most requests that wait.
         queue_seconds: Longest predicted wait of a request in seconds.
         threads: Of each rank; the machine's cores over the ranks unless given.
@@ -71,6 +72,7 @@ class ServeOptions(TypedDict, total=False):
     port: int
     served_model_name: str | None
     api_key_file: str | Path | None
+    cors_origins: Sequence[str]
     queue_requests: int | None
     queue_seconds: float | None
     threads: int | None
@@ -155,15 +157,15 @@ class _Start:
         self.config: ModelConfig = config_from_path(self.checkpoint)
         self.layout = serving_layout(layout, self.config)
         self.dtype = parse_dtype(options.get("dtype"))
-        self.keys = read_keys(options.get("api_key_file"))
         self.place = place
         if place is not None:
             rendezvous.check_world_size(place, self.layout)
         self.ledger = self._plan_memory()
         if place is None:
-            start_server()  # it loads torch meanwhile
+            start_server(PRELOADED)  # it loads torch meanwhile
         from meshwright.serving.http_server import open_socket
 
+        self.keys = self._read_keys()
         self.socket: socket.socket = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
         self.directory = tempfile.mkdtemp(prefix="meshwright-serve-")
 
@@ -173,6 +175,13 @@ class _Start:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _read_keys(self) -> list[str]:
+        """Return the API keys; none without a file."""
+        from meshwright.serving.gate import read_api_keys
+
+        path = self.options.get("api_key_file")
+        return [] if path is None else list(read_api_keys(Path(path)))
 
     def _plan_memory(self) -> ServingLedger:
         """Return the bill of this machine's ranks, with the KV blocks."""
@@ -253,7 +262,7 @@ class _Start:
         from meshwright.serving.http import HttpSettings, create_app
         from meshwright.serving.http_server import serve_http
 
-        app = create_app(replicas, prompts, HttpSettings(self.name, self.keys))
+        app = create_app(replicas, prompts, HttpSettings(self.name, self.keys, self.options.get("cors_origins", ())))
         host, port = self.socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         seconds = time.perf_counter() - self.began
@@ -261,7 +270,7 @@ class _Start:
         self.log(f"ready at {url} after {seconds:.2f} s")
         on_ready(
             {
-                "url": url, "model": self.name, "layout": str(self.layout), "dtype": self.dtype,
+                "url": url, "model": self.name, "layout": replicas.properties["layout"], "dtype": self.dtype,
                 "kv_blocks": self.ledger.blocks, "memory": self._describe_memory(replicas),
                 "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
             }
@@ -289,20 +298,6 @@ class _Start:
         return {"predicted": predicted, "measured": measured, "total_gib": self.ledger.total / GIB}
 
 
-def read_keys(path: str | Path | None) -> list[str]:
-    """Return the API keys of a file, one a line; none without a file. Raises UserError for a file that cannot be read or
-    holds none."""
-    if path is None:
-        return []
-    try:
-        keys = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--api-key-file {path}: cannot be read: {error}") from None
-    if not keys:
-        raise UserError(f"--api-key-file {path}: is empty; it has an API key a line")
-    return keys
-
-
 def _run_until_signal(main: Any) -> None:
     """Run the server on uvloop; raise Terminated or KeyboardInterrupt for the signal that ended it."""
     import uvloop
@@ -314,8 +309,14 @@ def _run_until_signal(main: Any) -> None:
             """Serve; a signal during the start cancels it. HTTP has handlers of its own."""
             task = asyncio.current_task()
             assert task is not None
+
+            def stop(number: int) -> None:
+                """Cancel the start."""
+                received.append(number)
+                task.cancel()
+
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, lambda n=number: (received.append(n), task.cancel()))
+                loop.add_signal_handler(number, stop, number)
             return int(await main)
 
         try:

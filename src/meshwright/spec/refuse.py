@@ -58,8 +58,8 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
         raise UserError(f'layout "{layout}": serving runs on dpN, tpN, ppN and epN alone, as in "tp2 pp2 dp2"')
     if layout.tp % layout.ep:
         raise UserError(
-            f'layout "{layout}": ep{layout.ep} does not divide tp{layout.tp}; a replica spreads its experts over its tp '
-            "ranks, and replicas exchange no tokens"
+            f'layout "{layout}": ep{layout.ep} does not divide tp{layout.tp}; a replica spreads its experts over its '
+            "tp ranks, and replicas exchange no tokens"
         )
     refuse(reading, config, batch=layout.dp)
     return reading

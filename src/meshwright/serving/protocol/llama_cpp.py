@@ -171,9 +171,7 @@ class LlamaForm:
                 "n_probs": self._body.n_probs or 0,
                 "stream": not whole,
             },
-            "prompt": self._body.prompt
-            if isinstance(self._body.prompt, str)
-            else self._prompts.decode(self._body.prompt),
+            "prompt": given if isinstance(given, str) else self._prompts.decode(given),
             "has_new_line": "\n" in piece.text,
             "truncated": False,
             "stop_type": "word" if word else _STOP_TYPES.get(str(choice.finish_reason), "eos"),

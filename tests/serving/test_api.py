@@ -1,0 +1,190 @@
+"""`load`, `Model.generate` and `Model.stream`: offline batches through the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+import meshwright as mw
+from meshwright.data.tokenizers.tokenizer import write_tokenizer
+from meshwright.errors import UserError
+from meshwright.serving.generation import Generation
+from meshwright.spec.presets import preset
+from tests.serving.small_models import small_config, write_model
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model over bytes with 40 positions, which puts its end token before a text."""
+    config = small_config("mistral-tiny", max_positions=40, sliding_window=16, tied=False)
+    return write_model(tmp_path_factory.mktemp("api") / "model", config)
+
+
+@pytest.fixture(scope="module")
+def model(model_directory: Path) -> mw.Model:
+    return mw.load(model_directory, device="cpu")
+
+
+@pytest.fixture
+def copy(model_directory: Path, tmp_path: Path) -> Path:
+    """A copy of the model to change."""
+    return shutil.copytree(model_directory, tmp_path / "model")
+
+
+def test_a_trained_model_tells_its_reference_story(shared_data: Path):
+    stories = mw.load(shared_data / "stories260k", device="cpu")
+    want = (shared_data / "stories260k" / "greedy_200_tokens.txt").read_text()
+    pieces = list(stories.stream("", max_tokens=200))
+    assert "".join(pieces) == want
+    assert len(pieces) > 100
+    begun = "Once upon a time, there was a little girl"
+    half, *_ = stories.generate([begun, "One day"], max_tokens=20)
+    assert want.startswith(half.prompt + half.text)
+    assert half.text.startswith(" named Lily.")
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.3, "top_k": 50, "top_p": 0.95, "seed": 5}], ids=str)
+def test_a_prompt_among_others_is_answered_as_alone(model: mw.Model, options: dict[str, float]):
+    prompts = ["def f", "x" * 20, [104, 105]]
+    together = model.generate(prompts, max_tokens=12, ignore_eos=True, **options)
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert model.generate([prompt], max_tokens=12, ignore_eos=True, **options)[0].tokens == answer.tokens
+        assert len(answer.tokens) == 12
+    assert [answer.prompt for answer in together] == ["def f", "x" * 20, "hi"]
+
+
+def test_a_seed_fixes_the_text(model: mw.Model):
+    texts = [model.generate("x", max_tokens=20, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def end_where(directory: Path, place: int) -> tuple[mw.Model, Generation]:
+    """A model for which the token that comes at `place` ends a text, and the answer without that."""
+    generation = mw.load(directory, device="cpu").generate("x", max_tokens=20)
+    ends = {"eos_token_id": [300, generation.tokens[place]]}
+    (directory / "generation_config.json").write_text(json.dumps(ends))
+    return mw.load(directory, device="cpu"), generation
+
+
+def test_an_end_token_ends_the_text_and_is_no_part_of_it(copy: Path):
+    model, before = end_where(copy, 3)
+    after = model.generate("x", max_tokens=20)
+    first = before.tokens.index(before.tokens[3])
+    assert after.tokens == before.tokens[:first]
+    assert after.stopped == "end"
+    assert model.generate("x", max_tokens=20, ignore_eos=True).tokens == before.tokens
+
+
+def test_an_end_at_once_is_an_empty_text(copy: Path):
+    model, _ = end_where(copy, 0)
+    generation = model.generate("x", max_tokens=20)
+    assert (generation.tokens, generation.text, generation.stopped) == ([], "", "end")
+    assert generation.seconds_to_first_token > 0
+
+
+def test_figures_are_those_of_the_run(model: mw.Model):
+    generation = model.generate("xyz", max_tokens=10)
+    assert generation.prompt_tokens == 4  # with the start token
+    assert len(generation.tokens) == 10
+    assert generation.stopped == "length"
+    assert generation.seconds_to_first_token > 0
+    assert generation.tokens_per_second > 1
+
+
+def test_a_text_ends_with_the_models_positions(model: mw.Model):
+    generation = model.generate("x" * 30, max_tokens=100)
+    assert generation.prompt_tokens + len(generation.tokens) == 40
+    assert generation.stopped == "context"
+
+
+def test_a_prompt_without_room_for_a_token_is_refused(model: mw.Model):
+    assert len(model.generate("x" * 38).tokens) == 1
+    with pytest.raises(UserError, match="40 tokens with its start, and the model 40 positions"):
+        model.generate("x" * 39)
+
+
+def test_a_stream_left_early_leaves_the_model_usable(model: mw.Model):
+    expected = model.generate("abc", max_tokens=8).tokens
+    pieces = model.stream("a", max_tokens=30)
+    next(pieces)
+    del pieces
+    assert model.generate("abc", max_tokens=8).tokens == expected
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "word", "character", "wordpiece", "unigram"])
+def test_a_prompt_never_spells_a_special_token(copy: Path, name: str):
+    write_tokenizer(copy, name, 257, None, iter(["a b <|endoftext|> [UNK] <unk>"] * 9))
+    model = mw.load(copy, device="cpu")
+    end = Tokenizer.from_file(str(copy / "tokenizer.json")).token_to_id("<|endoftext|>")
+    start, *tokens = model._encode("a <|endoftext|><|endoftext|> b", chat=False)
+    assert start == 256 and end is not None and end not in tokens
+
+
+def test_a_prompt_never_spells_a_special_token_that_is_a_piece_of_the_model(copy: Path):
+    """As in SentencePiece's models, whose end is the most probable piece of all."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(copy / "tokenizer.json"))
+    tokens = mw.load(copy, device="cpu")._encode("a</s>b", chat=False)
+    assert tokens[1:] == [tokenizer.token_to_id(letter) for letter in "a</s>b"]
+
+
+def test_what_cannot_be_generated_from_is_named(model: mw.Model, copy: Path):
+    for prompt, options, said in (
+        ("x", {"max_tokens": 0}, "max_tokens 0"),
+        ("x", {"top_p": 2.0}, "top_p 2"),
+        ("x", {"top_q": 2.0}, 'unknown option "top_q"; did you mean "top_'),
+        ([257], {}, "token 257 is not in the model's vocabulary, 0 to 256"),
+        ([], {}, "the prompt is empty"),
+        (None, {}, "prompt: takes a text or a list of token IDs, not NoneType"),
+    ):
+        with pytest.raises(UserError, match=said):
+            model.generate([prompt], **options)  # type: ignore[list-item, arg-type]
+    (copy / "generation_config.json").write_text("[")
+    with pytest.raises(UserError, match="generation_config.json is not a JSON object"):
+        mw.load(copy, device="cpu")
+    (copy / "generation_config.json").unlink()
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="tokenizer.json is not a tokenizer"):
+        mw.load(copy, device="cpu")
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer.json"):
+        mw.load(copy, device="cpu")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(copy: Path, tmp_path: Path):
+    (tmp_path / "large").mkdir()
+    write_tokenizer(tmp_path / "large", "bpe", 300, None, iter(["many words, many merges " * 30]))
+    shutil.copy(tmp_path / "large" / "tokenizer.json", copy / "tokenizer.json")
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    shutil.copy(tmp_path / "large" / "tokenizer_config.json", copy / "tokenizer_config.json")
+    model = mw.load(copy, device="cpu")
+    for chat in (False, True):
+        with pytest.raises(UserError, match=r"token 2.. is not in the model's vocabulary, 0 to 256"):
+            model.generate("many words, many merges", chat=chat)
+
+
+def test_a_model_without_a_chat_template_is_asked_for_a_text_to_continue(model: mw.Model):
+    with pytest.raises(UserError, match="without a chat template"):
+        model.generate("Q", chat=True)
+
+
+def test_an_encoder_is_not_served(tmp_path: Path):
+    from meshwright.model.encoder import Encoder
+    from meshwright.model.huggingface import save_huggingface
+    from meshwright.model.initialise import initialise
+    from meshwright.spec.parameters import parameter_table
+
+    config = dataclasses.replace(preset("bert-tiny"), layers=1)
+    encoder = Encoder(config, dtype=torch.float32)
+    initialise(encoder, parameter_table(config), seed=0)
+    save_huggingface(encoder, tmp_path)
+    with pytest.raises(UserError, match="bert is an encoder"):
+        mw.load(tmp_path, device="cpu")

@@ -1,0 +1,101 @@
+"""Block pool against a model of it, and the prefix cache's hash chain."""
+
+from __future__ import annotations
+
+from array import array
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, HashChain, count_blocks
+
+
+def test_a_chain_hashes_each_full_block_with_all_before_it():
+    tokens = list(range(40))
+    hashes = HashChain(tokens).hashes
+    assert len(hashes) == 2 and len(set(hashes)) == 2
+    assert HashChain(tokens[:32]).hashes == hashes
+    assert HashChain([99, *tokens[1:]]).hashes[1] != hashes[1]  # a block of equal tokens after others
+    assert HashChain(tokens, "salt").hashes[0] != hashes[0]
+    grown = HashChain()
+    for end in range(41):
+        grown.extend(array("i", tokens[:end]))
+    assert grown.hashes == hashes
+    assert [count_blocks(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert BLOCK_TOKENS == 16
+
+
+def test_released_blocks_are_found_until_they_are_needed_least_recently_released_first():
+    pool, hashes = BlockPool(4), HashChain(range(64)).hashes
+    blocks = [pool.allocate(0) for _ in range(3)]
+    for block, content in zip(blocks, hashes, strict=False):
+        pool.register(block, content)
+    assert pool.find(hashes) == blocks  # held ones, too
+    for block in reversed(blocks):
+        pool.release(block, 0)
+    assert (pool.free, pool.cached, pool.available) == (1, 3, 4)
+    assert pool.find(hashes) == blocks
+    pool.allocate(1)  # the free one
+    assert pool.allocate(1) == blocks[2]  # released first: the end of the prefix
+    assert pool.find(hashes) == blocks[:2]
+    pool.share(blocks[0], 2)
+    assert pool.allocate(2) == blocks[1]
+    assert pool.find(hashes) == blocks[:1]
+    with pytest.raises(KeyError):
+        pool.allocate(3)  # nothing is available
+
+
+def test_a_block_of_known_content_is_not_cached_twice():
+    pool, (content, *_) = BlockPool(2), HashChain(range(16)).hashes
+    first, second = pool.allocate(0), pool.allocate(1)
+    pool.register(first, content)
+    pool.register(second, content)
+    pool.release(second, 1)
+    assert (pool.free, pool.cached) == (1, 0)
+    pool.release(first, 0)
+    assert pool.cached == 1 and pool.find([content]) == [first]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "prefix", "fill", "release"]), st.integers(0, 99)), max_size=60))
+def test_free_cached_and_held_blocks_always_make_up_the_pool(actions: list[tuple[str, int]]):
+    pool, tables = BlockPool(6), {}
+    chains = [HashChain([kind] * 64).hashes for kind in range(3)]
+    kinds: dict[int, int] = {}
+    for age, (action, number) in enumerate(actions):
+        if action == "allocate" and pool.available:
+            tables[age], kinds[age] = [pool.allocate(age)], number % 3
+        elif action == "prefix":
+            kinds[age] = number % 3
+            tables[age] = pool.find(chains[number % 3])
+            for block in tables[age]:
+                pool.share(block, age)
+        elif tables:
+            one = sorted(tables)[number % len(tables)]
+            if action == "fill":
+                for block, content in zip(tables[one], chains[kinds[one]], strict=False):
+                    pool.register(block, content) if pool._hashes[block] is None else None
+                if pool.available and len(tables[one]) < 4:
+                    tables[one].append(pool.allocate(one))
+            else:
+                for block in reversed(tables.pop(one)):
+                    pool.release(block, one)
+        pool.check(tables)
+        held = {block for table in tables.values() for block in table}
+        assert pool.free + pool.cached + len(held) == 6
+        for one, table in tables.items():
+            youngest = [pool.youngest_holder(block) for block in table]
+            assert pool.owned[one] == youngest.count(one)
+
+
+def test_a_lost_block_and_a_wrong_holder_are_noticed():
+    pool = BlockPool(3)
+    block = pool.allocate(0)
+    pool.check({0: [block]})
+    for tables in ({}, {0: []}, {1: [block]}, {0: [block, block + 1]}):
+        with pytest.raises(AssertionError):
+            pool.check(tables)
+    pool._free.pop()
+    with pytest.raises(AssertionError, match="1 free"):
+        pool.check({0: [block]})

@@ -1,0 +1,26 @@
+"""API keys are read from a file, one a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.serving.gate import read_api_keys
+
+
+def test_keys_are_the_lines_of_the_file(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst\n\n  second \n")
+    assert read_api_keys(file) == ("first", "second")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\n# none\n", "holds no key"), (b"\xff", "byte 0 is not UTF-8"), (None, "cannot be read")]
+)
+def test_file_without_keys_is_one_line(tmp_path: Path, content: bytes | None, said: str):
+    if content is not None:
+        (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        read_api_keys(tmp_path / "keys")

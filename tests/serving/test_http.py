@@ -1,0 +1,476 @@
+"""The HTTP API over a real connection: OpenAI's client, streams, refusals, clients that leave or do not read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from meshwright.errors import RankLost
+from meshwright.serving.engine_client import Refusal
+from meshwright.serving.gate import BodyLimits
+from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.prompts import Prompts
+from meshwright.serving.streaming import StreamLimits
+from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
+
+KEY = "a-key-for-tests"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    return make_prompts(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def served(prompts: Prompts) -> Iterator[tuple[FakeEngine, str]]:
+    engine = FakeEngine(prompts)
+    settings = HttpSettings(
+        "m",
+        api_keys=["another", KEY],
+        cors_origins=["https://page.example"],
+        bodies=BodyLimits(100_000, 150_000, 0.3),
+        streams=StreamLimits(20_000, 1.0),
+    )
+    with ServedApp(create_app(engine, prompts, settings)) as app:
+        yield engine, app.url
+
+
+@pytest.fixture
+def engine(served: tuple[FakeEngine, str], prompts: Prompts) -> Iterator[FakeEngine]:
+    """The engine, as it was, with nothing running before and after."""
+    fresh = FakeEngine(prompts)
+    vars(served[0]).update(vars(fresh))
+    yield served[0]
+    wait_until(lambda: not served[0].running)
+
+
+@pytest.fixture
+def http(served: tuple[FakeEngine, str], engine: FakeEngine) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[1], headers={"authorization": f"Bearer {KEY}"}, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def client(served: tuple[FakeEngine, str], engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key=KEY, max_retries=0, timeout=10) as made:
+        yield made
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON of a stream's events; the last one must be [DONE]."""
+    *lines, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert last == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def address(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def head(size: int) -> bytes:
+    """The head of a request with a body of so many bytes."""
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {size}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+# --- answers
+
+
+def test_openai_client_completes_and_streams_the_same(client: openai.OpenAI):
+    whole = client.completions.create(model="m", prompt="hello", max_tokens=50)
+    assert whole.choices[0].text == "The quick brown fox"
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None and whole.usage.total_tokens == whole.usage.prompt_tokens + 10
+    parts = list(
+        client.completions.create(
+            model="m", prompt="hello", max_tokens=50, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(part.choices[0].text for part in parts[:-1]) == whole.choices[0].text
+    assert parts[-2].choices[0].finish_reason == "stop"
+    assert [part.usage for part in parts[:-1]] == [None] * (len(parts) - 1)
+    assert parts[-1].usage == whole.usage and parts[-1].choices == []
+
+
+def test_openai_client_chats_and_streams_the_same(client: openai.OpenAI):
+    whole = client.chat.completions.create(model="m", messages=HELLO, logprobs=True, top_logprobs=2, n=2)
+    assert [choice.message.content for choice in whole.choices] == ["The quick brown fox"] * 2
+    content = whole.choices[1].logprobs.content
+    assert bytes(byte for token in content[:-1] for byte in token.bytes) == b"The quick brown fox"
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    parts = list(client.chat.completions.create(model="m", messages=HELLO, logprobs=True, top_logprobs=2, stream=True))
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "The quick brown fox"
+    told = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
+    assert told == content
+
+
+def test_several_prompts_and_choices_are_numbered_in_order(http: httpx.Client, engine: FakeEngine):
+    body = {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "max_tokens": 3, "return_token_ids": True}
+    whole = http.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert [request.tokens for request in engine.requests] == [(5, 6), (5, 6), (7, 8, 9), (7, 8, 9)]
+    assert [request.choice for request in engine.requests] == [0, 1, 0, 1]
+    assert len({request.id for request in engine.requests}) == 4
+    assert {request.sampling.seed for request in engine.requests} == {whole["seed"]}
+    assert whole["usage"]["prompt_tokens"] == 5 and whole["usage"]["completion_tokens"] == 12
+    assert all(choice["token_ids"] == engine.tokens[:3] for choice in whole["choices"])
+    told = events(http.post("/v1/completions", json={**body, "stream": True}))
+    for choice in whole["choices"]:
+        mine = [event["choices"][0] for event in told if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(event["text"] for event in mine) == choice["text"]
+        assert [token for event in mine for token in event["token_ids"]] == choice["token_ids"]
+
+
+def test_echo_scores_the_prompt_as_lm_eval_asks(http: httpx.Client):
+    """The fields that lm-eval's local-completions sends and reads."""
+    body = {"model": "m", "prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    (choice,) = http.post("/v1/completions", json={**body, "echo": True}).json()["choices"]
+    told = choice["logprobs"]
+    assert told["token_logprobs"][0] is None and told["token_logprobs"][1:3] == [-1.006, -1.007]
+    assert len(told["tokens"]) == len(told["top_logprobs"]) == len(told["text_offset"]) == 4
+    assert all(token in top for token, top in zip(told["tokens"][1:], told["top_logprobs"][1:], strict=True))
+    none = http.post("/v1/completions", json={**body, "echo": True, "max_tokens": 0}).json()
+    assert none["choices"][0]["logprobs"]["token_logprobs"] == told["token_logprobs"][:3]
+    assert none["usage"]["completion_tokens"] == 0
+
+
+def test_continuous_usage_counts_up_to_the_whole(http: httpx.Client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "hello", "max_tokens": 5, "stream": True, "stream_options": options}
+    counts = [event["usage"]["completion_tokens"] for event in events(http.post("/v1/completions", json=body))]
+    assert counts == [1, 2, 3, 4, 5, 5]
+
+
+def test_stop_string_ends_the_answer_and_the_request(http: httpx.Client, engine: FakeEngine):
+    engine.step_seconds = 0.001
+    body = {"prompt": "hello", "max_tokens": 500, "ignore_eos": True, "stop": ["nope", "k br"]}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("The quic", "stop", "k br")
+    (choice,) = http.post("/v1/completions", json={**body, "include_stop_str_in_output": True}).json()["choices"]
+    assert choice["text"] == "The quick br"
+    assert not engine.running
+
+
+def test_options_reach_the_engine_and_null_is_the_default(http: httpx.Client, engine: FakeEngine, prompts: Prompts):
+    assert http.post("/v1/completions", json={"prompt": "x", "n": None, "stop": None, "logit_bias": None}).is_success
+    sampling = engine.requests[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.stop_tokens) == (1, 1, 16, prompts.ends)
+    told = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+        "frequency_penalty": 0.3, "seed": -7, "min_tokens": 2, "max_tokens": 9,
+    }  # fmt: skip
+    more = {"logit_bias": {"5": 1}, "stop_token_ids": [8], "ignore_eos": True, "priority": 3, "cache_salt": "s"}
+    answer = http.post("/v1/completions", json={"prompt": "x", "unknown": 1, "timeout": 50, **told, **more}).json()
+    request = engine.requests[-1]
+    assert {name: getattr(request.sampling, name) for name in told} == told
+    assert request.sampling.logit_bias == {5: 1.0} and request.sampling.stop_tokens == {8}
+    assert (request.priority, request.cache_salt, answer["seed"]) == (3, "s", -7)
+    assert request.deadline is not None
+
+
+def test_llama_cpp_completion_streams_what_it_answers(http: httpx.Client):
+    body = {"prompt": "hello", "n_predict": 20, "stop": ["brown"], "return_tokens": True, "n_probs": 1}
+    whole = http.post("/completion", json=body).json()
+    assert (whole["content"], whole["stop_type"], whole["stopping_word"]) == ("The quick ", "word", "brown")
+    assert whole["tokens_predicted"] == len(whole["tokens"]) == len(whole["completion_probabilities"])
+    text = http.post("/completion", json={**body, "stream": True}).text
+    told = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    assert "".join(event["content"] for event in told) == whole["content"]
+    assert [event["stop"] for event in told] == [False] * (len(told) - 1) + [True]
+
+
+def test_tokens_and_text_are_converted_both_ways(http: httpx.Client, prompts: Prompts):
+    tokens = prompts.encode("naïve fox", add_start=False)
+    assert http.post("/tokenize", json={"content": "naïve fox"}).json()["tokens"] == tokens
+    assert http.post("/tokenize", json={"prompt": "naïve fox"}).json()["tokens"] == [prompts.start, *tokens]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["content"] == "naïve fox"
+    rendered = http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
+    assert rendered == "<|endoftext|>### Instruction:\nhello\n\n### Response:\n"
+    asked = http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
+    assert "".join(asked["token_strs"]) == rendered and asked["count"] == len(asked["tokens"])
+
+
+def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenAI, prompts: Prompts):
+    assert [model.id for model in client.models.list()] == ["m"]
+    assert client.models.retrieve("m").id == "m"
+    told = http.get("/props").json()
+    assert told["engine"] == {"layout": "dp1", "instruction_set": "none"}
+    assert told["default_generation_settings"]["n_ctx"] == prompts.max_length
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": ["a"] * 20, "n": 100}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 1.0}, "n"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 512}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "x" * 129}, "stop"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"seed": 2**63}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"timeout": 0}, "timeout"),
+        ({"suffix": "end"}, "suffix"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+    ids=str,
+)
+def test_wrong_or_unsupported_field_is_named(http: httpx.Client, change: dict[str, Any], param: str):
+    answer = http.post("/v1/completions", json={"prompt": "hello", **change})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[1].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"echo": True}, "echo"),
+    ],
+    ids=str,
+)
+def test_wrong_chat_field_is_named(http: httpx.Client, change: dict[str, Any], param: str):
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO, **change})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_fields_that_ask_for_nothing_are_accepted(http: httpx.Client):
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "suffix": None, "user": "u"}
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    body = {"messages": [{"role": "user", "content": parts}], "n": 1, "best_of": 1, "metadata": {"a": "b"}, **neutral}
+    assert http.post("/v1/chat/completions", json=body).is_success
+    assert http.post("/apply-template", json=body).json()["prompt"].count("hello") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[", b"[]", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}', b'"x"',
+        b"[" * 50_000, b'{"prompt": ' + b"[" * 90 + b"]" * 90 + b"}", b'{"seed": ' + b"1" * 5000 + b"}",
+        b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": "x", "temperature": Infinity}',
+    ],
+    ids=lambda body: body[:24].decode(errors="replace"),
+)  # fmt: skip
+def test_body_that_is_no_json_object_is_a_clear_400(http: httpx.Client, body: bytes):
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
+    for tokens in ([1, 10**6], [-1], [2**70]):
+        error = http.post("/v1/completions", json={"prompt": tokens}).json()["error"]
+        assert "is not in the model's vocabulary" in error["message"]
+    with pytest.raises(openai.NotFoundError, match="the model 'other' is not served here"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="the model takes 512 tokens") as caught:
+        client.completions.create(model="m", prompt="hello " * 400)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_unknown_paths_and_methods_have_the_shape_of_errors(http: httpx.Client):
+    for answer, status in ((http.get("/nope"), 404), (http.get("/v1/completions"), 405), (http.put("/health"), 405)):
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_only_the_keys_of_the_file_are_admitted(http: httpx.Client):
+    for header in ("", KEY, f"Bearer {KEY}x", "Bearer", f"Basic {KEY}"):
+        answer = http.get("/v1/models", headers={"authorization": header})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    for key in (KEY, "another"):
+        assert http.get("/v1/models", headers={"authorization": f"bearer {key}"}).is_success
+    for path in ("/health", "/ready", "/metrics"):
+        assert http.get(path, headers={"authorization": ""}).is_success
+
+
+def test_request_id_is_honoured_and_returned(http: httpx.Client):
+    answer = http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
+    others = [http.get("/nope", headers={"x-request-id": "a b" * 99}).headers["x-request-id"] for _ in range(2)]
+    assert len({*others, "a b" * 99}) == 3
+
+
+def test_pages_of_other_origins_are_not_allowed(http: httpx.Client):
+    for origin, allowed in (("https://page.example", "https://page.example"), ("https://evil.example", None)):
+        answer = http.get("/health", headers={"origin": origin})
+        assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+def test_full_queue_is_429_with_the_time_to_wait(client: openai.OpenAI, http: httpx.Client, engine: FakeEngine):
+    engine.refusal = Refusal("tokens", 2.34)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="m", prompt="x", stream=True)
+    assert caught.value.code == "queue_tokens"
+    assert caught.value.response.headers["retry-after"] == "3"
+    assert caught.value.response.headers["retry-after-ms"] == "2340"
+    assert 'requests_refused_total{model_name="m",reason="tokens"}' in http.get("/metrics").text
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("state", ["starting", "recovering", "draining", "failed"])
+def test_health_and_readiness_follow_the_engine(http: httpx.Client, engine: FakeEngine, state: Any):
+    engine.state = state
+    assert http.get("/ready").status_code == 503
+    assert http.get("/health").status_code == (200 if state == "draining" else 503)
+    answer = http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == (200 if state == "recovering" else 503)
+    assert answer.is_success or answer.headers["retry-after"] == "1"
+
+
+def test_body_beyond_its_limits_is_refused(http: httpx.Client, served: tuple[FakeEngine, str]):
+    assert http.post("/v1/completions", content=b" " * 100_001).status_code == 413
+    parts = iter([b" " * 60_000, b" " * 60_000])
+    assert http.post("/v1/completions", content=parts).status_code == 413
+    with socket.create_connection(address(served[1])) as first, socket.create_connection(address(served[1])) as second:
+        for one in (first, second):
+            one.sendall(head(90_000) + b" " * 80_000)
+        answers = {one.recv(1000).split(b"\r\n")[0] for one in (first, second)}
+    assert answers == {b"HTTP/1.1 408 Request Timeout", b"HTTP/1.1 429 Too Many Requests"}
+    assert http.post("/v1/completions", json={"prompt": "x"}).is_success
+
+
+# --- streams and clients
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("step_seconds", [0.01, None])
+def test_client_that_leaves_ends_its_requests(
+    served: tuple[FakeEngine, str], engine: FakeEngine, stream: bool, step_seconds: float | None
+):
+    engine.step_seconds = step_seconds
+    body = json.dumps({"prompt": "x", "n": 3, "max_tokens": 500, "ignore_eos": True, "stream": stream}).encode()
+    with socket.create_connection(address(served[1])) as connection:
+        connection.sendall(head(len(body)) + body)
+        wait_until(lambda: len(engine.running) == 3)
+    assert wait_until(lambda: not engine.running) < 1
+
+
+def test_reader_that_stands_still_is_dropped(served: tuple[FakeEngine, str], engine: FakeEngine, prompts: Prompts):
+    """More events than sockets and buffer hold: the requests end, and the connection breaks off."""
+    body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address(served[1]))
+        connection.sendall(head(len(body)) + body)
+        wait_until(lambda: len(engine.running) == 128)
+        wait_until(lambda: not engine.running)
+        assert sum(len(request.tokens) for request in engine.requests) == 128 * 2
+        received = b""
+        try:
+            while part := connection.recv(1 << 16):
+                received += part
+        except ConnectionResetError:
+            pass
+    assert b"[DONE]" not in received and len(received) < 8_000_000
+
+
+def test_lost_request_ends_its_stream_with_an_error(client: openai.OpenAI, engine: FakeEngine):
+    engine.error = RankLost("rank 1 was killed")
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(model="m", prompt="x")
+    assert caught.value.status_code == 503
+    with pytest.raises(openai.APIError, match="the engine lost this request"):
+        list(client.completions.create(model="m", prompt="x", stream=True))
+
+
+def test_unexpected_error_is_a_500_and_logs_no_text(
+    client: openai.OpenAI, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+):
+    engine.error = ValueError("a secret prompt")
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(model="m", prompt="x")
+    assert caught.value.status_code == 500 and "secret" not in str(caught.value)
+    with pytest.raises(openai.APIError):
+        list(client.completions.create(model="m", prompt="x", stream=True))
+    assert "unexpected ValueError" in caplog.text and "secret" not in caplog.text
+
+
+def test_timeout_ends_a_request(client: openai.OpenAI, engine: FakeEngine):
+    engine.step_seconds = None
+    with pytest.raises(openai.APIStatusError, match="not finished within the timeout of 0.05 s") as caught:
+        client.completions.create(model="m", prompt="x", extra_body={"timeout": 0.05})
+    assert caught.value.status_code == 408
+    with pytest.raises(openai.APIError, match="not finished within"):
+        list(client.completions.create(model="m", prompt="x", stream=True, extra_body={"timeout": 0.05}))
+    assert not engine.running
+
+
+def test_many_streams_at_once_each_get_their_own_text(http: httpx.Client, engine: FakeEngine):
+    engine.step_seconds = 0.001
+    texts: dict[int, str] = {}
+
+    def read(number: int) -> None:
+        body = {"prompt": "x", "max_tokens": 1 + number, "stream": True, "return_token_ids": True}
+        told = events(http.post("/v1/completions", json=body))
+        texts[number] = "".join(event["choices"][0]["text"] for event in told)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[11] == "The quick brown fox"
+    assert all(texts[11].startswith(texts[number]) for number in range(12)) and len(set(texts.values())) >= 9
+
+
+def test_metrics_count_tokens_and_ends(http: httpx.Client, engine: FakeEngine):
+    def read(name: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"meshwright:{name}"))
+
+    names = ("prompt_tokens_total", "generation_tokens_total", 'request_success_total{finished_reason="length"')
+    counts = (
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count",
+    )
+    before = [read(name) for name in (*names, *counts)]
+    assert http.post("/v1/completions", json={"prompt": [1, 2, 3], "n": 2, "max_tokens": 4}).is_success
+    after = [read(name) for name in (*names, *counts)]
+    assert [late - early for late, early in zip(after, before, strict=True)] == [6, 8, 2, 2, 6, 2]
+    assert read("kv_cache_usage_perc") == 0 and read('kv_blocks{engine="0",model_name="m",state="cached"}') == 10

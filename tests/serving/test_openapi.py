@@ -1,0 +1,105 @@
+"""The OpenAPI document: it has the fields that are read, and what is generated from it makes no server error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from starlette.testclient import TestClient
+
+from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.protocol import bodies, llama_cpp
+from meshwright.serving.protocol.fields import UNSUPPORTED, Body
+from tests.serving.fake_engine import FakeEngine, make_prompts
+
+CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
+MODELS = {
+    "/v1/completions": bodies.CompletionBody,
+    "/v1/chat/completions": bodies.ChatBody,
+    "/completion": llama_cpp.LlamaBody,
+    "/tokenize": bodies.TokenizeBody,
+    "/detokenize": bodies.DetokenizeBody,
+    "/apply-template": bodies.ApplyTemplateBody,
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
+    prompts = make_prompts(tmp_path_factory.mktemp("tokenizer"))
+    return TestClient(create_app(FakeEngine(prompts), prompts, HttpSettings("m")))
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", MODELS)
+def test_requests_made_from_the_document_cause_no_server_error(client: TestClient, path: str, mode: GenerationMode):
+    """bench/ runs more of them, and schemathesis' whole engine."""
+    operation = schemathesis.openapi.from_asgi("/openapi.json", client.app)[path]["POST"]
+
+    @given(operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=4, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+    def call(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    call()
+
+
+@pytest.mark.parametrize("path", MODELS)
+def test_document_has_the_fields_that_are_read(client: TestClient, path: str):
+    document = client.get("/openapi.json").json()
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described = document["components"]["schemas"][content["$ref"].rpartition("/")[2]]["properties"]
+    model = MODELS[path]
+    assert set(described) == set(model.model_fields)
+    assert not set(described) & set(model.unsupported)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_field_that_cannot_be_honoured_is_refused_by_name(client: TestClient, path: str, name: str):
+    body: dict[str, Any] = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    error = client.post(path, json={**body, name: {"ask": "for something"}}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    for neutral in (None, *UNSUPPORTED[name]):
+        assert client.post(path, json={**body, name: neutral}).status_code == 200
+
+
+plain = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(max_size=5)
+values = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+)
+names = sorted({name for model in MODELS.values() for name in model.model_fields} | set(UNSUPPORTED))
+
+
+@given(
+    path=st.sampled_from(sorted(MODELS)),
+    body=st.dictionaries(st.sampled_from(names), values, max_size=5),
+    text=st.text(max_size=5),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_json_object_is_answered_or_refused(client: TestClient, path: str, body: dict[str, Any], text: str):
+    good: dict[str, Any] = {"prompt": text, "tokens": [1], "messages": [{"role": "user", "content": text}]}
+    raw = json.dumps({**good, **body}).encode()
+    answer = client.post(path, content=raw)
+    assert answer.status_code in (200, 400, 404, 408), answer.text
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@given(st.binary(max_size=60), st.integers(0, 60))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_bytes_are_answered_or_refused(client: TestClient, spoiled: bytes, at: int):
+    body = b'{"prompt": "some text", "n": 2, "stop": ["a", "b"], "logit_bias": {"1": 2.5}}'
+    answer = client.post("/v1/completions", content=body[:at] + spoiled + body[at:])
+    assert answer.status_code in (200, 400, 404)
+
+
+def test_bodies_have_no_field_twice():
+    assert all(issubclass(model, Body) for model in MODELS.values())
+    assert {"tools", "response_format", "suffix", "audio", "modalities"} <= set(UNSUPPORTED)

@@ -1,0 +1,170 @@
+"""`meshwright serve` as its users see it: a server of real ranks, and the errors before one starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from meshwright.serving import serve as serve_module
+
+GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
+DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+
+
+@pytest.fixture
+def stories(shared_data: Path) -> Path:
+    return shared_data / "stories260k"
+
+
+@contextmanager
+def running(
+    checkpoint: Path, *options: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A server, and the document that it prints when it is ready; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "serve", str(checkpoint), "--port", "0", "--json", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        yield process, json.loads(line) if line else {"error": process.stderr.read()}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def complete(url: str, **body: Any) -> str:
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_server_of_several_ranks(stories: Path):
+    """Ready line, answers, a killed rank during a stream, drain: one server for all, as its start costs seconds."""
+    with running(stories, "--layout", "pp2", "--served-model-name", "stories") as (process, ready):
+        url = ready["url"]
+        assert (ready["model"], ready["layout"], ready["dtype"]) == ("stories", "pp2", "float32")
+        assert ready["kv_blocks"] == 4096 and 0 < ready["seconds_to_ready"] < 300
+        measured = ready["memory"]["measured"]
+        for item in ("packed", "kv", "logits", "weights"):
+            assert measured[item] == pytest.approx(ready["memory"]["predicted"][item], rel=0.02)
+        expected = (stories / "greedy_200_tokens.txt").read_text()
+        assert expected.startswith(GREEDY["prompt"] + complete(url, **GREEDY).rstrip("�"))
+        undisturbed = complete(url, **DRAWN)
+
+        text, lost = "", False
+        with httpx.stream("POST", f"{url}/v1/completions", json={**DRAWN, "stream": True}, timeout=60) as stream:
+            for line in stream.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if text and not lost:
+                    lost = True
+                    os.kill(ready["ranks"][0]["pid"], signal.SIGKILL)
+                    began = time.monotonic()
+                    while httpx.get(f"{url}/health").status_code == 200:
+                        assert time.monotonic() - began < 2
+        assert text == undisturbed
+        assert httpx.get(f"{url}/health").status_code == 200
+
+        body = {**DRAWN, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(timeout=60) == 143
+        assert not any(is_alive(rank["pid"]) for rank in ready["ranks"])
+
+
+@pytest.mark.slow
+def test_ranks_that_others_start_serve_too(stories: Path):
+    """As torchrun starts them: one process for each rank, of which rank 0 serves HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    places = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "meshwright", "serve", str(stories), "--layout", "tp2 dp2"]
+    others = [
+        subprocess.Popen(command, env=os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})
+        for rank in (1, 2, 3)
+    ]
+    try:
+        with running(stories, "--layout", "tp2 dp2", RANK="0", LOCAL_RANK="0", **places) as (process, ready):
+            assert len(ready["ranks"]) == 4, ready
+            expected = (stories / "greedy_200_tokens.txt").read_text()
+            for _ in range(2):
+                assert expected.startswith(GREEDY["prompt"] + complete(ready["url"], **GREEDY))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 143
+            assert [other.wait(timeout=60) for other in others] == [0, 0, 0]
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line: Callable[..., Any]):
+    empty_keys = tmp_path / "keys"
+    empty_keys.write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for arguments, reason in (
+            ([tmp_path / "nothing"], "no such directory"),
+            ([stories, "--port", port], f"port {port} of 127.0.0.1 is in use"),
+            ([stories, "--layout", "cp2"], "serving runs on"),
+            ([stories, "--layout", "tp3"], "tp3 does not divide"),
+            ([stories, "--dtype", "int3"], "dtype"),
+            ([stories, "--memory", "1MiB"], "one request of 512 tokens does not fit"),
+            ([stories, "--memory", "900TiB"], "are available now"),
+            ([stories, "--max-length", 0], "--max-length 0"),
+            ([stories, "--max-sequences", 99, "--token-budget", 9], "--max-sequences 99"),
+            ([stories, "--api-key-file", empty_keys], "holds no key"),
+            ([stories, "--api-key-file", tmp_path], "cannot be read"),
+            ([stories, "--host", "300.1.1.1"], "cannot listen on 300.1.1.1"),
+            ([stories, "--port", 70000], "--port"),
+        ):
+            outcome = command_line("serve", *arguments)
+            assert (outcome.code, outcome.output) == (2, "")
+            assert outcome.errors.count("\n") == 1 and reason in outcome.errors, outcome.errors
+
+
+def test_missing_extra_is_one_line(stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve_module, "EXTRA", ("json", "no_such_module"))
+    outcome = command_line("serve", stories)
+    assert outcome.code == 2
+    assert 'serving needs no_such_module: run pip install "meshwright[serve]"' in outcome.errors
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors"])
+def test_damaged_checkpoint_is_one_line(stories: Path, tmp_path: Path, file: str):
+    shutil.copytree(stories, tmp_path / "model", copy_function=shutil.copyfile)
+    if file == "tokenizer.json":
+        (tmp_path / "model" / file).unlink()
+    else:
+        os.truncate(tmp_path / "model" / file, 500_000)
+    with running(tmp_path / "model") as (process, document):
+        assert process.wait(timeout=60) == 2
+        lines = [line for line in document["error"].splitlines() if line.startswith("meshwright: ")]
+        assert len(lines) == 1 and "Traceback" not in document["error"]
+        assert file in lines[0]
