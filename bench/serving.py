@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -243,6 +244,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20, help="of turns; shared by models and dtypes")
     parser.add_argument("--name", default="serving", help="of the file in bench/results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended
     begun, races = time.monotonic(), [(model, dtype) for model in options.models for dtype in options.dtypes]
     result: dict[str, Any] = {
         "threads": 2,
