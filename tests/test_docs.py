@@ -248,10 +248,12 @@ def test_commands_in_the_documentation_exist_and_take_their_arguments(page: Path
             load_recipe(REPOSITORY / recipe, context.params.get("overrides", ()))
 
 
-def test_every_option_of_generate_is_documented():
-    page = REPOSITORY / "docs" / "evaluate-and-generate.md"
-    options = {name for parameter in click_command(["generate"])[0].params for name in parameter.opts}
-    documented = {row[0].strip("`") for header, rows in tables(page) if header[0] == "option" for row in rows}
+@pytest.mark.parametrize(("command", "name"), [("generate", "evaluate-and-generate"), ("serve", "serving")])
+def test_every_option_is_documented(command: str, name: str):
+    page = REPOSITORY / "docs" / f"{name}.md"
+    options = {name for parameter in click_command([command])[0].params for name in parameter.opts}
+    rows = [row for header, rows in tables(page) if header[0] == "option" for row in rows]
+    documented = {option for row in rows for option in re.findall(r"`(--[a-z-]+)`", row[0])}
     assert documented == {name for name in options if name.startswith("--")} - {"--json"}
 
 

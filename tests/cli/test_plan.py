@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,32 @@ def test_a_recipe_of_preferences_is_priced_as_what_it_is(tiny_recipe: Path):
 )
 def test_mistakes_are_answered_in_a_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]):
     assert said in refused(capsys, *arguments)
+
+
+def test_the_memory_of_a_server_is_printed_and_given_as_json(command_line: Callable[..., Any]):
+    options = ["--layout", "tp2 dp2", "--dtype", "bf16", "--max-length", 99]
+    outcome = command_line("plan", "llama-tiny", "--serve", *options)
+    assert outcome.code == 0 and "sequences of 99 tokens" in outcome.output
+    document = json.loads(command_line("plan", "llama-tiny", "--serve", "--json").output)
+    assert document["concurrency"]["sequences"] * document["max_length"] <= document["kv_blocks"] * 16
+    assert sum(size for name, size in document["memory_gib"].items() if name != "total") == pytest.approx(
+        document["memory_gib"]["total"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["llama-3-8b", "--serve", "--memory", "lots"], "such as 0.9"),
+        (["llama-3-8b", "--serve", "--layout", "cp2"], "serving runs on"),
+        (["llama-3-8b", "--serve", "--cluster", "8xh100-sxm"], "--serve: does not go with --cluster"),
+        (["llama-3-8b", "--memory", "4GiB"], "add --serve"),
+        (["--serve"], "takes one MODEL"),
+        (["bert-base-uncased", "--serve"], "encoder"),
+    ],
+)
+def test_mistakes_about_a_server_are_answered_in_a_line(
+    arguments: list[str], reason: str, command_line: Callable[..., Any]
+):
+    outcome = command_line("plan", *arguments)
+    assert outcome.code == 2 and reason in outcome.errors and outcome.errors.count("\n") == 1

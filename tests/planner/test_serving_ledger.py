@@ -23,9 +23,9 @@ def test_llama_3_8b_in_bfloat16_has_the_published_sizes():
     embedding = 128256 * 4096
     assert rank.weights == 2 * embedding + 4 * norms + 2048 * 128 * 4
     assert rank.packed == 2 * (8_030_261_248 - norms - embedding)
-    assert rank.logits == 32 * 128256 * 4
+    assert rank.logits == 256 * 128256 * 4
     widths = 2 * 4096 + (32 + 16) * 128 + 4096 + 3 * 14336
-    assert rank.workspace == 4 * (512 * widths + 32 * 4096)
+    assert rank.workspace == 4 * (512 * widths + 256 * 4096)
     assert rank.communication == 0
 
 
@@ -46,7 +46,7 @@ def test_tensor_parallel_ranks_split_matrices_and_key_value_heads():
     (whole,), (half,) = (serving_ledger(config, Layout(tp=tp), SIZES).stages for tp in (1, 2))
     assert 2 * half.packed == whole.packed
     assert 2 * half.kv_block == whole.kv_block
-    assert half.communication == 4 * 2 * max(512 * 4096, 32 * 128256 // 2)
+    assert half.communication == 4 * 2 * max(512 * 4096, 256 * 128256 // 2)
     (sixteenth,) = serving_ledger(config, Layout(tp=16, tensor_sequence_parallel=False), SIZES).stages
     assert 8 * sixteenth.kv_block == whole.kv_block  # two ranks share a head
 

@@ -112,6 +112,15 @@ def refuse(plan: RankPlan, mesh: Mesh) -> FakeEngine:
     raise UserError("model.safetensors: damaged")
 
 
+def build_once(plan: RankPlan, mesh: Mesh) -> FakeEngine:
+    """An engine that starts once."""
+    marker = Path(plan.checkpoint, "built")
+    if marker.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    marker.touch()
+    return FakeEngine(plan, mesh)
+
+
 def die(plan: RankPlan, mesh: Mesh) -> FakeEngine:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

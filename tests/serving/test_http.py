@@ -37,7 +37,7 @@ def served(prompts: Prompts) -> Iterator[tuple[FakeEngine, str]]:
         api_keys=["another", KEY],
         cors_origins=["https://page.example"],
         bodies=BodyLimits(100_000, 150_000, 0.3),
-        streams=StreamLimits(20_000, 1.0),
+        streams=StreamLimits(2_000, 1.0),
     )
     with ServedApp(create_app(engine, prompts, settings)) as app:
         yield engine, app.url

@@ -17,6 +17,7 @@ import pytest
 from meshwright.comm.local import start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
+from meshwright.serving import replicas as replicas_module
 from meshwright.serving.rank_starter import PRELOADED, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
@@ -34,7 +35,7 @@ def make_replicas(
     ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
     plan = RankPlan(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
-        token_budget=64, max_sequences=max_sequences, max_length=128, threads=1,
+        token_budget=64, max_sequences=max_sequences, max_length=128, logit_rows=8, threads=1,
         front=f"tcp:127.0.0.1:{free_port()}" if tcp else f"unix:{directory}/front", secret=messages.make_secret(),
         directory=None if tcp else str(directory), step_seconds=step_seconds,
         engine=f"{fake_ranks.__name__}:{engine}",
@@ -174,6 +175,22 @@ def test_request_that_ends_its_rank_each_time_fails_alone(tmp_path: Path):
             with pytest.raises(RankLost, match="3 times"):
                 await collect(outputs)
             await collect_all(replicas, [make_request("good")])
+
+    asyncio.run(run())
+
+
+def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def run() -> None:
+        monkeypatch.setattr(replicas_module, "FIRST_DELAY", 0.01)
+        async with running(tmp_path, engine="build_once") as replicas:
+            outputs = [replicas.submit(make_request(name, KILL)) for name in ("first", "second")]
+            await replicas.wait_for_failure()
+            assert replicas.state == "failed"
+            assert refusal_of(replicas, make_request("late")) == "failed"
+            assert [stats["restarts"] for stats in replicas.stats()] == [replicas_module.LOSSES_OF_REPLICA - 1]
+            for each in outputs:
+                with pytest.raises(RankLost):
+                    await collect(each)
 
     asyncio.run(run())
 

@@ -22,6 +22,8 @@ from meshwright.spec.stages import LOOKED_UP, Stage, stages_of, units_of
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""
+SCORED_ROWS = 256
+"""Rows of logits of a step that scores prompts."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of a parameter and of a key or value, by dtype."""
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -41,7 +43,7 @@ class ServingSizes:
 
     Attributes:
         token_budget: Most tokens of a step.
-        max_sequences: Most sequences of a step, and rows of logits.
+        max_sequences: Most sequences of a step.
         max_length: Most tokens of a sequence.
         dtype: Of parameters and KV cache, a key of `ITEM_BYTES`.
     """
@@ -50,6 +52,11 @@ class ServingSizes:
     max_sequences: int
     max_length: int
     dtype: str
+
+    @property
+    def logit_rows(self) -> int:
+        """Most rows of logits of a step: more than one a sequence where prompts are scored."""
+        return max(self.max_sequences, min(SCORED_ROWS, self.token_budget))
 
     @property
     def blocks_of_longest(self) -> int:
@@ -167,7 +174,7 @@ def _rank_ledger(
     config: ModelConfig, table: ParameterTable, layout: Layout, stage: Stage, sizes: ServingSizes
 ) -> RankLedger:
     """Return the ledger of a rank of one pipeline stage. layout: of one replica."""
-    item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.max_sequences, sizes.token_budget
+    item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.logit_rows, sizes.token_budget
     needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
     weights = packed = transit = 0
     # From the tensor that is loaded last: `packed` is then what those after it take.
@@ -184,7 +191,7 @@ def _rank_ledger(
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
     widths = _buffer_widths(config, layout, stage, heads, kv_heads)
     vocabulary = -(-config.vocabulary // layout.tp)
-    logits = rows * _round_up(vocabulary) * 4 if stage.last else 0
+    logits = rows * vocabulary * 4 if stage.last else 0
     experts = any(config.has_experts(layer) for layer in stage.layers)
     workspace = 4 * (tokens * sum(widths.values()) + (rows * config.hidden if stage.last else 0))
     gathered = layout.tp * max(tokens * config.hidden, rows * vocabulary if stage.last else 0)

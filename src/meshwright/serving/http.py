@@ -83,7 +83,7 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
         ("/ready", api.report_ready, "Whether requests are taken now"),
         ("/metrics", api.report_metrics, "Metrics in Prometheus' text format"),
     ):
-        app.add_api_route(path, _answer(endpoint), methods=["GET"], **operation(tells))
+        app.add_api_route(path, _answer(endpoint), methods=["GET"], **operation(tells, path=path))
     app.openapi = lambda: describe_api(app)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_middleware(Gate, api_keys=settings.api_keys)

@@ -40,10 +40,11 @@ class NativeRunner:
         if not mesh.tp.trivial:
             widest = 0 if self._logits is None else self._logits.size
             self._gathered = torch.empty(mesh.tp.size * max(self._states.size, widest))
-            self._memory["workspace"] += self._gathered.nbytes
+            self._memory["communication"] = self._gathered.nbytes
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`."""
+        """Return bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`, and on
+        tensor-parallel ranks `communication`."""
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:

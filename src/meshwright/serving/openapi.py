@@ -48,8 +48,9 @@ _REASONS = {
 _STREAMS = (bodies.CompletionBody, bodies.ChatBody, llama_cpp.LlamaBody)
 
 
-def operation(summary: str, body: type[Body] | None = None) -> dict[str, Any]:
-    """Return the arguments of FastAPI's `add_api_route` that describe an endpoint. `body`: of its requests."""
+def operation(summary: str, body: type[Body] | None = None, path: str = "") -> dict[str, Any]:
+    """Return the arguments of FastAPI's `add_api_route` that describe an endpoint. `body`: of its requests. `path`:
+    with its parameter `model`, if it has one."""
     good: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if body in _STREAMS:
         good["text/event-stream"] = {}
@@ -68,6 +69,9 @@ def operation(summary: str, body: type[Body] | None = None) -> dict[str, Any]:
     if body is not None:
         schema = {"$ref": _REFERENCE.format(model=body.__name__)}
         told["openapi_extra"] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    if "{model" in path:
+        parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        told["openapi_extra"] = {"parameters": [parameter]}
     return told
 
 

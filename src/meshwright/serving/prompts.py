@@ -53,7 +53,7 @@ class Prompts:
         self._encoder = make_text_encoder(tokenizer, self.special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._token_bytes = _TokenBytes(tokenizer)
-        self._chat, self._no_chat = _load_chat(directory)
+        self._chat = _load_chat(directory)
         self.chat_template = self._chat.template.source if self._chat else None
         turn_end = self._chat.find_turn_end() if self._chat else None
         self.chat_ends = self.ends if turn_end is None else self.ends | {turn_end}
@@ -139,7 +139,7 @@ class Prompts:
     def _require_chat(self) -> ExampleEncoder:
         """Return the encoder of conversations; UserError without a chat template."""
         if self._chat is None:
-            raise UserError(self._no_chat)
+            raise UserError("the model comes without a chat template; use /v1/completions")
         return self._chat
 
 
@@ -156,14 +156,12 @@ def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
     return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}
 
 
-def _load_chat(directory: Path | None) -> tuple[ExampleEncoder | None, str]:
-    """Load the encoder of conversations, or None and the reason why there is none."""
-    if directory is None:
-        return None, "the model comes without a chat template"
+def _load_chat(directory: Path | None) -> ExampleEncoder | None:
+    """Load the encoder of conversations; None if the directory has no chat template that works."""
     try:
-        return ExampleEncoder.of_directory(directory, "the model's chat template"), ""
-    except UserError as error:
-        return None, f"the model cannot chat: {str(error).replace(str(directory), 'the model')}"
+        return None if directory is None else ExampleEncoder.of_directory(directory, "the model's chat template")
+    except UserError:
+        return None
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -26,11 +26,21 @@ SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 class RankPlan:
     """What a rank process needs to know, equal on all ranks of a server.
 
-    checkpoint: directory of the model. layout: of all ranks; a replica is one of its dp coordinates. dtype: of the
-    parameters and of the KV cache. blocks: KV blocks on every rank. token_budget: most tokens of a step. max_sequences:
-    most sequences of a step. max_length: most tokens of a sequence. threads: of each rank. front: address at which the
-    front listens; secret: what it shares with the ranks. directory: private directory for sockets (None: TCP).
-    step_seconds: longest step. engine: function that builds the engine, `package.module:function`.
+    Attributes:
+        checkpoint: Directory of the model.
+        layout: Layout of all ranks; a replica is one of its dp coordinates.
+        dtype: Of the parameters and of the KV cache.
+        blocks: KV blocks of every rank.
+        token_budget: Most tokens of a step.
+        max_sequences: Most sequences of a step.
+        max_length: Most tokens of a sequence.
+        logit_rows: Most rows of logits of a step.
+        threads: Of each rank.
+        front: Address at which the front listens.
+        secret: What front and ranks share.
+        directory: Private directory for sockets; None: TCP.
+        step_seconds: Longest step.
+        engine: Function that builds the engine of a rank, `package.module:function`.
     """
 
     checkpoint: str
@@ -40,6 +50,7 @@ class RankPlan:
     token_budget: int
     max_sequences: int
     max_length: int
+    logit_rows: int
     threads: int
     front: str
     secret: str

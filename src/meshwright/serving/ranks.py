@@ -23,14 +23,12 @@ from meshwright.errors import UserError, ignore_model_warnings
 from meshwright.launcher import rendezvous
 from meshwright.launcher.rank_process import die_with_parent
 from meshwright.layout import Layout
-from meshwright.serving.blocks import BlockPool
-from meshwright.serving.engine import Engine
+from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.messages import Channel, Listener, Message, encode
 from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import build_runner
-from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.step_limits import StepLimits
 
 JOIN_SECONDS = 300.0
@@ -116,13 +114,9 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> RankEngine:
     """Load this rank's part of the model and build its engine. Raises UserError if the model cannot be loaded."""
-    limits = StepLimits(plan.blocks, plan.token_budget, plan.max_sequences, plan.max_length)
+    limits = StepLimits(plan.blocks, plan.token_budget, plan.max_sequences, plan.max_length, plan.logit_rows)
     runner = build_runner(Path(plan.checkpoint), mesh, plan.dtype, limits, plan.threads)
-    windows = {runner.config.layer_window(layer) for layer in range(runner.config.layers)}
-    scheduler = Scheduler(
-        BlockPool(plan.blocks), token_budget=plan.token_budget, max_sequences=plan.max_sequences,
-        max_length=plan.max_length, window=windows.pop() if len(windows) == 1 else None, groups=mesh.pp.size,
-    )  # fmt: skip
+    scheduler = build_scheduler(runner.config, limits, groups=mesh.pp.size)
     return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
 
 

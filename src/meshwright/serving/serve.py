@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -228,15 +228,13 @@ class _Start:
         plan = RankPlan(
             checkpoint=str(self.checkpoint.resolve()), layout=str(self.layout), dtype=self.dtype,
             blocks=self.ledger.blocks, token_budget=sizes.token_budget, max_sequences=sizes.max_sequences,
-            max_length=sizes.max_length, threads=self.options.get("threads") or self._choose_threads(), front=front,
-            secret=make_secret(), directory=self.directory if self.place is None else None,
+            max_length=sizes.max_length, logit_rows=sizes.logit_rows,
+            threads=self.options.get("threads") or self._choose_threads(), front=front, secret=make_secret(),
+            directory=self.directory if self.place is None else None,
             step_seconds=self.options.get("step_seconds", 60.0),
         )  # fmt: skip
-        limits = QueueLimits()
-        if (requests := self.options.get("queue_requests")) is not None:
-            limits = QueueLimits(requests, limits.tokens, limits.seconds)
-        if (seconds := self.options.get("queue_seconds")) is not None:
-            limits = QueueLimits(limits.requests, limits.tokens, seconds)
+        given = {"requests": self.options.get("queue_requests"), "seconds": self.options.get("queue_seconds")}
+        limits = replace(QueueLimits(), **{name: most for name, most in given.items() if most is not None})
         starter = LocalStarter(ranks) if self.place is None else JoinedStarter()
         return Replicas(plan, starter, replicas=self.layout.dp, ranks=ranks, limits=limits, log=self.log)
 

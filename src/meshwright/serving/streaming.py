@@ -27,11 +27,11 @@ class StreamLimits:
     """Limits on a client that reads slowly; beyond them its connection is dropped and its requests are cancelled.
 
     Attributes:
-        buffer_bytes: Events that wait for it, beside the buffer of its socket.
+        buffer_bytes: Events that wait for it beside the buffers of its socket, for each choice of its response.
         drain_seconds: From the last token until it has read them all.
     """
 
-    buffer_bytes: int = 1 << 20
+    buffer_bytes: int = 256 << 10
     drain_seconds: float = 60.0
 
 
@@ -170,9 +170,9 @@ class EventStream(Response):
         """Queue an event. Raises SlowReader if too many wait."""
         if not event:
             return
-        self._bytes += len(event)
-        if self._bytes > self._runner.limits.buffer_bytes:
+        if self._bytes > self._runner.limits.buffer_bytes * len(self._job.choices):
             raise SlowReader
+        self._bytes += len(event)  # one event may be larger: it holds a whole prompt's log-probabilities
         self._waiting.append(event)
         self._news.set()
 

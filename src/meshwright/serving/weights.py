@@ -57,6 +57,7 @@ class RankWeights:
         ]
         self.bytes_read, self.seconds = 0, 0.0
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._mapped: torch.Tensor | None = None  # the entry read last
         table = parameter_table(self.config)
         self._files = CheckpointFiles(directory)
         self._names = match_rows(self._files, table, self.config)
@@ -78,38 +79,49 @@ class RankWeights:
         return flat.tensors[at].shape
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's slice of an engine tensor in `dtype`, valid until the next call; vocabulary padding is
-        0."""
+        """Return this rank's slice of an engine tensor in `dtype`, valid until the next call; vocabulary padding is 0.
+        A tensor that is one whole entry of this dtype is a view of the memory map."""
         begin = time.perf_counter()
+        self._drop()
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
-        size = placed.numel * dtype.itemsize
-        if self._scratch.numel() < size:  # the same pages for every tensor: new ones cost as much as the copy
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        values = self._scratch[:size].view(dtype)
-        filled = sum(last - first for _, first, last in flat.within(placed.offset, placed.offset + placed.numel))
-        if filled < placed.numel:
-            values.zero_()
-        read: list[torch.Tensor] = []
-
-        def value_of(row: Row) -> torch.Tensor:
-            """Return a parameter entry as stored on disk, a view of the memory map."""
-            for done in read:
-                _drop_pages(done)
-            read[:] = [read_row(self._files, row, self._names)]
-            self.bytes_read += read[0].numel() * read[0].element_size()
-            return read[0]
-
-        flat.fill(values, placed.offset, value_of)
-        for done in read:
-            _drop_pages(done)
+        found = list(flat.within(placed.offset, placed.offset + placed.numel))
+        row = found[0][0].row
+        alone = len(found) == 1 and found[0][0].numel == row.numel == placed.numel and not row.transposed
+        if alone:
+            value = self._read_row(row).reshape(-1)
+            values = value if value.dtype == dtype else self._make_scratch(placed.numel, dtype).copy_(value)
+        else:
+            values = self._make_scratch(placed.numel, dtype)
+            if sum(last - first for _, first, last in found) < placed.numel:
+                values.zero_()
+            flat.fill(values, placed.offset, self._read_row)
         self.seconds += time.perf_counter() - begin
         return values.view(placed.shape)
 
+    def _read_row(self, row: Row) -> torch.Tensor:
+        """Return a parameter entry as stored on disk, a view of the memory map, and drop the one before."""
+        self._drop()
+        self._mapped = read_row(self._files, row, self._names)
+        self.bytes_read += self._mapped.nbytes
+        return self._mapped
+
+    def _make_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory: the same pages for every tensor, as new ones cost as much as the copy."""
+        size = numel * dtype.itemsize
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(dtype)
+
+    def _drop(self) -> None:
+        """Let the system drop the pages of the entry read last (they are read again from the file if needed)."""
+        if self._mapped is not None:
+            _drop_pages(self._mapped)
+            self._mapped = None
+
 
 def _drop_pages(values: torch.Tensor) -> None:
-    """Let the system drop the pages of a tensor that is not used any more (they are read again from the file if it
-    is)."""
+    """Drop the pages that lie wholly inside a tensor."""
     page = mmap.PAGESIZE
     start = -(-values.data_ptr() // page) * page
     stop = (values.data_ptr() + values.numel() * values.element_size()) // page * page

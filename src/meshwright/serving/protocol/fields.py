@@ -104,7 +104,42 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="send the usage so far with every chunk")
 
 
-class GenerationBody(Body):
+class SamplingBody(Body):
+    """Fields of all requests for text."""
+
+    defaults: ClassVar[Mapping[str, float]] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0: the most likely token")
+    top_p: float | None = Field(None, gt=0, le=1, description="1: off")
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: off")
+    min_p: float | None = Field(None, ge=0, le=1, description="0: off")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="0: off")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="0: off")
+    logit_bias: LogitBias = {}
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: drawn, and returned")
+    stop: Stop = ()
+    ignore_eos: bool | None = Field(None, description="the model's end tokens end nothing")
+    stream: bool | None = None
+
+    def to_sampling(self, ends: Collection[int], **options: Any) -> Sampling:
+        """Build the sampling options. `ends`: end tokens of the model; `options`: more fields of `Sampling`, of which
+        `stop_tokens` end the answer with `ignore_eos`, too. Raises UserError."""
+        chosen: dict[str, Any] = dict(self.defaults)
+        chosen |= {name: value for name in chosen if (value := getattr(self, name)) is not None}
+        chosen["top_k"] = max(chosen["top_k"], 0)
+        stops = frozenset(options.pop("stop_tokens", ())) | frozenset(() if self.ignore_eos else ends)
+        return Sampling(
+            **chosen,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias,
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            stop_tokens=stops,
+            **options,
+        )
+
+
+class GenerationBody(SamplingBody):
     """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
 
     unsupported = UNSUPPORTED
@@ -112,21 +147,10 @@ class GenerationBody(Body):
     model: str | None = Field(None, description="name of the served model; null: the one there is")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="choices for each prompt; 1")
     best_of: int | None = Field(None, ge=1, le=MOST_CHOICES, description="must equal n")
-    temperature: float | None = Field(None, ge=0, le=100, description="0: the most likely token; 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="1: off")
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: off")
-    min_p: float | None = Field(None, ge=0, le=1, description="0: off")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="1: off")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="0: off")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="0: off")
-    logit_bias: LogitBias = {}
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: drawn, and returned as `seed`")
     min_tokens: int | None = Field(None, ge=0, le=2**30, description="no stop token or stop string before; 0")
-    stop: Stop = ()
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = Field(None, description="the model's end tokens end nothing")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = Field(None, description="begin a text prompt with the model's start token; true")
     return_token_ids: bool | None = Field(None, description="give each choice its `token_ids`")
@@ -144,34 +168,21 @@ class GenerationBody(Body):
             raise ApiError(400, f"best_of: not supported, except equal to n ({choices})", param="best_of")
         return choices
 
-    def to_sampling(self, ends: Collection[int], max_tokens: int, logprobs: int | None, prompt: bool) -> Sampling:
-        """Build the sampling options. `ends`: end tokens of the model; `logprobs`: alternatives to report; `prompt`:
-        for the tokens of the prompt, too. Raises UserError."""
-        return Sampling(
-            temperature=_default(self.temperature, 1.0),
-            top_k=max(_default(self.top_k, 0), 0),
-            top_p=_default(self.top_p, 1.0),
-            min_p=_default(self.min_p, 0.0),
-            repetition_penalty=_default(self.repetition_penalty, 1.0),
-            presence_penalty=_default(self.presence_penalty, 0.0),
-            frequency_penalty=_default(self.frequency_penalty, 0.0),
-            logit_bias=self.logit_bias,
-            seed=secrets.randbits(32) if self.seed is None else self.seed,
-            min_tokens=self.min_tokens or 0,
+    def sample(self, ends: Collection[int], max_tokens: int, logprobs: int | None, prompt: bool) -> Sampling:
+        """Build the sampling options. `logprobs`: alternatives to report; `prompt`: for its tokens, too. Raises
+        UserError."""
+        return self.to_sampling(
+            ends,
             max_tokens=max_tokens,
-            stop_tokens=frozenset(self.stop_token_ids or ()) | frozenset(() if self.ignore_eos else ends),
+            min_tokens=self.min_tokens or 0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            stop_tokens=self.stop_token_ids or (),
             logprobs=logprobs,
             prompt_logprobs=logprobs if prompt else None,
         )
 
 
-_Value = TypeVar("_Value")
 _Model = TypeVar("_Model", bound=Body)
-
-
-def _default(value: _Value | None, default: _Value) -> _Value:
-    """Return `value`, or the default instead of None."""
-    return default if value is None else value
 
 
 def parse_body(model: type[_Model], data: bytes) -> _Model:

@@ -56,7 +56,7 @@ def build_completion(body: CompletionBody, prompts: Prompts, model: str, name: s
     room = prompts.max_length - longest
     max_tokens = min(COMPLETION_TOKENS, max(room, 0)) if body.max_tokens is None else body.max_tokens
     check_length(longest, max_tokens, prompts)
-    sampling = body.to_sampling(prompts.ends, max_tokens, body.logprobs, bool(body.echo))
+    sampling = body.sample(prompts.ends, max_tokens, body.logprobs, bool(body.echo))
     echoes: list[str | None] = [None] * len(tokens)
     if body.echo:
         echoes = [prompts.decode(ids) if text is None else text for text, ids in zip(texts, tokens, strict=True)]
@@ -74,7 +74,7 @@ def build_chat(body: ChatBody, prompts: Prompts, model: str, name: str) -> Job:
     max_tokens = max(prompts.max_length - len(tokens), 0) if wanted is None else wanted
     check_length(len(tokens), max_tokens, prompts)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.to_sampling(prompts.chat_ends, max_tokens, logprobs, False)
+    sampling = body.sample(prompts.chat_ends, max_tokens, logprobs, False)
     envelope = Envelope(f"chatcmpl-{name}", int(time.time()), model, sampling.seed)
     form = ChatForm(envelope, _report(body, bool(body.logprobs)), prompts)
     return _build_job(body, form, envelope, prompts, [(tokens, None)], sampling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -14,14 +13,14 @@ from meshwright.serving.choices import Choice, Piece, StopRule
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.answers import describe_token
 from meshwright.serving.protocol.bodies import TextPrompt
-from meshwright.serving.protocol.fields import MOST_LOGPROBS, UNSUPPORTED, Body, LogitBias, Stop
+from meshwright.serving.protocol.fields import MOST_LOGPROBS, UNSUPPORTED, SamplingBody
 from meshwright.serving.protocol.jobs import Job, check_length, make_request_id
 from meshwright.serving.request import Request
-from meshwright.serving.sampling import Sampling
 
 _PROMPT_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}]
 }
+_SETTINGS = ("seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 _STOP_TYPES = {"length": "limit", "cancelled": "none"}
 
 
@@ -32,8 +31,8 @@ def _parse_prompt(value: Any, _: Callable[[Any], Any]) -> TextPrompt:
     raise ValueError("should be one string, or token IDs that are not empty")
 
 
-class LlamaBody(Body):
-    """Body of `/completion`, with llama.cpp's names and defaults."""
+class LlamaBody(SamplingBody):
+    """Body of `/completion`, with llama.cpp's names and defaults: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05."""
 
     unsupported = {
         **{name: UNSUPPORTED[name] for name in ("grammar", "json_schema", "response_format", "suffix")},
@@ -41,43 +40,15 @@ class LlamaBody(Body):
         **dict.fromkeys(("typical_p", "tfs_z"), (1, 1.0)),
         **dict.fromkeys(("samplers", "lora", "image_data", "multimodal_data"), ([],)),
     }
+    defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
     prompt: Annotated[TextPrompt, WrapValidator(_parse_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     n_predict: int | None = Field(None, ge=-1, le=2**30, description="-1: all that the model's length leaves")
-    temperature: float | None = Field(None, ge=0, le=100, description="0.8")
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="40; 0 or -1: off")
-    top_p: float | None = Field(None, gt=0, le=1, description="0.95")
-    min_p: float | None = Field(None, ge=0, le=1, description="0.05")
     repeat_penalty: float | None = Field(None, ge=0.01, le=100, description="1; over the whole prompt and answer")
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias = {}
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="-1: drawn")
-    stop: Stop = ()
-    ignore_eos: bool | None = None
     n_probs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="most likely tokens beside each token")
-    stream: bool | None = None
     return_tokens: bool | None = None
     cache_prompt: bool | None = Field(None, description="accepted; the prefix cache changes no answer")
     id_slot: int | None = Field(None, description="accepted; there are no slots")
-
-    def to_sampling(self, prompts: Prompts, max_tokens: int) -> Sampling:
-        """Build the sampling options. Raises UserError."""
-        drawn = self.seed is None or self.seed == -1
-        return Sampling(
-            temperature=0.8 if self.temperature is None else self.temperature,
-            top_k=max(40 if self.top_k is None else self.top_k, 0),
-            top_p=0.95 if self.top_p is None else self.top_p,
-            min_p=0.05 if self.min_p is None else self.min_p,
-            repetition_penalty=1.0 if self.repeat_penalty is None else self.repeat_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias,
-            seed=secrets.randbits(32) if drawn else self.seed or 0,
-            max_tokens=max_tokens,
-            stop_tokens=frozenset() if self.ignore_eos else prompts.ends,
-            logprobs=self.n_probs or None,
-        )
 
 
 def build_llama(body: LlamaBody, prompts: Prompts, model: str, name: str) -> Job:
@@ -87,7 +58,12 @@ def build_llama(body: LlamaBody, prompts: Prompts, model: str, name: str) -> Job
     room = max(prompts.max_length - len(tokens), 0)
     max_tokens = room if body.n_predict in (None, -1) else body.n_predict or 0
     check_length(len(tokens), max_tokens, prompts)
-    sampling = body.to_sampling(prompts, max_tokens)
+    penalty = 1.0 if body.repeat_penalty is None else body.repeat_penalty
+    if body.seed == -1:
+        body.seed = None
+    sampling = body.to_sampling(
+        prompts.ends, max_tokens=max_tokens, repetition_penalty=penalty, logprobs=body.n_probs or None
+    )
     sampling.check_vocabulary(prompts.vocabulary)
     choice = Choice(0, Request(make_request_id(name), tuple(tokens), sampling), prompts, StopRule(body.stop))
     return Job([choice], LlamaForm(body, prompts, model), bool(body.stream), None)
@@ -158,14 +134,8 @@ class LlamaForm:
             **self._counts(choice),
             "generation_settings": {
                 "n_predict": sampling.max_tokens,
-                "seed": sampling.seed,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
                 "repeat_penalty": sampling.repetition_penalty,
-                "presence_penalty": sampling.presence_penalty,
-                "frequency_penalty": sampling.frequency_penalty,
+                **{name: getattr(sampling, name) for name in _SETTINGS},
                 "stop": list(self._body.stop),
                 "ignore_eos": bool(self._body.ignore_eos),
                 "n_probs": self._body.n_probs or 0,

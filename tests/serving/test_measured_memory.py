@@ -1,0 +1,71 @@
+"""The serving ledger against what runners allocate, item by item."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.comm.local import LocalRanks
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.library import load_kernels
+from meshwright.planner.serving_ledger import RankLedger, ServingSizes, serving_ledger
+from meshwright.serving.runner import build_runner
+from meshwright.serving.step_limits import StepLimits
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.refuse import serving_layout
+from tests.serving import small_models
+from tests.serving.small_models import write_model
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
+
+BLOCKS, TOKENS, SEQUENCES, LENGTH = 5, 40, 8, 64
+LIMITS = StepLimits(BLOCKS, TOKENS, SEQUENCES, LENGTH, logit_rows=40)
+
+
+def small_config(name: str) -> ModelConfig:
+    """A small model; of an even number of experts."""
+    return small_models.small_config(name, **({"experts": 4} if name == "mixtral-tiny" else {}))
+
+
+def measure(directory: str, layout: str, dtype: str) -> tuple[int, dict[str, int]]:
+    """Pipeline rank and bytes by item of this rank's runner."""
+    config = small_config(Path(directory).name)
+    parsed = serving_layout(layout, config)
+    mesh = Mesh.single(parsed) if parsed.world_size == 1 else Mesh.create(parsed)
+    memory = build_runner(Path(directory), mesh, dtype, LIMITS).memory()
+    mesh.close()
+    return mesh.pp.rank, memory
+
+
+def predict(name: str, layout: str, dtype: str) -> tuple[RankLedger, ...]:
+    config = small_config(name)
+    return serving_ledger(config, serving_layout(layout, config), ServingSizes(TOKENS, SEQUENCES, LENGTH, dtype)).stages
+
+
+def check(rank: RankLedger, measured: dict[str, int]) -> None:
+    """Every item, to the byte."""
+    assert measured["kv"] == BLOCKS * rank.kv_block
+    for item in ("weights", "packed", "workspace", "logits"):
+        assert measured[item] == getattr(rank, item), item
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny"])
+def test_predicted_memory_is_what_one_rank_allocates(name: str, dtype: str, tmp_path: Path):
+    directory = write_model(tmp_path / name, small_config(name))
+    (rank,) = predict(name, "", dtype)
+    check(rank, measure(str(directory), "", dtype)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3-tiny", "tp2"), ("gpt2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")],
+)
+def test_predicted_memory_is_what_each_of_two_ranks_allocates(name: str, layout: str, two: LocalRanks, tmp_path: Path):
+    directory = write_model(tmp_path / name, small_config(name))
+    stages = predict(name, layout, "bfloat16")
+    for stage, measured in two.run(measure, str(directory), layout, "bfloat16"):
+        check(stages[stage], measured)
+        if "tp2" in layout:
+            assert measured["communication"] == stages[stage].communication

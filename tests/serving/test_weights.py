@@ -1,0 +1,55 @@
+"""A rank's weights, read one engine tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
+from meshwright.model.huggingface import load_huggingface
+from meshwright.serving.weights import RankWeights
+from tests.serving.small_models import FAMILIES, small_config, write_model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_are_the_models_parameters(tmp_path: Path, name: str):
+    directory = write_model(tmp_path, small_config(name))
+    weights = RankWeights(directory, Mesh.single())
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model, _ = load_huggingface(directory, dtype)
+        parameters = {name: parameter.view(-1) for name, parameter in model.named_parameters()}
+        assert set(weights) == set(parameters)
+        for tensor in weights:
+            assert torch.equal(weights.read(tensor, dtype).reshape(-1), parameters[tensor]), tensor
+    assert weights.bytes_read == 3 * 4 * sum(each.numel() for each in parameters.values())
+
+
+def test_pages_of_the_file_are_dropped_after_use(tmp_path: Path):
+    directory = write_model(tmp_path, small_config("llama-tiny", layers=4, intermediate=1 << 14))
+
+    def count_mapped_bytes() -> int:
+        """Resident bytes of the file's mapping."""
+        found, inside = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split(" ")[0]:
+                inside = line.endswith("model.safetensors")
+            elif inside and line.startswith("Rss:"):
+                found += int(line.split()[1]) << 10
+        return found
+
+    weights = RankWeights(directory, Mesh.single())
+    most = 0
+    for tensor in weights:
+        weights.read(tensor, torch.float32)
+        most = max(most, count_mapped_bytes())
+    assert weights.bytes_read > 50e6 and most < 0.4 * weights.bytes_read
+
+
+def test_a_missing_tensor_and_an_encoder_are_named(tmp_path: Path):
+    directory = write_model(tmp_path, small_config("llama-tiny"))
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no model.safetensors"):
+        RankWeights(directory, Mesh.single())
