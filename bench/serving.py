@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,10 +178,10 @@ def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
 def seconds_until_ready(model: str, dtype: str, pool: int = 4 << 30) -> dict[str, Any]:
     """A second start of the server whose memory is chosen so that the pool has at least `pool` bytes."""
     work = CACHE / "work"
-    weights = sum(weights_read_per_token(model) * BYTES[kind] for kind in (dtype, "fp32"))
+    weights = weights_read_per_token(model) * BYTES[dtype]
     memory = f"{(pool + 2 * weights + (1 << 30)) / 2**30:.1f}GiB"
     for _ in range(2):
-        server = start_meshwright(model, dtype, work, "--memory", memory)
+        server = start_meshwright(model, dtype, work, "--memory", memory, "--max-length", "2048")
         found = {"seconds": round(server.ready_seconds, 2), "memory": memory}
         server.close()
     return found
@@ -210,7 +212,9 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
     stream = found["read_stream_gb_per_second"] * 1e9
     alone = found["concurrency"].get(1, {})
     found["decode_share_of_read_stream"] = {
-        name: round(figures["decode_tokens_per_second"] * read / stream, 3) for name, figures in alone.items()
+        name: round(figures["decode_tokens_per_second"] * read / stream, 3)
+        for name, figures in alone.items()
+        if "decode_tokens_per_second" in figures
     }
     most = waves[max(waves)]
     if most.get("meshwright") and most.get("engine"):
@@ -243,6 +247,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20, help="of turns; shared by models and dtypes")
     parser.add_argument("--name", default="serving", help="of the file in bench/results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended
     begun, races = time.monotonic(), [(model, dtype) for model in options.models for dtype in options.dtypes]
     result: dict[str, Any] = {
         "threads": 2,
@@ -255,7 +260,12 @@ def main() -> None:
         model_directory(model)
         deadline = begun + 60 * options.minutes * (index + 1) / len(races)
         print(f"{model}, {dtype}", flush=True)
-        result["models"].setdefault(model, {})[dtype] = race_model(model, dtype, options, deadline)
+        try:
+            found = race_model(model, dtype, options, deadline)
+        except Exception:  # the other races go on
+            found = {"failure": traceback.format_exc()}
+            print(found["failure"], flush=True)
+        result["models"].setdefault(model, {})[dtype] = found
         result["minutes"] = round((time.monotonic() - begun) / 60, 1)
         write_result(options.name, result, quiet=True)
     print(json.dumps(result, indent=1))

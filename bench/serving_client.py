@@ -219,18 +219,18 @@ class Wave:
     """Processor time of the client."""
 
     def figures(self) -> dict[str, Any]:
-        """Output tokens/s of all requests, TTFT and ITL in seconds, tokens/s of one request after its first token."""
+        """Output tokens/s of all requests; where the contender reports each token, TTFT and ITL in seconds and tokens/s
+        of one request after its first token."""
         per_request = self.tokens / len(self.first)
-        decode = [(per_request - 1) / (end - first) for first, end in zip(self.first, self.ended, strict=True)]
         found = {
             "seconds": round(self.seconds, 4),
             "tokens_per_second": round(self.tokens / self.seconds, 2),
-            "ttft": round(statistics.median(self.first), 4),
-            "ttft_max": round(max(self.first), 4),
-            "decode_tokens_per_second": round(statistics.median(decode), 2),
             "client_us_per_token": round(self.client_seconds / self.tokens * 1e6, 1),
         }
         if len(self.gaps) > 1:
+            decode = [(per_request - 1) / (end - first) for first, end in zip(self.first, self.ended, strict=True)]
+            found |= {"ttft": round(statistics.median(self.first), 4), "ttft_max": round(max(self.first), 4)}
+            found["decode_tokens_per_second"] = round(statistics.median(decode), 2)
             cuts = statistics.quantiles(self.gaps, n=100, method="inclusive")
             found |= {"itl_p50": round(cuts[49], 5), "itl_p99": round(cuts[98], 5)}
         return found

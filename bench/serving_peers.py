@@ -265,7 +265,8 @@ def start_vllm(model: str, dtype: str, work: Path) -> Contender:
     command += ["--dtype", {"bf16": "bfloat16", "fp32": "float32"}[dtype], "--max-model-len", "1024"]
     command += ["--max-num-seqs", "32", "--no-enable-prefix-caching"]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": "2"}
-    server = Server("vllm", command, port, work / "vllm.log", VLLM_CPU_KVCACHE_SPACE="2", **binding)
+    limits = {"VLLM_ENGINE_READY_TIMEOUT_S": str(START_SECONDS)}
+    server = Server("vllm", command, port, work / "vllm.log", VLLM_CPU_KVCACHE_SPACE="2", **limits, **binding)
     server.precision = f"{dtype}, key-value {dtype}"
     return server
 
