@@ -35,10 +35,14 @@ def one_device(wanted: str) -> str:
     return "cpu"
 
 
-def refuse_device_of_layout(device: str, layout: object) -> None:
-    """Raise `UserError` for device "cuda" together with a layout, whose local ranks compute on the CPU."""
+def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:
+    """Raise `UserError` for device "cuda" together with a layout, whose local ranks compute on the CPU. prefix: of both
+    names in the message, such as "--".
+    """
     if layout is not None and device == "cuda":
-        raise UserError("layout with device cuda: the ranks of a layout compute on the CPU; leave one of them out")
+        raise UserError(
+            f"{prefix}layout with {prefix}device cuda: the ranks of a layout compute on the CPU; leave one of them out"
+        )
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
