@@ -1,4 +1,4 @@
-"""What the commands share: examples in --help, --json with nothing else on standard output, lines about mistakes."""
+"""Shared parts of the commands: examples in --help, --json with nothing else on standard output, error lines."""
 
 from __future__ import annotations
 

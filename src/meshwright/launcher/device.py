@@ -131,9 +131,9 @@ def _local_ranks(seats: Sequence[Seat]) -> list[int]:
         by_host.setdefault(seat.host, []).append(rank)
     numbers = [0] * len(seats)
     for ranks in by_host.values():
-        told = [number for rank in ranks if (number := seats[rank].local_rank) is not None]
-        trusted = len(set(told)) == len(ranks)
-        for rank, number in zip(ranks, told if trusted else range(len(ranks)), strict=True):
+        local_ranks = [number for rank in ranks if (number := seats[rank].local_rank) is not None]
+        trusted = len(set(local_ranks)) == len(ranks)
+        for rank, number in zip(ranks, local_ranks if trusted else range(len(ranks)), strict=True):
             numbers[rank] = number
     return numbers
 

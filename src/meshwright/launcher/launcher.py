@@ -44,7 +44,7 @@ class RankFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What to launch. description: sent to every rank as JSON, with rank, ranks, method, threads and directory added.
+    """Launch of a run. description: sent to every rank as JSON, with rank, ranks, method, threads and directory added.
 
     threads: per rank; unless given OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous
     URL; a new file unless given, since a free port may be taken before rank 0 binds it. collective_timeout: seconds, as

@@ -104,7 +104,7 @@ def start_rank(
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
-    told = {
+    message = {
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
@@ -128,7 +128,7 @@ def start_rank(
         os.close(theirs)
     assert process.stdin is not None
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(told).encode() + b"\n")
+        process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()  # and stays open: its end tells the rank that we have died
     return StartedRank(number, process, ours, calls, stack)
 
