@@ -74,8 +74,8 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
     """Return the number of ranks in a node of a hierarchical algorithm.
 
     It is `ranks_per_node` if given (such as 8, with 32 ranks for 4 nodes), else the largest divisor of `ranks` up to
-    its square root. algorithm: its name, for errors. ranks: number in all. Raises UserError if `ranks_per_node` does not
-    divide `ranks`.
+    its square root. algorithm: its name, for errors. ranks: number in all. Raises UserError if `ranks_per_node` does
+    not divide `ranks`.
     """
     if ranks_per_node is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)

@@ -26,8 +26,8 @@ class StartedRank:
     """One rank process, as the launcher sees it. pipe: descriptor of its report, -1 when closed.
 
     calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    said: report bytes read so far; report: parsed. ended: when, on the monotonic clock. told_to_end: the launcher sent
-    it a signal.
+    said: report bytes read so far; report: parsed. ended: when, on the monotonic clock. stop_requested: the launcher
+    sent it a signal.
     """
 
     number: int
@@ -38,7 +38,7 @@ class StartedRank:
     said: bytearray = field(default_factory=bytearray)
     report: dict[str, Any] | None = None
     ended: float | None = None
-    told_to_end: bool = False
+    stop_requested: bool = False
 
     @property
     def finished(self) -> bool:
