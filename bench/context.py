@@ -29,7 +29,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.context import context_operations, places_of
+from meshwright.parallel.context import context_operations, local_positions
 
 ROWS, HEADS, KV_HEADS, SIZE, TOKENS = 1, 8, 4, 64, 4096
 WARM = 2
@@ -59,7 +59,7 @@ class Side:
     def __init__(self, name: str, ranks: int, documents: Documents, inputs: list[torch.Tensor], tokens: int) -> None:
         self.name, method, device = name, "ulysses" if name == "ulysses" else "ring", inputs[0].device
         self.mesh = Mesh.create(Layout(cp=ranks, cp_method=method), device)
-        places = places_of(self.mesh.layout, self.mesh.cp.rank, tokens)
+        places = local_positions(self.mesh.layout, self.mesh.cp.rank, tokens)
         if name == "one device":
             places = torch.arange(tokens)
         places = places.to(device)
@@ -105,7 +105,7 @@ def race(precision: str, documents: bool, tokens: int, turns: int, device: str) 
     difference = 0.0
     if (whole := results["one device"]) is not None:
         for side in sides[:2]:
-            part = whole[:, :, places_of(side.mesh.layout, 0, tokens).to(device)]
+            part = whole[:, :, local_positions(side.mesh.layout, 0, tokens).to(device)]
             difference = max(difference, float((results[side.name].double() - part.double()).abs().max()))
     return {"wall": wall, "processor": processor, "difference": difference}
 

@@ -3,7 +3,7 @@
 The demo's recipe (recipes/quickstart.toml: its model, data and batch) as it is, and its model under six layouts in
 float32, on 2 processes that share the cores, as `meshwright train` starts them. Layouts take turns; a layout's time is
 the median over all its steps, warm ones left out, each as long as it would have been at the speed that the processors
-had when they were probed: a product beside it says how fast they were (`probe.points.Yardstick`). How long it was is
+had when they were probed: a product beside it says how fast they were (`probe.points.ReferenceKernel`). Its duration is
 in the JSON beside it. Nothing is fitted to these runs.
 
     python bench/plan_this_machine.py [--cluster cluster.toml] [--steps 8] [--rounds 3]
@@ -37,7 +37,7 @@ from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.planner.cluster import Cluster, cluster
 from meshwright.planner.estimate import Estimate, evaluate
 from meshwright.planner.explain import explain
-from meshwright.probe.points import Yardstick
+from meshwright.probe.points import ReferenceKernel
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -66,16 +66,16 @@ def measure(text: str, steps: int, threads: int) -> dict[str, Any]:
     recipe, config, data = demo()
     layout = Layout.parse(text)
     mesh = Mesh.create(layout)
-    yardstick = Yardstick(mesh.device)
+    kernel = ReferenceKernel(mesh.device)
     trainer = Trainer(LanguageModelTask(recipe, layout, config, data, mesh))
     seconds, parts, local = [], [], []
     for _ in range(WARM + steps):
-        local.append(yardstick.seconds())
+        local.append(kernel.seconds())
         begun = time.perf_counter()
         trainer.step()
         seconds.append(time.perf_counter() - begun)
         parts.append(trainer.clock.seconds())
-    local.append(yardstick.seconds())
+    local.append(kernel.seconds())
     mesh.close()
     names = dict.fromkeys(name for each in parts for name in each)
     return {

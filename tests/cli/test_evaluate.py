@@ -35,6 +35,10 @@ def test_it_answers_people_and_programs_alike(command_line, shared_data, tmp_pat
         (["{model}", "--data", "{tmp}/none.toml"], "{tmp}/none.toml"),
         (["{model}", "--data", "{tmp}/text.txt", "--sequence", "0"], "--sequence"),
         (["{model}"], "--data"),
+        (
+            ["{model}", "--data", "{tmp}/text.txt", "--layout", "tp2", "--device", "cuda"],
+            "--layout with --device cuda: the ranks of a layout compute on the CPU",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(command_line, shared_data, tmp_path, cached, arguments, said):

@@ -129,7 +129,10 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2"], "exactly 1"),
         (["dualpipe", "--stages", "3", "--microbatches", "8"], "even"),
-        (["1f1b", "--stages", "4", "--microbatches", "8", "--memory", "3"], "only auto"),
+        (
+            ["1f1b", "--stages", "4", "--microbatches", "8", "--memory", "3"],
+            "--memory 3: 1f1b has no memory limit",
+        ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1"], "right is 4"),
         (
             ["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1,1,1", "--forward", "3"],

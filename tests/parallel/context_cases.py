@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
 from meshwright.parallel import context
-from meshwright.parallel.context import context_operations, places_of
+from meshwright.parallel.context import context_operations, local_positions
 
 CPU = torch.device("cpu")
 Case = tuple[tuple[int, int, int, int, int], bool, int | None, int]  # shape, documents, window, queries of a tile
@@ -51,7 +51,7 @@ def attention(mesh: Mesh, case: Case, dtype: torch.dtype, seed: int = 0) -> list
     """This rank's result and gradients of queries, keys and values, each with what it is by definition, in float64."""
     shape, documents, window, tiles.TILE_QUERIES = case
     ids, layout = ids_of(shape, documents), mesh.layout
-    places = places_of(layout, mesh.cp.rank, shape[1])
+    places = local_positions(layout, mesh.cp.rank, shape[1])
     *whole, direction = inputs(shape, seed)
     whole = [x.requires_grad_() for x in whole]
     wanted = by_definition(*whole, ids, window)

@@ -13,7 +13,7 @@ from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
@@ -31,7 +31,7 @@ from tests.batches import make_batch, share_of
 def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Tokens, targets and documents of this rank's part of a batch of whole sequences."""
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-    return part_of_rows(tokens, targets, Documents.from_ids(batch.document_ids), mesh)
+    return shard_sequences(tokens, targets, Documents.from_ids(batch.document_ids), mesh)
 
 
 class Rank:

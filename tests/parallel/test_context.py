@@ -12,7 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.parallel.context import part_of_rows, places_of, spans
+from meshwright.parallel.context import local_positions, shard_sequences, spans
 from tests.parallel import context_cases as cases
 
 # rows, tokens, query heads, key-value heads, head size; documents; window; queries of a tile
@@ -34,7 +34,7 @@ THREE = [((rows, tokens, 6, keys, size), *rest) for (rows, tokens, _, _, size), 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_every_token_of_a_row_is_one_ranks(ranks, method):
     layout = Layout(cp=ranks, cp_method=method)
-    places = [places_of(layout, rank, 48) for rank in range(ranks)]
+    places = [local_positions(layout, rank, 48) for rank in range(ranks)]
     assert sorted(torch.cat(places).tolist()) == list(range(48))
     assert {len(each) for each in places} == {48 // ranks}
     assert all(each.tolist() == sorted(each.tolist()) for each in places)
@@ -42,12 +42,12 @@ def test_every_token_of_a_row_is_one_ranks(ranks, method):
 
 def test_the_ring_gives_each_rank_an_early_and_a_late_piece():
     layout = Layout(cp=3)
-    assert [places_of(layout, rank, 12).tolist() for rank in range(3)] == [
+    assert [local_positions(layout, rank, 12).tolist() for rank in range(3)] == [
         [0, 1, 10, 11],
         [2, 3, 8, 9],
         [4, 5, 6, 7],
     ]
-    assert places_of(Layout(cp=3, cp_method="ulysses"), 1, 12).tolist() == [4, 5, 6, 7]
+    assert local_positions(Layout(cp=3, cp_method="ulysses"), 1, 12).tolist() == [4, 5, 6, 7]
 
 
 def test_documents_know_the_places_of_the_tokens_that_are_here():
@@ -61,7 +61,7 @@ def test_documents_know_the_places_of_the_tokens_that_are_here():
 
 def test_one_rank_has_whole_rows_as_they_are():
     tokens, targets, documents = torch.zeros(2, 5), torch.ones(2, 5), Documents()
-    assert part_of_rows(tokens, targets, documents, Mesh.single()) == (tokens, targets, documents)
+    assert shard_sequences(tokens, targets, documents, Mesh.single()) == (tokens, targets, documents)
 
 
 # --- equal work, and none for nothing
@@ -72,7 +72,7 @@ def test_spans_cover_what_every_query_sees_once(ranks):
     tokens = 12
     seen = torch.zeros(ranks * tokens, ranks * tokens)
     for rank, source in itertools.product(range(ranks), repeat=2):
-        mine, theirs = (places_of(Layout(cp=ranks), each, ranks * tokens) for each in (rank, source))
+        mine, theirs = (local_positions(Layout(cp=ranks), each, ranks * tokens) for each in (rank, source))
         for span in spans(rank, source, ranks, tokens):
             queries, keys = mine[span.queries], theirs[span.keys]
             assert (int(queries[0]), int(keys[0])) == (span.query_place, span.key_place)
@@ -109,7 +109,7 @@ def test_keys_that_no_query_of_a_rank_sees_are_not_touched():
     piece = places // tiles.TILE_QUERIES * tiles.TILE_QUERIES  # a document for each piece
     window = (places - 9).clamp(min=0)
     for rank in range(ranks):
-        here = places_of(Layout(cp=ranks), rank, ranks * tokens)
+        here = local_positions(Layout(cp=ranks), rank, ranks * tokens)
         scores = [work(rank, source, ranks, tokens, piece[here][None]) for source in range(ranks)]
         assert [count > 0 for count in scores] == [source == rank for source in range(ranks)]
         scores = [work(rank, source, ranks, tokens, window[here][None]) for source in range(ranks)]

@@ -139,7 +139,7 @@ if __name__ == "__main__":
     from meshwright.model.documents import Documents
     from meshwright.model.transformer import Transformer
     from meshwright.parallel.axes import axis_operations
-    from meshwright.parallel.context import part_of_rows
+    from meshwright.parallel.context import shard_sequences
     from meshwright.parallel.expert import AllToAllTokenDispatcher, Routes
     from meshwright.parallel.step import ForwardBackward
     from meshwright.parallel.zero_engine import ZeroEngine
@@ -430,7 +430,7 @@ if __name__ == "__main__":
                 if case.documents > 1:
                     ids = torch.zeros(rows, case.sequence, dtype=torch.int64, device=device)
                     documents = Documents(ids)
-                micro_batches.append(part_of_rows(*parts, documents, mesh))
+                micro_batches.append(shard_sequences(*parts, documents, mesh))
             del parts
 
             def once() -> None:

@@ -16,7 +16,7 @@ from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
@@ -72,7 +72,7 @@ def count(
     tokens = torch.randint(0, 90, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     if mesh is not None:
-        tokens, targets, documents = part_of_rows(tokens, targets, documents or Documents(), mesh)
+        tokens, targets, documents = shard_sequences(tokens, targets, documents or Documents(), mesh)
     with FlopCounterMode(display=False, custom_mapping=OURS) as forward:
         loss = model(tokens, targets, documents)
     with FlopCounterMode(display=False, custom_mapping=OURS) as backward:

@@ -19,7 +19,7 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_pairs, count_targets
@@ -95,7 +95,7 @@ def _measure(step: Step) -> Measured:
         if step.pairs:
             ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
             documents = Documents.from_ids(ids).in_pairs(Pairs.from_ids(ids))
-        micro_batches.append(part_of_rows(*parts, documents, mesh))
+        micro_batches.append(shard_sequences(*parts, documents, mesh))
     del numbers, parts
 
     def once() -> None:

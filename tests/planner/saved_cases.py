@@ -20,7 +20,7 @@ from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
@@ -121,7 +121,7 @@ def watch(case: Case) -> Watched:
             ids[row, list(starts)[1:]] = 1
         documents = documents.in_pairs(Pairs.from_ids(ids.cumsum(dim=1)))
     numbers, documents = numbers.to(device), documents.to(device)
-    batch = part_of_rows(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous(), documents, mesh)
+    batch = shard_sequences(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous(), documents, mesh)
     of_batch = (*batch[:2], batch[2].starts_BS, batch[2].places_C)
     if (pairs := batch[2].pairs) is not None:
         of_batch = (*of_batch, pairs.response_BC, pairs.counted_BP, pairs.reference_BD)

@@ -35,7 +35,7 @@ def loss(module, batch):
 with exit_codes():
     print("before")
     if "fault" in sys.argv:
-        raise KeyError("of the script")
+        raise LookupError("of the script \x1b[2J")
     train = {"steps": 8, "batch": 8, "learning_rate": 0.01}
     recipe = {"layout": "dp2 zero3", "train": train, "checkpoint": {"every": 2}}
     result = fit(build, loss, data, recipe=recipe, overrides=sys.argv[2:])
@@ -99,7 +99,8 @@ def test_a_mistake_is_one_line_and_a_fault_is_the_script_s_own(place, command_li
     code, _, errors = command_line("run", "--ranks", 2, "classify.py", 0, "train.stepz=5")
     assert code == 2 and errors.strip().splitlines()[-1].startswith('meshwright: error: override "train.stepz=5"')
     code, _, errors = command_line("run", "classify.py", 0, "fault")
-    assert code == 1 and "KeyError: 'of the script'" in errors and "classify.py" in errors
+    assert code == 1 and "classify.py" in errors
+    assert "LookupError: of the script \\x1b[2J" in errors and "\x1b" not in errors
     assert command_line("run", "nowhere.py").errors == "meshwright: error: script nowhere.py does not exist\n"
     assert not (place / "runs" / "nowhere").exists()
 

@@ -43,7 +43,7 @@ _DEFAULT_OPTIONS = SaveOptions()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """What the checkpoints of one model consist of beside optimizer state.
+    """Contents of the checkpoints of one model beside optimizer state.
 
     table: parameter table. small_files: configuration and tokenizer files, content by name. check: raises `UserError`
     if the checkpoint directory it is given holds another model.
@@ -80,7 +80,7 @@ class Checkpointer:
         self._failure: str | None = None
         self._fault: BaseException | None = None
         self._saves = 0
-        self._told: set[str] = set()  # checkpoints already reported as damaged
+        self._logged: set[str] = set()  # checkpoints already reported as damaged
         if isinstance(contents, ModelConfig):
             contents = make_model_contents(contents, options)
         self._contents = contents
@@ -149,7 +149,7 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing or waiting for other ranks' writes."""
+        """True while this rank writes or waits for other ranks' writes."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -238,8 +238,8 @@ class Checkpointer:
     def _log_once(self, line: str) -> None:
         """Log a line about a checkpoint unless it was logged before."""
         key = line.partition(" is damaged")[0]
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._logged:
+            self._logged.add(key)
             self.log(line)
 
     # --- the start

@@ -12,7 +12,7 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What a run saves, and how. dtype: of the exported weights ("float32", "bfloat16"). keep: number of newest
+    """Settings of the saves of a run. dtype: of the exported weights ("float32", "bfloat16"). keep: number of newest
     checkpoints to retain; keep_best: retain the one with the lowest validation loss too. background: write in a thread
     beside training. tokenizer_directory: whose files each checkpoint includes. shard_bytes: largest size of one model
     file. timeout_seconds: how long a save waits for other ranks.
@@ -29,7 +29,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """What all saves of a run share. directory: of the checkpoints. rank, ranks: this rank and their number. table:
+    """Target of all saves of a run. directory: of the checkpoints. rank, ranks: this rank and their number. table:
     parameter table. files: plan of the model files. log: receives lines for the user.
     """
 

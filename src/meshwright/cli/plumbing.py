@@ -1,4 +1,4 @@
-"""What the commands share: examples in --help, --json with nothing else on standard output, lines about mistakes."""
+"""Shared parts of the commands: examples in --help, --json with nothing else on standard output, error lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,17 @@ def _check_device(context: click.Context, option: click.Parameter, name: str) ->
     """Click callback of --device: return the name, or raise for an unknown one."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
+    _check_device_of_layout(context, option, name)
     return name
+
+
+def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Click callback of --device and --layout: return the value, or raise if they contradict each other."""
+    from meshwright.launcher.device import refuse_device_of_layout
+
+    given = {**context.params, str(option.name): value}
+    refuse_device_of_layout(given.get("device", "auto"), given.get("layout"), "--")
+    return value
 
 
 device_option = click.option(
@@ -36,7 +46,9 @@ device_option = click.option(
     help="What computes; auto: the GPU where there is one.",
 )
 reading_layout_option = click.option(
-    "--layout", help='Cut the model over local ranks, which compute on the CPU: "pp2", "tp2 pp2".'
+    "--layout",
+    callback=_check_device_of_layout,
+    help='Cut the model over local ranks, which compute on the CPU: "pp2", "tp2 pp2".',
 )
 trust_option = click.option(
     "--trust-recipe", "trust", is_flag=True, help="Let the recipe run code that it names, such as a tracker's class."

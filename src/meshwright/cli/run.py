@@ -8,6 +8,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import answering, json_option
+from meshwright.terminal import print_message
 
 
 @plumbing.command(
@@ -43,7 +44,7 @@ def command(
         try:
             result = run_script(path, list(arguments), ranks, where, restarts=restarts, aside=as_json)
         except RankFault as fault:  # of the script, which is not ours: its own traceback says it all
-            click.echo(fault, err=True)
+            print_message(str(fault))
             raise click.exceptions.Exit(1) from None
         answer(result)
 

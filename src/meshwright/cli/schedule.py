@@ -102,8 +102,10 @@ def command(
     if parts is not None:
         _refuse_beside_parts()
         parts = parts if isinstance(parts, list) else [parts]
-    from meshwright.schedules.api import StepDurations
+    from meshwright.schedules.api import StepDurations, refuse_memory
     from meshwright.schedules.api import schedule as report_of
+
+    refuse_memory(schedule, memory, "--memory")
 
     durations = StepDurations(transfer=transfer)
     if parts is None:

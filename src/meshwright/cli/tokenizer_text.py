@@ -1,4 +1,4 @@
-"""What `meshwright data tokenizer` prints."""
+"""Text output of `meshwright data tokenizer`."""
 
 from __future__ import annotations
 

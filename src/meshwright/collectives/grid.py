@@ -70,19 +70,21 @@ def resolve_sides(
     return found
 
 
-def resolve_ranks_per_node(what: str, ranks: int, groups: int | None = None) -> int:
+def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | None = None) -> int:
     """Return the number of ranks in a node of a hierarchical algorithm.
 
-    It is `groups` if given (such as 8, with 32 ranks for 4 nodes), else the largest divisor of `ranks` up to its square
-    root. what: name of the algorithm, for errors. ranks: number of ranks in all. Raises UserError if `groups` does not
-    divide `ranks`.
+    It is `ranks_per_node` if given (such as 8, with 32 ranks for 4 nodes), else the largest divisor of `ranks` up to
+    its square root. algorithm: its name, for errors. ranks: number in all. Raises UserError if `ranks_per_node` does
+    not divide `ranks`.
     """
-    if groups is None:
+    if ranks_per_node is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
-    if groups < 1 or ranks % groups:
+    if ranks_per_node < 1 or ranks % ranks_per_node:
         legal = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        raise UserError(f"{what}: nodes of {groups} ranks do not divide {ranks} ranks; right would be one of {legal}")
-    return groups
+        raise UserError(
+            f"{algorithm}: nodes of {ranks_per_node} ranks do not divide {ranks} ranks; right would be one of {legal}"
+        )
+    return ranks_per_node
 
 
 def list_axis_phases(

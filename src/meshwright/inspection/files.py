@@ -129,8 +129,8 @@ def read_header(file: Path) -> list[TensorEntry]:
     if last is not None and last.offset + last.bytes > size:
         missing = next(entry for entry in entries if entry.offset + entry.bytes > size)
         raise UserError(
-            f"{file}: cut short: it has {size:,} of {last.offset + last.bytes:,} bytes; tensor {missing.name} is the "
-            "first that is not whole"
+            f"{file}: cut short: it has {size:,} of {last.offset + last.bytes:,} bytes; the first incomplete tensor is "
+            f"{missing.name}"
         )
     return entries
 

@@ -35,10 +35,14 @@ def one_device(wanted: str) -> str:
     return "cpu"
 
 
-def refuse_device_of_layout(device: str, layout: object) -> None:
-    """Raise `UserError` for device "cuda" together with a layout, whose local ranks compute on the CPU."""
+def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:
+    """Raise `UserError` for device "cuda" together with a layout, whose local ranks compute on the CPU. prefix: of both
+    names in the message, such as "--".
+    """
     if layout is not None and device == "cuda":
-        raise UserError("layout with device cuda: the ranks of a layout compute on the CPU; leave one of them out")
+        raise UserError(
+            f"{prefix}layout with {prefix}device cuda: the ranks of a layout compute on the CPU; leave one of them out"
+        )
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
@@ -127,9 +131,9 @@ def _local_ranks(seats: Sequence[Seat]) -> list[int]:
         by_host.setdefault(seat.host, []).append(rank)
     numbers = [0] * len(seats)
     for ranks in by_host.values():
-        told = [number for rank in ranks if (number := seats[rank].local_rank) is not None]
-        trusted = len(set(told)) == len(ranks)
-        for rank, number in zip(ranks, told if trusted else range(len(ranks)), strict=True):
+        local_ranks = [number for rank in ranks if (number := seats[rank].local_rank) is not None]
+        trusted = len(set(local_ranks)) == len(ranks)
+        for rank, number in zip(ranks, local_ranks if trusted else range(len(ranks)), strict=True):
             numbers[rank] = number
     return numbers
 

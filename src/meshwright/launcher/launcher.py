@@ -44,7 +44,7 @@ class RankFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What to launch. description: sent to every rank as JSON, with rank, ranks, method, threads and directory added.
+    """Launch of a run. description: sent to every rank as JSON, with rank, ranks, method, threads and directory added.
 
     threads: per rank; unless given OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous
     URL; a new file unless given, since a free port may be taken before rank 0 binds it. collective_timeout: seconds, as
@@ -102,7 +102,7 @@ class _Attempt:
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
         self.ranks: list[StartedRank] = []
-        self.told = 0  # stop signals passed on so far
+        self.signals_sent = 0  # stop signals passed on so far
         self.snapshot: Snapshot | None = None  # when the first one had bad news
         self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
 
@@ -219,16 +219,16 @@ class _Attempt:
 
     def _pass_signals_on(self) -> None:
         """Forward stop signals to the ranks: the first as SIGTERM, a second as SIGKILL."""
-        while self.told < self.signals.count:
-            self.told += 1
+        while self.signals_sent < self.signals.count:
+            self.signals_sent += 1
             for rank in self.ranks:
                 if rank.ended is None:
                     # Whoever asks twice does not want to wait for a checkpoint.
-                    self._send_signal(rank, signal.SIGTERM if self.told == 1 else signal.SIGKILL)
+                    self._send_signal(rank, signal.SIGTERM if self.signals_sent == 1 else signal.SIGKILL)
 
     def _send_signal(self, rank: StartedRank, number: signal.Signals) -> None:
         """Send a signal to a rank."""
-        rank.told_to_end = True
+        rank.stop_requested = True
         with suppress(ProcessLookupError):
             rank.process.send_signal(number)
 
@@ -257,7 +257,7 @@ class _Attempt:
         ended = sorted((rank for rank in self.ranks if rank.ended is not None), key=lambda rank: rank.ended or 0.0)
         died = [rank for rank in ended if rank.report is None]
         reported = [rank for rank in ended if rank.report is not None and not rank.finished]
-        if self.signals.stop and all(rank.told_to_end for rank in died):
+        if self.signals.stop and all(rank.stop_requested for rank in died):
             self._raise_stopped(died, reported)
         # A process that was killed is a cause; one that aborted may be a backend's answer to what others did.
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]

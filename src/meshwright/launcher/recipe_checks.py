@@ -1,5 +1,5 @@
-"""What a recipe asks that cannot be done, as far as no data are needed to know it: asked before data are prepared and
-before a process is started. Free of torch."""
+"""Checks of a recipe that need no data, made before data are prepared and before a process is started. Free of
+torch."""
 
 from __future__ import annotations
 

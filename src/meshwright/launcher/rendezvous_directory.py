@@ -14,7 +14,7 @@ from pathlib import Path
 
 PREFIX = "meshwright-rendezvous-"
 UNLOCKED_PREFIX = "meshwright-new-rendezvous-"
-"""Of a directory between its creation and its lock, which take far less than `UNLOCKED_SECONDS`."""
+"""Name prefix of a directory between its creation and its lock, which take far less than `UNLOCKED_SECONDS`."""
 UNLOCKED_SECONDS = 60.0
 
 

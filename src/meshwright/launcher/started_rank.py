@@ -25,8 +25,8 @@ class StartedRank:
     """One rank process, as the launcher sees it. pipe: descriptor of its report, -1 when closed.
 
     calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    said: report bytes read so far; report: parsed. ended: when, on the monotonic clock. told_to_end: the launcher sent
-    it a signal.
+    said: report bytes read so far; report: parsed. ended: when, on the monotonic clock. stop_requested: the launcher
+    sent it a signal.
     """
 
     number: int
@@ -37,7 +37,7 @@ class StartedRank:
     said: bytearray = field(default_factory=bytearray)
     report: dict[str, Any] | None = None
     ended: float | None = None
-    told_to_end: bool = False
+    stop_requested: bool = False
 
     @property
     def finished(self) -> bool:
@@ -103,7 +103,7 @@ def start_rank(
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
-    told = {
+    message = {
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
@@ -127,7 +127,7 @@ def start_rank(
         os.close(theirs)
     assert process.stdin is not None
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(told).encode() + b"\n")
+        process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()  # and stays open: its end tells the rank that we have died
     return StartedRank(number, process, ours, calls, stack)
 

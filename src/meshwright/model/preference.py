@@ -15,7 +15,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.recipe import Recipe
 
 REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
-"""What metrics call the figures of pairs."""
+"""Metric names of the figures of pairs."""
 
 
 class PreferenceLoss(NamedTuple):

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress, trackers, profiles, the report page; the run directory."""
+"""Reports of a run: metrics, progress, trackers, profiles, the report page; the run directory."""

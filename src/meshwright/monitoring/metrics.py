@@ -1,4 +1,4 @@
-"""What a run leaves behind to be read: `metrics.jsonl`, one JSON object a line; steps once each, events beside them."""
+"""Metrics file of a run, `metrics.jsonl`: one JSON object a line, each step once, and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks did, as trace events: of one rank, and of all on one clock beside the program as it should run."""
+"""Trace events of one rank, and of all ranks on one clock beside the planned program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report reads of a run's files, each value checked: a run directory may be a stranger's, or damaged."""
+"""Checked inputs of the report: a run directory may be untrusted or damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a recipe may go on with the run that its directory holds: asked before anything is started. Free of torch."""
+"""Check that a recipe may resume the run in its directory, before anything is started. Free of torch."""
 
 from __future__ import annotations
 

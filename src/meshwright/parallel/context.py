@@ -45,7 +45,7 @@ aten = torch.ops.aten
 # --- idea: which tokens a rank holds, and how it attends
 
 
-def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
+def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
     """Return the sequence indices of the tokens that context-parallel rank `rank` holds, ascending, [C]. `sequence`:
     tokens of an unsharded sequence; `spec.refuse` checks that chunks are equal."""
     ring = layout.cp_method == "ring"
@@ -54,14 +54,14 @@ def places_of(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
     return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
 
-def part_of_rows(
+def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Return this rank's part of unsharded tokens and targets, each [B, S / cp], and the documents at these positions
     of the sequence. Without context parallelism returns its arguments."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
-    places_C = places_of(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
+    places_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
     return tokens_BS[:, places_C], targets_BS[:, places_C], documents.at(places_C)
 
 

@@ -102,17 +102,17 @@ class AllToAllTokenDispatcher:
         to_all = len(counts) == 1
         signature = number + (mine << 20) + (ranks[:1] if to_all else ranks)
         signed = torch.cat([counts, (-counts.sum(dim=1) - signature)[:, None]], dim=1)
-        told = signed.new_zeros(axis.size, signed.shape[1])
+        received = signed.new_zeros(axis.size, signed.shape[1])
         if to_all:
-            collectives.all_gather(told, signed, axis, COUNTS_SITE)
+            collectives.all_gather(received, signed, axis, COUNTS_SITE)
         else:
-            collectives.all_to_all(told, signed, axis, COUNTS_SITE)
+            collectives.all_to_all(received, signed, axis, COUNTS_SITE)
         expected = number + (ranks << 20) + (axis.ranks[0] if to_all else mine)
-        wrong = told.sum(dim=1) != -expected
+        wrong = received.sum(dim=1) != -expected
         if bool(wrong.any()):
             senders = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
             raise RanksDisagree(
                 f"rank {axis.ranks[axis.rank]} got from rank {senders} numbers of tokens that are not those of this "
                 f"call, in {COUNTS_SITE} (axis {axis.name}): the ranks are not at the same place"
             )
-        return told[:, :-1]
+        return received[:, :-1]

@@ -23,7 +23,7 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class BackwardOrder(NamedTuple):
-    """What a pipeline program decides about backward passes on this rank. `at_once`: forwards immediately followed by
+    """Order of the backward passes on this rank, from the pipeline program. `at_once`: forwards immediately followed by
     their own backward; `queue`: deferred weight gradients of split backward passes."""
 
     at_once: Collection[Key] = ()

@@ -142,10 +142,9 @@ class Effort:
         ]
 
 
-class Yardstick:
-    """Clock of the processor's momentary speed: a small matrix product (256 x 512 by 512 x 512, float32) timed beside
-    every measurement, by which that is corrected. Cores shared with other tenants lose a third of their speed for
-    seconds.
+class ReferenceKernel:
+    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed beside every measurement to correct it for
+    the processor's present speed: cores shared with other tenants lose a third of their speed for seconds.
 
     device: on any but a CPU nothing is timed.
     """

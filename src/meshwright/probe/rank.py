@@ -28,7 +28,7 @@ from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass
 from meshwright.probe.communication import OPERATIONS, make_axes, slowest_median, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
-from meshwright.probe.points import Effort, Point, Yardstick, synchronize, time_call, time_point
+from meshwright.probe.points import Effort, Point, ReferenceKernel, synchronize, time_call, time_point
 
 _SITE = "probe"
 _NAME_BYTES = 256
@@ -56,12 +56,12 @@ def measure(
     host: Host,
     say: Callable[[str], None] = lambda line: None,
     pieces: Sequence[Point] = (),
-    steps: Callable[[Yardstick, float], Sequence[ReferenceStep]] = lambda yardstick, level: (),
+    steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
     """Measure the machine; collective call.
 
     say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
-    reference training steps, given the yardstick and its usual seconds.
+    reference training steps, given the reference kernel and its usual seconds.
 
     Returns "measured" (`Measured.tables`), "hosts" [ranks], "ratios" (slowdown of each rank at products and at memory),
     "slow" (fields of `SlowRank`), "device" (name and memory) and "seconds"; equal on all ranks but for the disk's
@@ -77,15 +77,15 @@ def measure(
         phases += [phase for phase in ((1, threads), (1, host.cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []
-    yardstick, level = Yardstick(mesh.device), 0.0
+    kernel, usual_seconds = ReferenceKernel(mesh.device), 0.0
     for busy, each in phases:
         if leader:
             who = f"{busy} ranks at once" if busy > 1 else "one rank"
             say(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
         if (busy, each) != phases[0]:
             points = effort.points()
-        by_rank, usual = _time_points(mesh, points, busy, each, effort.seconds, yardstick)
-        level = level or usual
+        by_rank, usual = _time_points(mesh, points, busy, each, effort.seconds, kernel)
+        usual_seconds = usual_seconds or usual
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
         products += _group_products(points, seconds, busy, each)
         passes += _group_passes(points, seconds, busy, each)
@@ -98,12 +98,12 @@ def measure(
         passes=tuple(passes),
         collectives=tuple(_time_collectives(mesh, effort, say if leader else lambda line: None)),
         copies=tuple(_time_copies(mesh.device, effort)),
-        yardstick=level if mesh.device.type == "cpu" else None,
+        yardstick=usual_seconds if mesh.device.type == "cpu" else None,
         starts=tuple({**host.starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
     )
     if leader and effort.steps:
         say("steps of a reference model")
-    measured = replace(measured, steps=tuple(steps(yardstick, level)))
+    measured = replace(measured, steps=tuple(steps(kernel, usual_seconds)))
     if leader and effort.compare and mesh.world.size > 1:
         say("ranks compared")
     slow, compared_as = [], {}
@@ -132,12 +132,12 @@ def measure(
 
 
 def _time_points(
-    mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float, yardstick: Yardstick
+    mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float, kernel: ReferenceKernel
 ) -> tuple[list[list[float]], float]:
     """Time every point while the first `busy` ranks of each host compute with `threads` threads each; returns the
-    seconds of one call, [ranks][points], and the yardstick's usual seconds.
+    seconds of one call, [ranks][points], and the reference kernel's usual seconds.
 
-    seconds: time for each point. Idle ranks have no times. Times are scaled to the yardstick's usual speed.
+    seconds: time for each point. Idle ranks have no times. Times are scaled to the reference kernel's usual speed.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -145,7 +145,7 @@ def _time_points(
     for point in points:
         collectives.barrier(mesh.world, _SITE)  # all begin at once
         times.append(time_point(point, mesh.device, seconds) if mine else 0.0)
-        local.append(yardstick.seconds() if mine else 0.0)
+        local.append(kernel.seconds() if mine else 0.0)
     collectives.barrier(mesh.world, _SITE)
     found, levels = [], []
     for taken, beside in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):
@@ -183,8 +183,8 @@ def _time_comparison(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]
 
 
 def _smooth(times: list[float]) -> list[float]:
-    """Return the running median over five consecutive times of the yardstick: other load lasts for seconds, a sample
-    for milliseconds.
+    """Return the running median over five consecutive times of the reference kernel: other load lasts for seconds, a
+    sample for milliseconds.
     """
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 

@@ -27,7 +27,7 @@ from meshwright.threads import count_available_cores
 
 if TYPE_CHECKING:
     from meshwright.planner.measured import ReferenceStep
-    from meshwright.probe.points import Effort, Yardstick
+    from meshwright.probe.points import Effort, ReferenceKernel
 
 TIMEOUT_SECONDS = 120.0
 MOST_RANKS = 64  # processes on one machine
@@ -150,16 +150,18 @@ class _GuardedSteps:
     and error line of the first failure. The failing rank ends, which releases the others.
     """
 
-    def __init__(self, measure: Callable[[Yardstick, float], list[ReferenceStep]], start: Place, store: Any) -> None:
+    def __init__(
+        self, measure: Callable[[ReferenceKernel, float], list[ReferenceStep]], start: Place, store: Any
+    ) -> None:
         self.measure, self.start, self.store = measure, start, store
         self.failed: dict[str, Any] | None = None
 
-    def __call__(self, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
-        """Measure the steps; returns an empty list after a failure. level: usual seconds of the yardstick. Raises if
+    def __call__(self, kernel: ReferenceKernel, usual_seconds: float) -> list[ReferenceStep]:
+        """Measure the steps; returns an empty list after a failure. usual_seconds: of the reference kernel. Raises if
         a rank was lost without a reason.
         """
         try:
-            return self.measure(yardstick, level)
+            return self.measure(kernel, usual_seconds)
         except Exception as error:
             self.failed = self._find_first_failure(error)
             if self.failed is None:  # nobody says why: a rank was lost
@@ -179,8 +181,8 @@ class _GuardedSteps:
         keys = [f"meshwright/failed/{rank}" for rank in range(self.start.ranks)]
         if own is not None:
             self.store.set(keys[self.start.rank], json.dumps(own))
-        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-        return min(told, key=lambda one: float(one["at"]), default=None)
+        failures = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        return min(failures, key=lambda one: float(one["at"]), default=None)
 
 
 def _make_effort(kind: str, said: dict[str, Any]) -> Effort:

@@ -13,23 +13,25 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
-from meshwright.probe.points import DTYPES, Effort, Yardstick, synchronize, use_precision
+from meshwright.probe.points import DTYPES, Effort, ReferenceKernel, synchronize, use_precision
 
 _SITE = "probe"
 
 
-def measure_reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, level: float) -> list[ReferenceStep]:
+def measure_reference_steps(
+    mesh: Mesh, effort: Effort, kernel: ReferenceKernel, usual_seconds: float
+) -> list[ReferenceStep]:
     """Measure the reference model's step time under each layout; collective call with equal results on all ranks.
 
     Layouts alternate in `effort.rounds` rounds, so that disturbances affect all of them. mesh: from
-    `probe.rank.make_probe_mesh`, hosts on dp and their ranks on tp. yardstick: fixed matrix product, timed between
-    steps to notice disturbances. level: its seconds on the undisturbed machine.
+    `probe.rank.make_probe_mesh`, hosts on dp and their ranks on tp. kernel: fixed matrix product, timed between
+    steps to notice disturbances. usual_seconds: its seconds on the undisturbed machine.
     """
     found, steps = [], effort.steps
     layouts: list[Layout] = []
@@ -44,7 +46,7 @@ def measure_reference_steps(mesh: Mesh, effort: Effort, yardstick: Yardstick, le
         for _ in range(rounds):
             for run, times in zip(runs, seconds, strict=True):
                 with use_precision(run.layout.precision or "fp32"):
-                    times += run.measure(mesh, steps // rounds, yardstick, level)
+                    times += run.measure(mesh, steps // rounds, kernel, usual_seconds)
         for run, times in zip(runs, seconds, strict=True):
             found.append(ReferenceStep(str(run.layout), statistics.median(times)))
     for run in runs:
@@ -70,14 +72,14 @@ class _ReferenceRun:
         """
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
-        return [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
+        return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
-    def measure(self, world: Mesh, steps: int, yardstick: Yardstick, level: float) -> list[float]:
-        """Return the seconds of each step on its slowest rank, [steps], scaled to the yardstick's usual speed
-        (`level`: its usual seconds); one more step before them is not counted. world: mesh of all ranks.
+    def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
+        """Return the seconds of each step on its slowest rank, [steps], scaled to the reference kernel's usual speed
+        (`usual_seconds`); one more step before them is not counted. world: mesh of all ranks.
         """
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
-        times, local = [], [yardstick.seconds()]
+        times, local = [], [kernel.seconds()]
         for _ in range(1 + steps):
             collectives.barrier(world.world, _SITE)
             synchronize(world.device)
@@ -86,10 +88,10 @@ class _ReferenceRun:
             synchronize(world.device)
             times.append(time.perf_counter() - begun)
             self.engine.zero_gradients()
-            local.append(yardstick.seconds())
+            local.append(kernel.seconds())
         slowest = torch.tensor(times[1:], dtype=torch.float64, device=world.device)
         collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()
         usual = torch.tensor(local[1:], dtype=torch.float64, device=world.device)
         collectives.all_reduce(usual, world.world, _SITE).wait()
         around = (usual[1:] + usual[:-1]) / (2 * world.world.size)  # before and after each step, of all ranks
-        return [float(each) for each in (slowest * level / around).tolist()]
+        return [float(each) for each in (slowest * usual_seconds / around).tolist()]

@@ -31,6 +31,12 @@ class StepDurations(TypedDict, total=False):
     overlapped: float | Sequence[float] | None
 
 
+def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
+    """Raise `UserError` for a memory limit on a schedule other than `auto`. option: its name in the message."""
+    if memory is not None and name != "auto":
+        raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto looks for a program that fits")
+
+
 def schedule(
     name: str,
     stages: int | None = None,
@@ -78,8 +84,7 @@ def schedule(
         missing = [word for word, value in (("stages", stages), ("micro_batches", micro_batches)) if value is None]
         if missing:
             raise UserError(f"schedule {name}: {' and '.join(missing)} missing, such as stages=4, micro_batches=8")
-    if memory is not None and name != "auto":
-        raise UserError(f"memory {memory:g}: {name} takes the memory it takes; only auto looks for a program that fits")
+    refuse_memory(name, memory)
     whole_passes = [each for each in durations if each != "transfer" and durations.get(each) is not None]
     if parts is not None and whole_passes:
         raise UserError(f"parts: hold the durations of forward and both gradients; leave out {whole_passes[0]}")

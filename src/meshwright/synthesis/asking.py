@@ -69,7 +69,7 @@ class Journal:
 
     @property
     def answered(self) -> bool:
-        """Whether any request was answered rather than refused."""
+        """True if any request was answered rather than refused."""
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:

@@ -66,12 +66,12 @@ class Annotation:
 
     @property
     def judged(self) -> bool:
-        """Whether any label of the record as a whole is set."""
+        """True if any label of the record as a whole is set."""
         return any(value is not None for value in (self.prompt, self.response, self.should_refuse, self.refuses))
 
     @property
     def by_model(self) -> bool:
-        """Whether a model set the labels and no person has reviewed them."""
+        """True if a model set the labels and no person has reviewed them."""
         return (self.by or "").startswith("model ")
 
     def list_labels(self) -> tuple[str, ...]:

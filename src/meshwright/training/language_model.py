@@ -20,7 +20,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
 from meshwright.model.preference import preference_of
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
@@ -247,7 +247,7 @@ class LanguageModelTask:
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
         if self.mesh.device.type == "cuda":
             parts = [part.pin_memory().to(self.mesh.device, non_blocking=True) for part in parts]
-        return part_of_rows(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
+        return shard_sequences(parts[0], parts[1], documents.to(self.mesh.device), self.mesh)
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:

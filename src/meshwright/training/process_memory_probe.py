@@ -27,7 +27,7 @@ from meshwright.monitoring.memory import (
     reset_peak_rss,
     resident_bytes,
 )
-from meshwright.parallel.context import part_of_rows
+from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.ledger import ledger
@@ -73,7 +73,7 @@ class _ProbeRun:
         self.optimizer = Optimizer(self.engine.shards, train)
         self.passes = ForwardBackward(*built)
         tokens = torch.randint(config.vocabulary, (rows, sequence + 1), generator=torch.Generator().manual_seed(0))
-        self.batch = [part_of_rows(tokens[:, :-1], tokens[:, 1:], Documents(), mesh)]
+        self.batch = [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), mesh)]
         self.targets = count_targets((goals for _, goals, _ in self.batch), mesh)
         found = ledger(config, layout, batch=rows, sequence=sequence, compile=compiled)
         state = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]

@@ -35,7 +35,7 @@ class Launched:
 _launched: ContextVar[Launched | None] = ContextVar("launched", default=None)
 
 
-def place(rendezvous: str | None = None) -> Place:
+def next_rendezvous(rendezvous: str | None = None) -> Place:
     """Return this process's rank, world size and rendezvous; rank 0 of 1 if no launcher started it.
 
     Each call returns a rendezvous that was not used before, so that a script can train several times. rendezvous: URL

@@ -1,4 +1,4 @@
-"""What each cleaning rule drops and where its threshold was published, for the report and the documentation."""
+"""Notes on the cleaning rules, for report and documentation: what each drops, and the source of its threshold."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_responses(self) -> bool:
-        """Whether the template marks the assistant's turns by {% generation %}."""
+        """True if the template marks the assistant's turns by {% generation %}."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property

@@ -80,7 +80,7 @@ def fit(
     check_spec(spec, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
     check_watching(found)
-    start = script.place(found.run.rendezvous)
+    start = script.next_rendezvous(found.run.rendezvous)
     if start.ranks == 1 and found.parsed_layout.world_size > 1:
         ranks = found.parsed_layout.world_size
         raise UserError(
