@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.library import Kernels, PackedMatrix
-from meshwright.kernels.operations import (
+from meshwright.kernels import (
     Activation,
     Add,
     Attention,
@@ -24,10 +23,12 @@ from meshwright.kernels.operations import (
     Experts,
     ExpertsWorkspace,
     Gate,
+    Kernels,
     LayerCache,
     Linear,
     Norm,
     OpList,
+    PackedMatrix,
     RopeStore,
     TakeRows,
 )
