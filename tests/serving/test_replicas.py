@@ -179,6 +179,23 @@ def test_request_that_ends_its_rank_each_time_fails_alone(tmp_path: Path):
     asyncio.run(run())
 
 
+def test_answers_survive_any_number_of_lost_ranks(tmp_path: Path):
+    async def run() -> None:
+        async with running(tmp_path, engine="build_slow") as replicas:
+            found = asyncio.create_task(
+                collect_all(replicas, [make_request(f"r{n}", n + 1, tokens=16) for n in range(3)])
+            )
+            for losses in range(6):
+                steps = replicas.stats()[0]["steps"] if losses else 0
+                await wait_until(lambda: replicas.stats()[0].get("steps", 0) > steps + 1)  # noqa: B023
+                os.kill(replicas.hellos[0, 0]["pid"], signal.SIGKILL)
+                await wait_until(lambda: replicas.state == "recovering")
+            await found
+            assert [stats["restarts"] for stats in replicas.stats()] == [6]
+
+    asyncio.run(run())
+
+
 def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         monkeypatch.setattr(replicas_module, "FIRST_DELAY", 0.01)

@@ -31,7 +31,7 @@ class Stream(AsyncIterator[Output]):
     Attributes:
         request: The request.
         tokens: Tokens of the answer so far.
-        losses: How often a rank was lost while it ran.
+        losses: How often a rank was lost while it ran, since its last token.
         replica: Where it runs.
         deadline: Timer that cancels it.
         ended: No further output comes.
@@ -52,6 +52,7 @@ class Stream(AsyncIterator[Output]):
     def put(self, output: Output) -> None:
         """Append an output of the ranks, less what a replay has repeated."""
         self.tokens += [result.token for result in output.results]
+        self.losses = 0 if output.results else self.losses
         if self._has_prompt_results:
             output.prompt_results = None
         self._has_prompt_results |= output.prompt_results is not None
@@ -97,7 +98,7 @@ class Replica:
         peers: Connections by rank.
         leader: Address at which the other ranks reach its first one.
         ready: It takes requests.
-        ready_since: Monotonic time since then; 0 before.
+        has_served: It has computed a token since its ranks were started.
         heard: Monotonic time of its last message.
         sent: Requests since then.
         report: Figures of its last step.
@@ -114,7 +115,7 @@ class Replica:
     peers: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
     leader: str | None = None
     ready: bool = False
-    ready_since: float = 0.0
+    has_served: bool = False
     heard: float = 0.0
     sent: int = 0
     report: dict[str, Any] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class Replica:
 
     def forget(self) -> list[Stream]:
         """Forget all that its ranks knew, when they are gone; return its requests."""
-        self.ready, self.ready_since, self.leader, self.sent = False, 0.0, None, 0
+        self.ready, self.has_served, self.leader, self.sent = False, False, None, 0
         for writer in self.peers.values():
             writer.close()
         for name, source in COUNTERS.items():

@@ -24,10 +24,9 @@ from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import Output, Request
 
 LOSSES_OF_REQUEST = 3
-"""A request that was running each time is ended with an error: it may be the cause."""
+"""A request that was running each time and got no token in between is ended with an error: it may be the cause."""
 LOSSES_OF_REPLICA = 5
-"""Losses in a row, without `STEADY_SECONDS` of service in between, after which the server gives up."""
-STEADY_SECONDS = 60.0
+"""Losses in a row, without a token in between, after which the server gives up."""
 FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
 """Seconds before a second start; doubled for each further loss in a row."""
 SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
@@ -203,8 +202,7 @@ class Replicas:
             error = await self._run_once(replica)
             if self._state == "failed":
                 return
-            steady = replica.ready_since > 0 and time.monotonic() - replica.ready_since > STEADY_SECONDS
-            losses = 1 if steady else losses + 1
+            losses = 1 if replica.has_served else losses + 1
             started, streams = self._state != "starting", len(replica.streams)
             self._recover(replica)
             if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):
@@ -227,7 +225,7 @@ class Replicas:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not ranks.done():
                 # An error of a rank says more than its closed connection, if it comes at once.
-                await asyncio.wait({ranks}, timeout=0.1 if replica.ready_since == 0 else 0.0)
+                await asyncio.wait({ranks}, timeout=0.0 if replica.has_served else 0.1)
             if ranks.done():
                 ranks.result()
         except MeshwrightError as error:
@@ -243,7 +241,9 @@ class Replicas:
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
                 self._forget(stream)
-                stream.fail(RankLost(f"the request was running {stream.losses} times when a rank was lost"))
+                stream.fail(
+                    RankLost(f"the request was running {stream.losses} times when a rank was lost, without progress")
+                )
             else:
                 self._place(stream)
 
@@ -303,7 +303,7 @@ class Replicas:
 
     def _make_ready(self, replica: Replica) -> None:
         """Let a replica take requests, those that wait first."""
-        replica.ready, replica.ready_since = True, time.monotonic()
+        replica.ready = True
         parked, self._parked = self._parked, []
         for stream in parked:
             self._place(stream)
@@ -312,6 +312,7 @@ class Replicas:
     def _take_step(self, replica: Replica, message: Message) -> None:
         """Pass on the outputs of a step and learn from its time."""
         replica.take_report(message["step"])
+        replica.has_served |= bool(message["outputs"])
         for document in message["outputs"]:
             stream = replica.streams.get(document["request_id"])
             if stream is not None:  # else it was cancelled

@@ -233,8 +233,11 @@ class _Start:
             directory=self.directory if self.place is None else None,
             step_seconds=self.options.get("step_seconds", 60.0),
         )  # fmt: skip
-        given = {"requests": self.options.get("queue_requests"), "seconds": self.options.get("queue_seconds")}
-        limits = replace(QueueLimits(), **{name: most for name, most in given.items() if most is not None})
+        limits = QueueLimits()
+        if (requests := self.options.get("queue_requests")) is not None:
+            limits = replace(limits, requests=requests)
+        if (seconds := self.options.get("queue_seconds")) is not None:
+            limits = replace(limits, seconds=seconds)
         starter = LocalStarter(ranks) if self.place is None else JoinedStarter()
         return Replicas(plan, starter, replicas=self.layout.dp, ranks=ranks, limits=limits, log=self.log)
 
