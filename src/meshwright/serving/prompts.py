@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from meshwright.data.tokenizers.special_tokens import find_named_in, find_specia
 from meshwright.errors import UserError
 from meshwright.serving.text import IncrementalDetokenizer
 from meshwright.spec.config import ModelConfig
-from meshwright.untrusted import read_file, read_json
+from meshwright.untrusted import parse_json, read_file, read_json
 
 
 class Prompts:
@@ -170,7 +169,7 @@ class _TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
-        decoder: Any = json.loads(tokenizer.to_str()).get("decoder") or {}
+        decoder: Any = parse_json(tokenizer.to_str()).get("decoder") or {}
         kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
         self._byte_of_letter = _map_byte_letters() if "ByteLevel" in kinds else None
         self._bytes_by_name = "ByteFallback" in kinds
