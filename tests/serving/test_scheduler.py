@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -73,7 +73,7 @@ def answer_alone(request: Request, window: int | None) -> Answer:
 
 @st.composite
 def requests(draw) -> list[Request]:
-    count = draw(st.integers(1, 9))
+    count = draw(st.integers(3, 9))
     stem = tuple(range(4, 34)) * 2
     made = []
     for number in range(count):
@@ -86,7 +86,7 @@ def requests(draw) -> list[Request]:
             repetition_penalty=draw(st.sampled_from([1.0, 1.2])),
             frequency_penalty=draw(st.sampled_from([0.0, 0.3])),
             seed=number,
-            max_tokens=draw(st.integers(0, 44)),
+            max_tokens=draw(st.sampled_from([0, 1, 20, 35, 44])),
             stop_tokens=frozenset(draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=1))),
             logprobs=draw(st.sampled_from([None, 0, 2])),
             prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
@@ -98,13 +98,19 @@ def requests(draw) -> list[Request]:
 @settings(max_examples=20, deadline=None)
 @given(
     wanted=requests(),
-    arrivals=st.lists(st.integers(0, 30), min_size=9, max_size=9),
+    arrivals=st.lists(st.integers(0, 10), min_size=9, max_size=9),
     cancels=st.dictionaries(st.integers(0, 60), st.integers(0, 8), max_size=3),
-    shape=st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(0, 12), st.integers(1, 3)),
+    shape=st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(0, 3), st.integers(1, 3)),
     window=st.sampled_from([None, None, 1, 10, 40]),
+    share=st.sampled_from([0.0, 0.5]),
 )
 def test_every_answer_equals_the_request_alone_and_no_block_is_lost(
-    wanted: list[Request], arrivals: list[int], cancels: dict[int, int], shape: tuple[int, ...], window: int | None
+    wanted: list[Request],
+    arrivals: list[int],
+    cancels: dict[int, int],
+    shape: tuple[int, ...],
+    window: int | None,
+    share: float,
 ):
     max_sequences, more_tokens, more_blocks, groups = shape
     max_sequences = max(max_sequences, groups)
@@ -117,6 +123,7 @@ def test_every_answer_equals_the_request_alone_and_no_block_is_lost(
         window=window,
         groups=groups,
     )
+    scheduler._answers.share = share  # with 0, more sequences are admitted and pause
     runner = HashRunner(blocks, window)
     answers = {request.id: Answer() for request in wanted}
     flying: list[tuple[StepBatch, list[TokenResult]] | None] = [None] * groups
