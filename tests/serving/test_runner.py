@@ -19,7 +19,7 @@ from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.request import Request
-from meshwright.serving.runner import Runner, build_runner
+from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
 from tests.serving.small_models import FAMILIES, small_config, write_model
@@ -27,9 +27,16 @@ from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
 LIMITS = StepLimits(blocks=48, token_budget=64, max_sequences=8, max_length=64, logit_rows=64)
 PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng(0).integers(0, 256, 21)]]
-KINDS = [
-    "torch",
-    pytest.param("kernels", marks=pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")),
+NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
+KINDS = ["torch", pytest.param("kernels", marks=NEEDS_COMPILER)]
+INVARIANT = [
+    *(("torch", name, "float32") for name in ("mistral-tiny", "gpt2-tiny")),
+    ("torch", "qwen3-moe-tiny", "bfloat16"),
+    *(pytest.param("kernels", name, dtype, marks=NEEDS_COMPILER) for name in FAMILIES for dtype in KERNEL_DTYPES),
+]
+LOADED = [
+    ("torch", "gpt2-tiny"),
+    *(pytest.param("kernels", name, marks=NEEDS_COMPILER) for name in ("mistral-tiny", "qwen2-tiny", "gpt2-tiny")),
 ]
 Build = Callable[..., Runner]
 
@@ -61,11 +68,13 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
     return make
 
 
-def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64) -> list[list[int]]:
+def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, count: int = 8) -> list[list[int]]:
     """Tokens of the answers to all prompts at once."""
     limits = dataclasses.replace(LIMITS, token_budget=budget)
     engine = Engine(runner, build_scheduler(runner.config, limits))
-    requests = [Request(str(number), tuple(prompt), Sampling(max_tokens=12)) for number, prompt in enumerate(prompts)]
+    requests = [
+        Request(str(number), tuple(prompt), Sampling(max_tokens=count)) for number, prompt in enumerate(prompts)
+    ]
     answers: list[list[int]] = [[] for _ in prompts]
     for output in run_requests(engine, requests):
         answers[int(output.request_id)] += [result.token for result in output.results]
@@ -75,29 +84,26 @@ def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int =
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(name: str, build: Build, directories: Callable[[str], Path]):
+    runner = build(directories(name))
+    prompts, count = (PROMPTS[:2], 4) if runner.version.startswith("torch") else (PROMPTS, 8)  # torch is slow
     model = transformers.AutoModelForCausalLM.from_pretrained(directories(name), dtype=torch.float32)
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in PROMPTS
-    ]
-    assert run_greedily(build(directories(name)), PROMPTS) == expected
-    assert len({token for answer in expected for token in answer}) > 5
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [model.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
+    assert run_greedily(runner, prompts, count=count) == expected
+    assert len({token for answer in expected for token in answer}) > 3
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_the_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
     model, _ = load_huggingface(directories(name))
-    tokens = np.random.default_rng(1).integers(0, 256, 50).tolist()
+    tokens = np.random.default_rng(1).integers(0, 256, 25).tolist()
     with torch.no_grad():
         want = model.logits(torch.tensor([tokens]))[0].numpy()
     found = build(directories(name)).run(make_batch([Chunk(tokens, 0)]))
     assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("build", "name", "dtype"), INVARIANT, indirect=["build"])
 def test_bits_of_a_token_depend_on_its_sequence_alone(
     name: str, dtype: str, build: Build, directories: Callable[[str], Path]
 ):
@@ -113,7 +119,7 @@ def test_bits_of_a_token_depend_on_its_sequence_alone(
     assert np.array_equal(other.run(make_batch([Chunk(tokens, 0)])), whole)
 
 
-@pytest.mark.parametrize("name", ["mistral-tiny", "qwen2-tiny", "gpt2-tiny"])
+@pytest.mark.parametrize(("build", "name"), LOADED, indirect=["build"])
 def test_answers_do_not_depend_on_load_budget_or_prefix_hits(
     name: str, build: Build, directories: Callable[[str], Path]
 ):
@@ -130,9 +136,8 @@ def test_answers_do_not_depend_on_load_budget_or_prefix_hits(
         assert (first[0].cached_tokens, second[0].cached_tokens) == (0, 32)
 
 
+@NEEDS_COMPILER
 def test_memory_of_a_tied_head_counts_one_matrix(directories: Callable[[str], Path], tmp_path: Path):
-    if load_kernels() is None:
-        pytest.skip("no compiler for the kernels")
     sizes = []
     for tied in (True, False):
         directory = write_model(tmp_path / str(tied), small_config("llama-tiny", tied=tied))

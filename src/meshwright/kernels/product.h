@@ -13,8 +13,8 @@ struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
 
 // Most rows of a tile and accumulators in registers, for weights of type W; on AVX2 pairs leave fewer of 16 registers.
 #ifdef __AVX512F__
-template <class W> constexpr int TILE_ROWS = 12;
-constexpr int ACCUMULATORS = 24;
+template <class W> constexpr int TILE_ROWS = 8;
+constexpr int ACCUMULATORS = 18;  // leaves registers for 8 broadcast inputs
 #else
 template <class W> constexpr int TILE_ROWS = std::is_same_v<W, Pairs> ? 5 : 6;
 constexpr int ACCUMULATORS = 6;
@@ -39,6 +39,17 @@ INLINE Vec load_odd(const Pairs* p) {
     return v;
 }
 
+#ifdef __AVX512BF16__
+// VDPBF16PS: adds x[0] times the even and x[1] times the odd k.
+INLINE Vec add_pairs(Vec total, const bfloat16* x, const Pairs* w) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    const __m512bh both = (__m512bh)_mm512_set1_epi32(pair), weights = (__m512bh)_mm512_loadu_si512(w);
+    total.part[0] = _mm512_dpbf16_ps(total.part[0], both, weights);
+    return total;
+}
+#endif
+
 // sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
 template <class X, class W, int R, int P>
 static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
@@ -53,12 +64,7 @@ static void multiply_tile(const X* const* x, const W* const* w, long stride, lon
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__
             if constexpr (std::is_same_v<X, bfloat16>) {
-                const __m512bh b = (__m512bh)_mm512_loadu_si512(panel[p] + at);
-                UNROLL for (int r = 0; r < R; ++r) {
-                    int32_t pair;
-                    std::memcpy(&pair, row[r] + k, sizeof pair);
-                    total[r][p].part[0] = _mm512_dpbf16_ps(total[r][p].part[0], (__m512bh)_mm512_set1_epi32(pair), b);
-                }
+                UNROLL for (int r = 0; r < R; ++r) total[r][p] = add_pairs(total[r][p], row[r] + k, panel[p] + at);
                 continue;
             }
 #endif
@@ -70,7 +76,7 @@ static void multiply_tile(const X* const* x, const W* const* w, long stride, lon
             }
         }
     }
-    if (pairs && depth % 2)  // an odd k is the last of the matrix
+    if (pairs && std::is_same_v<X, float> && depth % 2)  // an odd k is the last of the matrix
         UNROLL for (int p = 0; p < P; ++p)
             UNROLL for (int r = 0; r < R; ++r)
                 total[r][p] = fma(broadcast(row[r][depth - 1]), load(panel[p] + depth / 2 * stride), total[r][p]);
