@@ -5,7 +5,8 @@ Every output element is one fixed sequence of operations on its own row: its bit
 nor on the tile a row falls into, nor on the number of threads.
 """
 
-from meshwright.kernels.library import Kernels, PackedMatrix, load_kernels
+from meshwright.kernels.library import Kernels, load_kernels
+from meshwright.kernels.op_list import OpList
 from meshwright.kernels.operations import (
     Activation,
     Add,
@@ -18,11 +19,11 @@ from meshwright.kernels.operations import (
     LayerCache,
     Linear,
     Norm,
-    OpList,
     RopeStore,
     StepArrays,
     TakeRows,
 )
+from meshwright.kernels.structures import PackedMatrix
 
 __all__ = [
     "load_kernels",

@@ -16,16 +16,12 @@ static void embed(const Op& op, const Step& step, long t) {
     const Matrix& table = op.matrix;
     const long id = (op.mode ? step.positions : step.tokens)[t] - op.first;
     float* out = op.out + t * op.out_stride;
+    const bool found = id >= 0 && id < table.n;
+    const char* data = table.packed && found ? panel_at(table, 0, id / LANES) : (const char*)table.data;
     for (long h = 0; h < table.k; ++h) {
-        float x = 0;
-        if (id >= 0 && id < table.n) {
-            const char* panel = panel_at(table, 0, id / LANES);
-            const long at = !table.packed ? id * table.k + h
-                            : table.bf16  ? (h / 2 * LANES + id % LANES) * 2 + h % 2
-                                          : h * LANES + id % LANES;
-            if (!table.packed) panel = (const char*)table.data;
-            x = table.bf16 ? to_float(((const bfloat16*)panel)[at]) : ((const float*)panel)[at];
-        }
+        const long paired = (h / 2 * LANES + id % LANES) * 2 + h % 2;
+        const long at = !table.packed ? id * table.k + h : table.bf16 ? paired : h * LANES + id % LANES;
+        const float x = !found ? 0 : table.bf16 ? to_float(((const bfloat16*)data)[at]) : ((const float*)data)[at];
         out[h] = op.accumulate ? out[h] + x : x;
     }
 }
@@ -50,11 +46,8 @@ static void normalise(const float* x, float* out, const float* weight, const flo
     }
 }
 
-template <class W>
-static W to_cache(float x) {
-    if constexpr (std::is_same_v<W, bfloat16>) return to_bfloat16(x);
-    else return x;
-}
+INLINE void put(float* to, float x) { *to = x; }
+INLINE void put(bfloat16* to, float x) { *to = to_bfloat16(x); }
 
 template <class W>
 static void rope_store(const Op& op, const Step& step, long t) {
@@ -77,20 +70,17 @@ static void rope_store(const Op& op, const Step& step, long t) {
     for (long h = 0; h < cache.kv_heads; ++h) {
         W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;
         W* values = (W*)cache.values + ((block * cache.kv_heads + h) * BLOCK + place) * width;
-        for (long d = 0; d < size; ++d) keys[d * BLOCK] = to_cache<W>(k[h * size + d]);
-        for (long d = 0; d < size; ++d) values[d] = to_cache<W>(v[h * size + d]);
+        for (long d = 0; d < size; ++d) put(keys + d * BLOCK, k[h * size + d]);
+        for (long d = 0; d < size; ++d) put(values + d, v[h * size + d]);
     }
 }
 
 static Vec activate(const Vec& x, int kind) {
     const Vec positive = maximum(x, broadcast(0.0f));
-    switch (kind) {
-        case SILU: return x * sigmoid(x);
-        case GELU: return gelu(x);
-        case GELU_TANH: return gelu_tanh(x);
-        case RELU: return positive;
-        default: return positive * positive;
-    }
+    if (kind == SILU) return x * sigmoid(x);
+    if (kind == GELU) return gelu(x);
+    if (kind == GELU_TANH) return gelu_tanh(x);
+    return kind == RELU ? positive : positive * positive;
 }
 
 static void activation(const Op& op, long t, long begin) {
@@ -244,19 +234,13 @@ static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
         case LINEAR:
             return multiply_item(op, Items(rows, op.matrix.n, run.threads), item, 0, scratch,
                                  [](long row) { return std::pair(row, row); });
-        case ROPE_STORE:
-            return op.cache.bf16 ? rope_store<bfloat16>(op, step, item) : rope_store<float>(op, step, item);
-        case ATTENTION: {
-            const QueryTile& tile = run.tiles[item / op.cache.kv_heads];
-            const long head = item % op.cache.kv_heads;
-            return op.cache.bf16 ? attend<bfloat16>(op, step, tile, head, scratch)
-                                 : attend<float>(op, step, tile, head, scratch);
-        }
-        case ACTIVATION: {
-            // Assignments to experts of other ranks have no input.
-            if (op.rows == ASSIGNMENTS && !is_held(op.routing, item % rows)) return;
-            return activation(op, item % rows, item / rows * 1024);
-        }
+        case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, step, item);
+        case ATTENTION:
+            return (op.cache.bf16 ? attend<bfloat16> : attend<float>)(op, step, run.tiles[item / op.cache.kv_heads],
+                                                                      item % op.cache.kv_heads, scratch);
+        case ACTIVATION:  // assignments to experts of other ranks have no input
+            if (op.rows != ASSIGNMENTS || is_held(op.routing, item % rows)) activation(op, item % rows, item / rows * 1024);
+            return;
         case ROUTE: return route(op, item);
         case GROUP: return group_assignments(op, step);
         case GROUPED_LINEAR: return grouped_linear(op, run.threads, item, scratch);
@@ -266,11 +250,7 @@ static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
             for (long i = 0; i < op.size; i += LANES) store(out + i, load(out + i, op.size - i) * gate, op.size - i);
             return;
         }
-        case TAKE_ROWS: {
-            in = op.in + step.output_rows[item] * op.in_stride;
-            std::copy(in, in + op.size, out);
-            return;
-        }
+        case TAKE_ROWS: std::copy_n(op.in + step.output_rows[item] * op.in_stride, op.size, out); return;
         case ADD:
             for (long i = 0; i < op.size; i += LANES)
                 store(out + i, load(out + i, op.size - i) + load(in + i, op.size - i), op.size - i);
@@ -298,16 +278,15 @@ class Pool {
     void run(const Op* ops, long count, const Step* step) {
         run_ = {ops, count, step, query_tiles(*step), threads_};
         current_ = -1;
-        finished_ = false;
         begin_next();
-        for (uint64_t seen = take_items(scratch_); !finished_; seen = take_items(scratch_)) wait_for_change(seen);
+        for (uint64_t seen; (seen = take_items(scratch_)) & MASK;) wait_for_change(seen);  // no items: all is done
     }
 
   private:
     static constexpr int BITS = 24;
     static constexpr uint64_t MASK = (1 << BITS) - 1;
 
-    // Executes items until none is left; returns the number of the operation that had none.
+    // Executes items until none is left; returns number and items of the operation that had none.
     uint64_t take_items(Scratch& scratch) {
         for (;;) {
             const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
@@ -321,7 +300,6 @@ class Pool {
         long items = 0;
         while (!items && ++current_ < run_.count) items = count_items(run_.ops[current_], run_);
         done_.store(0, std::memory_order_relaxed);
-        if (!items) finished_ = true;
         publish(items);
     }
     void publish(uint64_t items) {
@@ -340,7 +318,7 @@ class Pool {
     Run run_{};
     long current_ = 0;
     uint64_t number_ = 0;
-    std::atomic<bool> stop_{false}, finished_{true};
+    std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
     alignas(64) std::atomic<uint64_t> done_{0};
     alignas(64) Scratch scratch_;

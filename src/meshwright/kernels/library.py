@@ -8,32 +8,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.kernels import build, structures
-from meshwright.kernels.operations import KIND, Linear, OpList, packed_matrix
-from meshwright.kernels.structures import BFLOAT16, Array, Float32
+from meshwright.kernels.op_list import KIND, OpList, packed_matrix
+from meshwright.kernels.operations import Linear
+from meshwright.kernels.structures import BFLOAT16, Array, Float32, PackedMatrix
 
 _HUGE_PAGE = 2 << 20
 _CHUNK = 64 << 20  # bytes that small arrays are cut from
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """`count` weight matrices of one shape [n, k] in panels of 16 columns (of n), as the kernels read them.
-
-    `buffer`: the bytes; `bfloat16`: True if the elements are bfloat16, else float32.
-    """
-
-    buffer: npt.NDArray[np.uint8]
-    n: int
-    k: int
-    count: int
-    bfloat16: bool
 
 
 class Kernels:
@@ -99,7 +85,7 @@ class Kernels:
 
     def op_list(self) -> OpList:
         """Return an empty list of operations."""
-        return OpList(self)
+        return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
         """Execute the entries `begin` to `end` of a ctypes array of operations; what `OpList.run` calls."""

@@ -97,21 +97,17 @@ static void multiply_rows(const X* const* x, const W* const* w, long panels, lon
     for (; p < panels; ++p) multiply_tile<X, W, R, 1>(x, w + p, stride, depth, sums + p * LANES, columns);
 }
 
-template <class X, class W, size_t... R>
-static void multiply(std::index_sequence<R...>, const X* const* x, long rows, const W* const* w, long panels, long stride,
-                     long depth, float* sums, long columns) {
-    constexpr decltype(&multiply_rows<X, W, 1>) by_rows[] = {multiply_rows<X, W, R + 1>...};
-    for (long tiles = (rows + TILE_ROWS<W> - 1) / TILE_ROWS<W>; tiles; --tiles) {  // of nearly equal height
-        const long height = (rows + tiles - 1) / tiles;
-        by_rows[height - 1](x, w, panels, stride, depth, sums, columns);
-        x += height, rows -= height, sums += height * columns;
-    }
-}
-// The same for any number of rows and panels.
-template <class X, class W>
+// The same for any number of rows, in tiles of nearly equal height (at most R), and of panels.
+template <class X, class W, int R = TILE_ROWS<W>>
 static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
                      long columns) {
-    multiply(std::make_index_sequence<TILE_ROWS<W>>(), x, rows, w, panels, stride, depth, sums, columns);
+    if constexpr (R > 0) {
+        for (long tiles; rows && (tiles = (rows - 1) / TILE_ROWS<W> + 1, (rows - 1) / tiles + 1 == R); rows -= R) {
+            multiply_rows<X, W, R>(x, w, panels, stride, depth, sums, columns);
+            x += R, sums += R * columns;
+        }
+        multiply<X, W, R - 1>(x, rows, w, panels, stride, depth, sums, columns);
+    }
 }
 
 #ifdef __AMX_BF16__

@@ -1,8 +1,9 @@
-"""The structures of `structures.h` as ctypes sees them, field by field, and addresses of numpy arrays. Torch-free."""
+"""Packed matrices, the structures of `structures.h` as ctypes sees them, and addresses of numpy arrays. Torch-free."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,21 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 BFLOAT16 = np.dtype(np.uint16)  # numpy has no bfloat16: its bits
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """`count` weight matrices of one shape [n, k] in panels of 16 columns (of n), as the kernels read them.
+
+    `buffer`: the bytes; `bfloat16`: True if the elements are bfloat16, else float32.
+    """
+
+    buffer: npt.NDArray[np.uint8]
+    n: int
+    k: int
+    count: int
+    bfloat16: bool
+
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
