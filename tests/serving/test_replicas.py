@@ -291,7 +291,7 @@ def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
             for number in range(6):
                 await collect_all(replicas, [make_request(f"r{number}", *prompt, number, tokens=2)])
             other = replicas.stats()[1]["steps"]
-            assert other >= 14
+            assert other >= 7
             await collect_all(replicas, [make_request("else", *reversed(prompt), tokens=2)])
             assert replicas.stats()[1]["steps"] == other
 
