@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from meshwright.collectives.named import named_programs
+from meshwright.launcher.host_memory import machine_memory
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_threads import local_threads
 from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_vocabulary
-from meshwright.launcher.host_memory import machine_memory
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe

@@ -15,6 +15,7 @@ from meshwright.errors import RankLost, UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.launcher.host_calls import HostCalls
+from meshwright.launcher.host_memory import machine_memory
 from meshwright.launcher.hosts import agree_on_interface
 from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rank_threads import (
@@ -26,7 +27,6 @@ from meshwright.launcher.rank_threads import (
     share_this_host,
 )
 from meshwright.launcher.rendezvous import Place, check_world_size
-from meshwright.launcher.host_memory import machine_memory
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.machine_profile import LOCK_SECONDS
