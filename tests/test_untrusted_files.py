@@ -132,11 +132,9 @@ DIRECT_READS = {
         (
             "flight_recorder.rank_report",
             "planner.machine_profile",
-            "probe.rank",
             "threads",
             "launcher.hosts",
             "monitoring.memory",
-            "launcher.started_rank",
             "monitoring.profile",
             "launcher.host_memory",
             "kernels.build",

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels import (
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.op_list import OpList
+from meshwright.kernels.operations import (
     Activation,
     Add,
     Attention,
@@ -23,15 +25,13 @@ from meshwright.kernels import (
     Experts,
     ExpertsWorkspace,
     Gate,
-    Kernels,
     LayerCache,
     Linear,
     Norm,
-    OpList,
-    PackedMatrix,
     RopeStore,
     TakeRows,
 )
+from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
