@@ -116,9 +116,10 @@ def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
     async def run() -> None:
         async with running(tmp_path, "tp2 dp2", tcp=True) as replicas:
             await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(8)])
+            channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
             with pytest.raises(RankLost):
-                channel = await asyncio.to_thread(messages.Channel.connect, replicas.plan.front, "wrong")
                 await asyncio.to_thread(channel.receive)
+            channel.close()
             await collect_all(replicas, [make_request("last")])
 
     asyncio.run(run())
