@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.collectives.quantities import format_bytes
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
@@ -272,8 +273,8 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
         fits = blocks * BLOCK_TOKENS
         shorter = f", or --max-length {fits}" if fits else ""
         raise UserError(
-            f"memory {budget / GIB:.2f} GiB: one request of {ledger.sizes.max_length} tokens does not fit: weights and "
-            f"buffers take {ledger.fixed / GIB:.2f} GiB, its KV blocks {longest * ledger.kv_block / GIB:.2f} GiB; it "
+            f"memory {format_bytes(budget)}: one request of {ledger.sizes.max_length} tokens does not fit: weights and "
+            f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}; it "
             f"needs --memory {math.ceil(needed / GIB * 100) / 100:.2f}GiB{shorter}"
         )
     return ServingLedger(ledger.layout, ledger.sizes, ledger.stages, ledger.front, blocks)

@@ -61,7 +61,7 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
             f'layout "{layout}": ep{layout.ep} does not divide tp{layout.tp}; a replica spreads its experts over its '
             "tp ranks, and replicas exchange no tokens"
         )
-    refuse(reading, config, batch=layout.dp)
+    refuse(layout, config, batch=layout.dp)  # as it was typed, not with the :nosp of `reading`
     return reading
 
 
