@@ -14,10 +14,9 @@ import pytest
 
 from meshwright.errors import RankLost
 from meshwright.serving.engine_client import Refusal
-from meshwright.serving.gate import BodyLimits
-from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.gate import HttpSettings
+from meshwright.serving.http import create_app
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.streaming import StreamLimits
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 KEY = "a-key-for-tests"
@@ -36,8 +35,11 @@ def served(prompts: Prompts) -> Iterator[tuple[FakeEngine, str]]:
         "m",
         api_keys=["another", KEY],
         cors_origins=["https://page.example"],
-        bodies=BodyLimits(100_000, 150_000, 0.3),
-        streams=StreamLimits(2_000, 1.0),
+        body_bytes=100_000,
+        all_body_bytes=150_000,
+        body_seconds=0.3,
+        stream_bytes=2_000,
+        drain_seconds=1.0,
     )
     with ServedApp(create_app(engine, prompts, settings)) as app:
         yield engine, app.url
@@ -247,7 +249,9 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
         ({"suffix": "end"}, "suffix"),
         ({"guided_json": {}}, "guided_json"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
     ids=str,
 )
@@ -302,9 +306,9 @@ def test_body_that_is_no_json_object_is_a_clear_400(http: httpx.Client, body: by
 
 
 def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
-    for tokens in ([1, 10**6], [-1], [2**70]):
-        error = http.post("/v1/completions", json={"prompt": tokens}).json()["error"]
-        assert "is not in the model's vocabulary" in error["message"]
+    for tokens, said in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
+        answer = http.post("/v1/completions", json={"prompt": tokens})
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="the model 'other' is not served here"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="the model takes 512 tokens") as caught:
