@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from inspect import isawaitable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -50,13 +51,13 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
     """Create the application that answers HTTP requests through `client`."""
     app = FastAPI(title="Meshwright", version=__version__, docs_url=None, redoc_url=None)
     api = _Api(client, prompts, settings)
-    posts: dict[str, tuple[type[Body], Callable[[Request, Any], Awaitable[Response]]]] = {
+    posts: dict[str, tuple[type[Body], Callable[..., Awaitable[object]]]] = {
         "/v1/completions": (CompletionBody, api.generate),
         "/v1/chat/completions": (ChatBody, api.generate),
         "/completion": (LlamaBody, api.generate),
-        "/tokenize": (TokenizeBody, partial(api.convert, api.tokenize)),
-        "/detokenize": (DetokenizeBody, partial(api.convert, api.detokenize)),
-        "/apply-template": (ConversationBody, partial(api.convert, api.apply_template)),
+        "/tokenize": (TokenizeBody, partial(api.parse, use=api.tokenize)),
+        "/detokenize": (DetokenizeBody, partial(api.parse, use=api.detokenize)),
+        "/apply-template": (ConversationBody, partial(api.parse, use=api.apply_template)),
     }
     gets: dict[str, tuple[str, Callable[[Request], object]]] = {
         "/v1/models": (_JSON, lambda _: {"object": "list", "data": [api.show_model(settings.model)]}),
@@ -70,7 +71,7 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
     for path, (body, post) in posts.items():
         app.add_route(path, _answer(partial(post, model=body)), methods=["POST"])
     for path, (media, get) in gets.items():
-        app.add_route(path.replace("{model}", "{model:path}"), _answer(_read(get, media)), methods=["GET"])
+        app.add_route(path.replace("{model}", "{model:path}"), _answer(get, media), methods=["GET"])
     document = describe_api(
         {path: body for path, (body, _) in posts.items()}, {path: media for path, (media, _) in gets.items()}
     )
@@ -98,20 +99,16 @@ class _Api:
         self._bodies = BodyReader(settings)
         self._created = int(time.time())
 
-    async def generate(self, request: Request, model: type[GenerationBody]) -> Response:
+    async def generate(self, request: Request, model: type[GenerationBody]) -> Response | dict[str, Any]:
         """Build the job of a body, run it, and answer."""
         if (state := self._client.state) in ("starting", "draining", "failed"):  # before the work of tokenizing
             self.metrics.refuse(state)
             raise refusal_error(Refusal(state, 1.0))
         name = request.state.request_id
-        job = await self._parse(request, model, lambda body: build_job(body, self._prompts, self._settings.model, name))
-        return EventStream(self._runner, job) if job.stream else _json(await self._runner.collect(job, request.receive))
+        job = await self.parse(request, model, lambda body: build_job(body, self._prompts, self._settings.model, name))
+        return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
 
-    async def convert(self, use: Callable[[_Body], object], request: Request, model: type[_Body]) -> Response:
-        """Answer with what `use` makes of the body."""
-        return _json(await self._parse(request, model, use))
-
-    async def _parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
+    async def parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
         """Read and parse the body, and return what `use` makes of it, beside the event loop where that may take long.
         Raises ApiError."""
 
@@ -145,9 +142,12 @@ class _Api:
             tokens = prompts.encode(body.content or "", body.add_special, empty=True)
         texts = [prompts.token_text(token) for token in tokens] if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
-        told = {"count": len(tokens), "max_model_len": prompts.max_length}
-        told["tokens"] = pieces if body.with_pieces else tokens
-        return {**told, "token_strs": texts} if body.return_token_strs else told
+        return {
+            "count": len(tokens),
+            "max_model_len": prompts.max_length,
+            "tokens": pieces if body.with_pieces else tokens,
+            **({"token_strs": texts} if body.return_token_strs else {}),
+        }
 
     def detokenize(self, body: DetokenizeBody) -> dict[str, str]:
         """Return the text of tokens, under vLLM's name `prompt` and llama.cpp's `content`."""
@@ -191,26 +191,21 @@ class _Api:
         return {"status": "ok", "state": state}
 
 
-def _answer(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint so that every error becomes a response in OpenAI's shape."""
+def _answer(endpoint: Callable[[Request], Any], media: str = _JSON) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap an endpoint that returns a response, JSON, or bytes of another type, so that every error becomes a response
+    in OpenAI's shape."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await endpoint(request)
+            value = endpoint(request)
+            value = await value if isawaitable(value) else value
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             return to_api_error(error).to_response()
-
-    return answer
-
-
-def _read(get: Callable[[Request], object], media: str) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a function as an endpoint that answers what it returns: JSON, or bytes of another type."""
-
-    async def answer(request: Request) -> Response:
-        value = get(request)
-        return Response(value, media_type=media) if isinstance(value, bytes) else _json(value)
+        if isinstance(value, Response):
+            return value
+        return Response(value if isinstance(value, bytes) else to_json(value), media_type=media)
 
     return answer
 
@@ -220,8 +215,3 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return ApiError(error.status_code, message, code="not_found", headers=error.headers).to_response()
-
-
-def _json(value: object) -> Response:
-    """Return a JSON response."""
-    return Response(to_json(value), media_type=_JSON)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -40,16 +40,10 @@ class AnswerForm:
         """Return the whole response; `pieces`: that of each choice."""
         raise NotImplementedError
 
-    def describe_tokens(self, tokens: Iterable[tuple[int, float | None]]) -> list[dict[str, Any]]:
-        """Return the text, log-probability and bytes of tokens with their log-probabilities."""
-        return [
-            {
-                "token": self.show_token(token),
-                "logprob": _finite(logprob),
-                "bytes": list(self._prompts.token_bytes(token)),
-            }
-            for token, logprob in tokens
-        ]
+    def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """Return the text, log-probability and bytes of a token."""
+        data = list(self._prompts.token_bytes(token))
+        return {"token": self.show_token(token), "logprob": _finite(logprob), "bytes": data}
 
     def show_token(self, token: int) -> str:
         """Return the text of a token in log-probabilities."""
@@ -77,7 +71,7 @@ class OpenAIForm(AnswerForm):
         silent = not piece.text and piece.finish_reason is None
         if silent and not (piece.tokens and (self._alternatives is not None or self._body.return_token_ids)):
             return b""
-        return self._format_event(self._describe(choice, piece, self.chunk_text(piece.text)), choices)
+        return self._format_event(self._describe(choice, piece, whole=False), choices)
 
     def _format_event(self, described: dict[str, Any] | None, choices: Sequence[Choice]) -> bytes:
         """Return an event with a choice, or none; with the usage if it is reported there."""
@@ -94,7 +88,7 @@ class OpenAIForm(AnswerForm):
         """Return the whole response; `pieces`: that of each choice."""
         described = []
         for choice, piece in zip(choices, pieces, strict=True):
-            described.append(self._describe(choice, piece, self.whole_text(piece.text)))
+            described.append(self._describe(choice, piece, whole=True))
             if (count := self._body.prompt_logprobs) is not None:
                 described[-1]["prompt_logprobs"] = [
                     None if result is None else self._describe_prompt_token(result, count)
@@ -115,24 +109,20 @@ class OpenAIForm(AnswerForm):
             for token, logprob in {result.token: result.logprob, **dict(top)}.items()
         }
 
-    def chunk_text(self, text: str) -> dict[str, Any]:
-        """Return the fields of an event's choice that hold its text."""
-        raise NotImplementedError
-
-    def whole_text(self, text: str) -> dict[str, Any]:
-        """Return the fields of a whole response's choice that hold its text."""
+    def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
+        """Return the fields of a choice that hold the text of a `whole` response or an event."""
         raise NotImplementedError
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
         """Return the `logprobs` object, with `count` alternatives for each token."""
         raise NotImplementedError
 
-    def _describe(self, choice: Choice, piece: Piece, text: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice of a response or event."""
+    def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
+        """Return a choice of a `whole` response or an event."""
         count = self._alternatives
         described = {
             "index": choice.index,
-            **text,
+            **self.describe_text(piece.text, whole),
             "logprobs": None if count is None else self.describe_logprobs(piece.tokens, count),
             "finish_reason": piece.finish_reason,
         }
@@ -152,11 +142,9 @@ class CompletionForm(OpenAIForm):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def chunk_text(self, text: str) -> dict[str, Any]:
-        """Return the fields of an event's choice that hold its text."""
+    def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
+        """Return the fields of a choice that hold the text of a `whole` response or an event."""
         return {"text": text}
-
-    whole_text = chunk_text
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
         """Return the `logprobs` object: a list for each kind of value, one entry a token."""
@@ -187,19 +175,19 @@ class ChatForm(OpenAIForm):
         delta = {"role": "assistant", "content": ""}
         return self._head + to_json({"index": choice.index, "delta": delta, "finish_reason": None}) + self._tail
 
-    def chunk_text(self, text: str) -> dict[str, Any]:
-        """Return the fields of an event's choice that hold its text."""
+    def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
+        """Return the fields of a choice that hold the text of a `whole` response or an event."""
+        if whole:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"delta": {"content": text} if text else {}}
-
-    def whole_text(self, text: str) -> dict[str, Any]:
-        """Return the fields of a whole response's choice that hold its text."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
         """Return the `logprobs` object: one entry a token."""
-        content = self.describe_tokens((token.result.token, token.result.logprob) for token in tokens)
-        for described, token in zip(content, tokens, strict=True):
-            described["top_logprobs"] = self.describe_tokens(token.result.top[:count])
+        content = [
+            self.describe_token(result.token, result.logprob)
+            | {"top_logprobs": [self.describe_token(token, logprob) for token, logprob in result.top[:count]]}
+            for result, _ in tokens
+        ]
         return {"content": content, "refusal": None}
 
 

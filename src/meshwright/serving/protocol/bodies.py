@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -20,7 +20,6 @@ from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
 MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
-COMPLETION_TOKENS = 16  # `max_tokens` of a completion that does not say it, as in OpenAI's API
 
 # Fields that other servers know and this one cannot honour, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -56,6 +55,11 @@ TokenCount = Annotated[int, Field(ge=0, le=2**30)]
 Alternatives = Annotated[int, Field(ge=0, le=20, description="most likely tokens reported beside each token")]
 
 
+def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
+    """Return the error of a field, for a validator of its whole object."""
+    return PydanticCustomError(kind, message, {"field": name})  # type: ignore[arg-type]
+
+
 def _allow_null(schema: dict[str, Any]) -> None:
     """Describe that null is the default of every field that has one."""
     for name, field in schema["properties"].items():
@@ -77,7 +81,7 @@ class Body(BaseModel):
             return values
         for name, neutral in cls.unsupported.items():
             if values.get(name) is not None and values[name] not in neutral:
-                raise PydanticCustomError("unsupported_parameter", "not supported by this server", {"field": name})
+                raise _wrong_field(name, "not supported by this server", "unsupported_parameter")
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -130,7 +134,7 @@ class TokenizeBody(Body):
     def _check_given(self) -> TokenizeBody:
         """Refuse none and several texts."""
         if [self.prompt, self.content, self.messages].count(None) != 2:
-            raise PydanticCustomError("one_of", "give one of prompt, content and messages", {"field": "prompt"})
+            raise _wrong_field("prompt", "give one of prompt, content and messages")
         return self
 
 
@@ -149,10 +153,12 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Fields of all requests for text. Subclasses tell the engine's options that their endpoints name differently."""
+    """Fields of all requests for text."""
 
     unsupported = UNSUPPORTED
+    default_tokens: ClassVar[int | None] = None  # `max_tokens` of a body without it; None: all that the length leaves
 
+    max_tokens: TokenCount | None
     model: str | None = Field(None, description="name of the served model; null: the one there is")
     n: int = Field(1, ge=1, le=128, description="choices for each prompt")
     temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token")
@@ -170,8 +176,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = Field(False, description="the model's end tokens end nothing")
     add_special_tokens: bool = Field(True, description="begin a text prompt with the model's start token")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=2**30, description="keep so many last tokens of the prompt; -1: as many as the model takes"
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**30)] | Literal[-1] | None = Field(
+        None, description="keep so many last tokens of the prompt; -1: as many as the model takes"
     )
     prompt_logprobs: Alternatives | None = None
     stream: bool = False
@@ -189,13 +195,14 @@ class GenerationBody(Body):
         """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
         raise NotImplementedError
 
-    def read_inputs(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
+    def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
         """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
         raise NotImplementedError
 
-    def limit_answer(self, room: int) -> int:
-        """Return the most tokens of the answer, where the prompt leaves `room` for so many."""
-        raise NotImplementedError
+    def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
+        """Return the last tokens of a prompt, as `truncate_prompt_tokens` says."""
+        most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return tokens if most is None else tokens[-most:]
 
     def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> Sampling:
         """Return the engine's options. `ends`: end tokens of the model. Raises UserError."""
@@ -216,11 +223,65 @@ class GenerationBody(Body):
         )
 
 
+class PromptBody(GenerationBody):
+    """Fields of requests with a prompt in place of a conversation."""
+
+    prompt: str | Tokens | Texts | TokenLists
+    max_tokens: TokenCount | None = Field(None, description="16")
+    logprobs: Alternatives | None = None
+    echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        return self.logprobs
+
+    def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
+        """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        inputs: list[tuple[list[int], str | None]] = []
+        for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
+            text = given if isinstance(given, str) else None
+            whole = prompts.check(given) if isinstance(given, list) else prompts.encode(given, self.add_special_tokens)
+            tokens = self.truncate(whole, prompts)
+            if text is None or tokens != whole:
+                text = prompts.decode(tokens) if self.echo else None
+            inputs.append((tokens, text if self.echo else None))
+        return inputs
+
+
+class LlamaBody(PromptBody):
+    """Body of llama.cpp's `/completion`, with its names and defaults; 0 and -1 are those of llama.cpp."""
+
+    unsupported = _LLAMA_UNSUPPORTED
+
+    prompt: str | Tokens
+    n: Literal[1] = 1
+    echo: Literal[False] = False
+    temperature: float = Field(0.8, ge=0, le=100, description="0: the most likely token")
+    top_p: float = Field(0.95, gt=0, le=1, description="1: off")
+    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="0 or -1: off")
+    min_p: float = Field(0.05, ge=0, le=1, description="0: off")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, alias="repeat_penalty", description="1: off")
+    max_tokens: TokenCount | Literal[-1] | None = Field(
+        None, alias="n_predict", description="-1: all that the model's length leaves"
+    )
+    logprobs: Alternatives | None = Field(None, alias="n_probs")
+    return_tokens: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        """Drop what means the default: a seed or `n_predict` of -1, an `n_probs` of 0."""
+        neutral = {"seed": -1, "n_predict": -1, "n_probs": 0}
+        return {name: value for name, value in values.items() if name not in neutral or value != neutral[name]}
+
+
 class OpenAIBody(GenerationBody):
     """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
 
     best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
     return_token_ids: bool = Field(False, description="give each choice its `token_ids`")
     return_tokens_as_token_ids: bool = Field(False, description="write token_id:7 for a token's text in logprobs")
 
@@ -233,36 +294,14 @@ class OpenAIBody(GenerationBody):
             (not self.stream or self.prompt_logprobs is None, "prompt_logprobs", "not supported with stream: true"),
         ):
             if not holds:
-                raise PydanticCustomError("pair", message, {"field": field})  # type: ignore[arg-type]
+                raise _wrong_field(field, message)
         return self
 
 
-class CompletionBody(OpenAIBody):
+class CompletionBody(PromptBody, OpenAIBody):
     """Body of `/v1/completions`."""
 
-    prompt: str | Tokens | Texts | TokenLists
-    max_tokens: TokenCount | None = Field(None, description="16")
-    logprobs: Alternatives | None = None
-    echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
-
-    @property
-    def alternatives(self) -> int | None:
-        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
-        return self.logprobs
-
-    def read_inputs(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        inputs: list[tuple[list[int], str | None]] = []
-        for given in [self.prompt] if one else self.prompt:
-            tokens = _read_prompt(given, self, prompts)  # type: ignore[arg-type]
-            whole = isinstance(given, str) and self.truncate_prompt_tokens is None
-            inputs.append((tokens, (str(given) if whole else prompts.decode(tokens)) if self.echo else None))
-        return inputs
-
-    def limit_answer(self, room: int) -> int:
-        """Return the most tokens of the answer, where the prompt leaves `room` for so many."""
-        return min(COMPLETION_TOKENS, max(room, 0)) if self.max_tokens is None else self.max_tokens
+    default_tokens = 16  # as in OpenAI's API
 
 
 class ChatBody(OpenAIBody, ConversationBody):
@@ -276,10 +315,12 @@ class ChatBody(OpenAIBody, ConversationBody):
     top_logprobs: Alternatives = Field(0, description="needs logprobs: true")
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatBody:
-        """Refuse `top_logprobs` alone."""
+    def _check_names(self) -> ChatBody:
+        """Take the newer name of `max_tokens`; refuse `top_logprobs` alone."""
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("pair", "needs logprobs: true", {"field": "top_logprobs"})
+            raise _wrong_field("top_logprobs", "needs logprobs: true")
         return self
 
     @property
@@ -287,64 +328,9 @@ class ChatBody(OpenAIBody, ConversationBody):
         """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def read_inputs(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
+    def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
         """Return the token IDs of the conversation. Raises UserError."""
-        return [(_truncate(prompts.encode_chat(self.conversation()), self, prompts), None)]
-
-    def limit_answer(self, room: int) -> int:
-        """Return the most tokens of the answer, where the prompt leaves `room` for so many."""
-        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return max(room, 0) if wanted is None else wanted
-
-
-class LlamaBody(GenerationBody):
-    """Body of llama.cpp's `/completion`, with its names and defaults."""
-
-    unsupported = _LLAMA_UNSUPPORTED
-
-    prompt: str | Tokens
-    n: Literal[1] = 1
-    temperature: float = Field(0.8, ge=0, le=100, description="0: the most likely token")
-    top_p: float = Field(0.95, gt=0, le=1, description="1: off")
-    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="0 or -1: off")
-    min_p: float = Field(0.05, ge=0, le=1, description="0: off")
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, alias="repeat_penalty", description="1: off")
-    max_tokens: int = Field(-1, ge=-1, le=2**30, alias="n_predict", description="-1: all that the length leaves")
-    logprobs: Alternatives = Field(0, alias="n_probs")
-    return_tokens: bool = False
-
-    @property
-    def alternatives(self) -> int | None:
-        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
-        return self.logprobs or None
-
-    def read_inputs(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return the token IDs of the prompt. Raises UserError."""
-        return [(_read_prompt(self.prompt, self, prompts), None)]
-
-    def limit_answer(self, room: int) -> int:
-        """Return the most tokens of the answer, where the prompt leaves `room` for so many."""
-        return max(room, 0) if self.max_tokens == -1 else self.max_tokens
-
-    def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> Sampling:
-        """Return the engine's options; a seed of -1 is drawn, as in llama.cpp."""
-        self.seed = None if self.seed == -1 else self.seed
-        return super().to_sampling(ends, max_tokens, score_prompt)
-
-
-def _read_prompt(given: str | list[int], body: GenerationBody, prompts: Prompts) -> list[int]:
-    """Return the token IDs of one prompt, truncated as the body says. Raises UserError."""
-    if isinstance(given, str):
-        return _truncate(prompts.encode(given, body.add_special_tokens), body, prompts)
-    return _truncate(prompts.check(given), body, prompts)
-
-
-def _truncate(tokens: list[int], body: GenerationBody, prompts: Prompts) -> list[int]:
-    """Return the last tokens of a prompt, as `truncate_prompt_tokens` says. Raises UserError."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return tokens
-    return prompts.check(tokens[max(len(tokens) - (prompts.max_length if most == -1 else most), 0) :])
+        return [(self.truncate(prompts.encode_chat(self.conversation()), prompts), None)]
 
 
 _Body = TypeVar("_Body", bound=Body)

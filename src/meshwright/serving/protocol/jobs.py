@@ -47,11 +47,12 @@ class Job:
 
 def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> Job:
     """Build the job of a body. model: its name in the response. name: of the request. Raises ApiError, UserError."""
-    inputs = body.read_inputs(prompts)
+    inputs = body.encode(prompts)
     if len(inputs) * body.n > MOST_SEQUENCES:
         raise ApiError(400, f"n: {len(inputs)} prompts x n should be at most {MOST_SEQUENCES}", param="n")
     longest = max(len(tokens) for tokens, _ in inputs)
-    max_tokens = body.limit_answer(prompts.max_length - longest)
+    room = max(prompts.max_length - longest, 0)
+    max_tokens = min(body.default_tokens or room, room) if body.max_tokens is None else body.max_tokens
     if longest + max_tokens > prompts.max_length:
         raise ApiError(
             400,

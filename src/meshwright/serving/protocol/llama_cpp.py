@@ -13,7 +13,6 @@ from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.answers import AnswerForm
 from meshwright.serving.protocol.bodies import GenerationBody, LlamaBody
 
-_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos", "stream")
 _STOP_TYPES = {"length": "limit", "cancelled": "none"}
 
 
@@ -49,15 +48,15 @@ class LlamaForm(AnswerForm):
         }
         if self._body.logprobs:
             described["completion_probabilities"] = [
-                {**self._describe_with_ids([(result.token, result.logprob)])[0],
-                 "top_logprobs": self._describe_with_ids(result.top)}
+                self._describe_token(result.token, result.logprob)
+                | {"top_logprobs": [self._describe_token(token, logprob) for token, logprob in result.top]}
                 for result in tokens
-            ]  # fmt: skip
+            ]
         return described
 
-    def _describe_with_ids(self, tokens: Sequence[tuple[int, float | None]]) -> list[dict[str, Any]]:
-        """Return the ID, text, log-probability and bytes of tokens."""
-        return [{"id": token, **said} for (token, _), said in zip(tokens, self.describe_tokens(tokens), strict=True)]
+    def _describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """Return the ID, text, log-probability and bytes of a token."""
+        return {"id": token, **self.describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the last event of a stream, or the whole response."""
@@ -70,14 +69,8 @@ class LlamaForm(AnswerForm):
             "id_slot": -1,
             "stop": True,
             "model": self._names["model"],
-            "generation_settings": {
-                **{name: getattr(body, name) for name in _SETTINGS},
-                "seed": self._names["seed"],
-                "n_predict": request.sampling.max_tokens,
-                "repeat_penalty": body.repetition_penalty,
-                "n_probs": body.logprobs,
-                "stop": body.stop_strings,
-            },
+            "generation_settings": body.model_dump(by_alias=True, exclude={"prompt"})
+            | {"seed": self._names["seed"], "n_predict": request.sampling.max_tokens},
             "prompt": body.prompt if isinstance(body.prompt, str) else self._prompts.decode(body.prompt),
             "has_new_line": "\n" in piece.text,
             "truncated": False,
