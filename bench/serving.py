@@ -21,15 +21,16 @@ import statistics
 import sys
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import machine, paired_ratio, write_result
 from serving_client import Wave
 from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
-from serving_peers import STARTS, Contender, ContenderFailed, installed_version, start_meshwright
+from serving_peers import STARTS, Contender, ContenderFailed, Server, installed_version, start_meshwright
 
 CONCURRENCY = (1, 8, 32)
 TOKENS = 128
@@ -175,6 +176,18 @@ def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
     return found
 
 
+def outside_kernels(contender: Contender) -> float | None:
+    """Share of all steps' time that the server spent outside kernels; None if it does not report them."""
+    page = (
+        urllib.request.urlopen(f"http://127.0.0.1:{cast(Server, contender).port}/metrics", timeout=30).read().decode()
+    )
+    kernels, steps = (
+        sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"meshwright:engine_{name}_total"))
+        for name in ("kernel_seconds", "step_seconds")
+    )
+    return round(1 - kernels / steps, 4) if kernels else None
+
+
 def seconds_until_ready(model: str, dtype: str, pool: int = 4 << 30) -> dict[str, Any]:
     """A second start of the server whose memory is chosen so that the pool has at least `pool` bytes."""
     work = CACHE / "work"
@@ -193,8 +206,10 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
     read = weights_read_per_token(model) * BYTES[dtype]
     restart = 4 * read * len(names) > 0.5 * machine()["memory_gib"] * 2**30
     race = Race(model, dtype, names, restart)
+    before = read_stream(read)
     try:
         waves = run_rounds(race, options.rounds, options.concurrency, deadline)
+        outside = race.turn("meshwright", outside_kernels) if "meshwright" in race.names else None
         same = same_answers(race) if time.monotonic() < deadline else {}
     finally:
         race.close()
@@ -206,7 +221,8 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
         },
         "against_best": {count: compare(by_name) for count, by_name in waves.items()},
         "same_answer_alone_and_among_31": same,
-        "read_stream_gb_per_second": round(read_stream(read) / 1e9, 2),
+        "read_stream_gb_per_second": round(max(before, read_stream(read)) / 1e9, 2),
+        "share_of_steps_outside_kernels": outside,
         "weight_bytes_per_token": read,
     }
     stream = found["read_stream_gb_per_second"] * 1e9

@@ -172,7 +172,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_named(copy: Path, tmp_pa
 
 
 def test_a_model_without_a_chat_template_is_asked_for_a_text_to_continue(model: mw.Model):
-    with pytest.raises(UserError, match="without a chat template"):
+    with pytest.raises(UserError, match=r"without a chat template: give a text to be continued \(without --chat\)"):
         model.generate("Q", chat=True)
 
 

@@ -42,23 +42,23 @@ def test_memory_that_means_nothing_is_refused(text: str, reason: str):
 
 def test_pool_is_bounded_by_default_and_fills_what_is_given():
     config = preset("llama-3.2-1b")
-    ledger = plan_memory(config, Layout(), "bfloat16", max_length=4096, host=HOST)
+    ledger = plan_memory(config, Layout(), "bfloat16", max_length=4096, hosts=[HOST])
     assert ledger.blocks == DEFAULT_POOL // ledger.kv_block
-    ledger = plan_memory(config, Layout(), "bfloat16", "0.75", 8192, host=HOST)
+    ledger = plan_memory(config, Layout(), "bfloat16", "0.75", 8192, hosts=[HOST])
     assert ledger.total <= 12 * GIB < ledger.total + ledger.kv_block
-    tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=(64, 4), host=HOST)
+    tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=(64, 4), hosts=[HOST])
     assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
 
 
 def test_length_is_what_fits_unless_it_is_given():
     config = preset("llama-3.1-8b")
     host = HostMemory(18 * GIB, 18 * GIB, "machine")
-    ledger = plan_memory(config, Layout(), "bfloat16", "1", host=host)
+    ledger = plan_memory(config, Layout(), "bfloat16", "1", hosts=[host])
     assert 16 <= ledger.sizes.max_length < config.max_positions
     assert ledger.blocks >= ledger.sizes.blocks_of_longest
     with pytest.raises(UserError, match="does not fit"):
-        plan_memory(config, Layout(), "bfloat16", "1", 131072, host=host)
+        plan_memory(config, Layout(), "bfloat16", "1", 131072, hosts=[host])
     with pytest.raises(UserError, match="1 to 131072"):
-        plan_memory(config, Layout(), "bfloat16", "1", 131073, host=host)
+        plan_memory(config, Layout(), "bfloat16", "1", 131073, hosts=[host])
     with pytest.raises(UserError, match="--max-sequences 0"):
-        plan_memory(config, Layout(), "bfloat16", steps=(512, 0), host=host)
+        plan_memory(config, Layout(), "bfloat16", steps=(512, 0), hosts=[host])

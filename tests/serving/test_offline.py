@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,27 +15,42 @@ from meshwright.spec.refuse import serving_layout
 from tests.serving import offline_cases as cases
 from tests.serving.small_models import small_config, write_model
 
+NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="experts on several ranks need the kernels")
 # Windows and grouped heads; learned positions, biases and a tied head; experts with a shared one; experts without.
-MODELS = ["mistral-tiny", "gpt2-tiny", "qwen2-moe-tiny", "mixtral-tiny"]
+CASES = [
+    *(("mistral-tiny", layout) for layout in ("tp2 pp2", "tp4", "pp2 dp2")),
+    *(("gpt2-tiny", layout) for layout in ("tp2 pp2", "tp4")),
+    ("qwen2-moe-tiny", "tp2 pp2"),
+    *(pytest.param("qwen2-moe-tiny", layout, marks=NEEDS_COMPILER) for layout in ("tp4 ep4", "tp4 ep2")),
+    pytest.param("mixtral-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
+]
+Run = tuple[Path, dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"experts": 4} if request.param in ("qwen2-moe-tiny", "mixtral-tiny") else {"tied": True}
-    return write_model(tmp_path_factory.mktemp("model"), small_config(request.param, **changes))
+@pytest.fixture(scope="module")
+def run_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Directory of a model and what one process answers with it."""
+    place, made = tmp_path_factory.mktemp("models"), dict[str, Run]()
+
+    def find(name: str) -> Run:
+        if name not in made:
+            changes = {"experts": 4} if name in ("qwen2-moe-tiny", "mixtral-tiny") else {"tied": True}
+            directory = write_model(place / name, small_config(name, **changes))
+            made[name] = directory, cases.run(str(directory), "dp1")
+        return made[name]
+
+    return find
 
 
-@pytest.mark.parametrize("layout", ["tp2 pp2", "tp4", "tp4 ep4", "tp4 ep2", "pp2 dp2"])
-def test_ranks_answer_as_one_process(four: LocalRanks, directory: Path, layout: str):
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_ranks_answer_as_one_process(four: LocalRanks, run_alone: Callable[[str], Run], name: str, layout: str):
+    directory, alone = run_alone(name)
     config = config_from_path(directory)
-    if "ep" in layout and (not config.experts or load_kernels() is None):
-        pytest.skip("experts need an expert model and kernels")
-    alone = cases.run(str(directory), "dp1")
     ranks = four.run(cases.run, str(directory), str(serving_layout(layout, config)))
     for rank in ranks:
         assert rank["together"] == rank["alone"] == ranks[0]["together"]
-        for name, results in rank["together"].items():
-            expected = alone["together"][name]
-            assert [token for token, _ in results] == [token for token, _ in expected], name
+        for request, results in rank["together"].items():
+            expected = alone["together"][request]
+            assert [token for token, _ in results] == [token for token, _ in expected], request
             assert [value for _, value in results] == pytest.approx([value for _, value in expected], abs=1e-4)
         assert rank["held"] < 0.85 * alone["held"]

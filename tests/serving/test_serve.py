@@ -157,14 +157,13 @@ def test_missing_extra_is_one_line(stories: Path, command_line: Callable[..., An
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors"])
-def test_damaged_checkpoint_is_one_line(stories: Path, tmp_path: Path, file: str):
+def test_damaged_checkpoint_is_one_line(stories: Path, tmp_path: Path, file: str, command_line: Callable[..., Any]):
     shutil.copytree(stories, tmp_path / "model", copy_function=shutil.copyfile)
     if file == "tokenizer.json":
         (tmp_path / "model" / file).unlink()
     else:
         os.truncate(tmp_path / "model" / file, 500_000)
-    with running(tmp_path / "model") as (process, document):
-        assert process.wait(timeout=60) == 2
-        lines = [line for line in document["error"].splitlines() if line.startswith("meshwright: ")]
-        assert len(lines) == 1 and "Traceback" not in document["error"]
-        assert file in lines[0]
+    outcome = command_line("serve", tmp_path / "model", "--port", 0)
+    errors = [line for line in outcome.errors.splitlines() if "error" in line]
+    assert (outcome.code, outcome.output, len(errors)) == (2, "", 1)
+    assert errors[0].startswith("meshwright: error: ") and file in errors[0]

@@ -159,6 +159,11 @@ class Model:
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:
         """Return the token IDs of a prompt; with `chat`, those of a conversation of one user turn."""
+        if chat and self._prompts.chat_template is None:
+            raise UserError(
+                f"{self.directory}: its tokenizer comes without a chat template: give a text to be continued (without "
+                "--chat)"
+            )
         if isinstance(prompt, str):
             return self._prompts.encode_chat([Message("user", prompt)]) if chat else self._prompts.encode(prompt)
         if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.library import Kernels, PackedMatrix
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.op_list import OpList
 from meshwright.kernels.operations import (
     Activation,
     Add,
@@ -27,10 +28,10 @@ from meshwright.kernels.operations import (
     LayerCache,
     Linear,
     Norm,
-    OpList,
     RopeStore,
     TakeRows,
 )
+from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations

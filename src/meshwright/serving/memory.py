@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.errors import UserError
@@ -52,7 +53,7 @@ def parse_memory(text: str, host: HostMemory) -> int:
 
 def plan_memory(
     config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
-    steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), host: HostMemory | None = None, hosts: int = 1,
+    steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), hosts: Sequence[HostMemory] | None = None,
 ) -> ServingLedger:  # fmt: skip
     """Return the memory bill of a server with the KV blocks that fit.
 
@@ -63,14 +64,13 @@ def plan_memory(
         memory: `--memory`; unless given, 0.9 with at most `DEFAULT_POOL` of KV blocks.
         max_length: Most tokens of a sequence; the model's positions, or as many as fit, unless given.
         steps: Most tokens and most sequences of a step.
-        host: Memory of this machine.
-        hosts: Machines over which the ranks are spread, each with as much.
+        hosts: Memory of each machine over which the ranks are spread; this one alone unless given.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
     """
-    host = host or HostMemory.read()
-    budget = hosts * parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host)
+    hosts = hosts or [HostMemory.read()]
+    budget = sum(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
     for option, number in zip(("--token-budget", "--max-sequences"), steps, strict=True):
         if number < 1:
             raise UserError(f"{option} {number}: should be 1 or more")

@@ -20,6 +20,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.comm.local import start_server
 from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.launcher import rendezvous
+from meshwright.launcher.host_memory import HostMemory
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.memory import GIB
@@ -188,7 +189,8 @@ class _Start:
         budget = self.options.get("token_budget") or TOKEN_BUDGET
         sequences = self.options.get("max_sequences")
         steps = budget, min(MAX_SEQUENCES, budget) if sequences is None else sequences
-        hosts = self.place.ranks // (self.place.host_ranks or self.place.ranks) if self.place is not None else 1
+        count = self.place.ranks // (self.place.host_ranks or self.place.ranks) if self.place is not None else 1
+        hosts = [HostMemory.read()] * count  # machines of one job have the same memory
         memory, longest = self.options.get("memory"), self.options.get("max_length")
         return plan_memory(self.config, self.layout, self.dtype, memory, longest, steps=steps, hosts=hosts)
 
