@@ -358,8 +358,8 @@ def _field_error(error: ValidationError) -> ApiError:
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0
         for part in (*each["loc"], *([each["ctx"]["field"]] if "field" in each.get("ctx", {}) else [])):
-            if isinstance(part, str) and (part == "str" or not part.isidentifier()):
-                inner = 1  # a type of a union: what follows lies in the value
+            if isinstance(part, str) and (part == "str" or not part.isidentifier() or place[0] == "logit_bias"):
+                inner = 1  # a type of a union, or a key: what follows lies in the value
             else:
                 place[inner] += f"[{part}]" if isinstance(part, int) else f".{part}" if place[inner] else part
         first = first or place[0]
