@@ -23,25 +23,15 @@ from meshwright.serving.gate import BodyReader, Gate, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.protocol.bodies import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    ConversationBody,
-    DetokenizeBody,
-    GenerationBody,
-    LlamaBody,
-    TokenizeBody,
-    option_error,
-    parse_body,
-)
+from meshwright.serving.protocol import bodies
+from meshwright.serving.protocol.bodies import Body, option_error, parse_body
 from meshwright.serving.protocol.errors import ApiError, contain_panics, refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import build_job
 from meshwright.serving.streaming import ClientLeft, EventStream, JobRunner
 
 LARGE_BODY = 8192  # bytes; larger ones are parsed and tokenized beside the event loop
 CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client left; nobody reads it
-_JSON, _PROMETHEUS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 _Body = TypeVar("_Body", bound=Body)
 _Result = TypeVar("_Result")
@@ -52,29 +42,27 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
     app = FastAPI(title="Meshwright", version=__version__, docs_url=None, redoc_url=None)
     api = _Api(client, prompts, settings)
     posts: dict[str, tuple[type[Body], Callable[..., Awaitable[object]]]] = {
-        "/v1/completions": (CompletionBody, api.generate),
-        "/v1/chat/completions": (ChatBody, api.generate),
-        "/completion": (LlamaBody, api.generate),
-        "/tokenize": (TokenizeBody, partial(api.parse, use=api.tokenize)),
-        "/detokenize": (DetokenizeBody, partial(api.parse, use=api.detokenize)),
-        "/apply-template": (ConversationBody, partial(api.parse, use=api.apply_template)),
+        "/v1/completions": (bodies.CompletionBody, api.generate),
+        "/v1/chat/completions": (bodies.ChatBody, api.generate),
+        "/completion": (bodies.LlamaBody, api.generate),
+        "/tokenize": (bodies.TokenizeBody, partial(api.parse, use=api.tokenize)),
+        "/detokenize": (bodies.DetokenizeBody, partial(api.parse, use=api.detokenize)),
+        "/apply-template": (bodies.ConversationBody, partial(api.parse, use=api.apply_template)),
     }
-    gets: dict[str, tuple[str, Callable[[Request], object]]] = {
-        "/v1/models": (_JSON, lambda _: {"object": "list", "data": [api.show_model(settings.model)]}),
-        "/v1/models/{model}": (_JSON, lambda request: api.show_model(request.path_params["model"])),
-        "/props": (_JSON, lambda _: api.show_properties()),
-        "/tokenizer_info": (_JSON, lambda _: api.show_tokenizer()),
-        "/health": (_JSON, lambda _: api.report_state("ready", "draining")),
-        "/ready": (_JSON, lambda _: api.report_state("ready")),
-        "/metrics": (_PROMETHEUS, lambda _: api.metrics.page()),
+    gets: dict[str, Callable[[Request], object]] = {
+        "/v1/models": lambda _: {"object": "list", "data": [api.show_model(settings.model)]},
+        "/v1/models/{model}": lambda request: api.show_model(request.path_params["model"]),
+        "/props": lambda _: api.show_properties(),
+        "/tokenizer_info": lambda _: api.show_tokenizer(),
+        "/health": lambda _: api.report_state("ready", "draining"),
+        "/ready": lambda _: api.report_state("ready"),
+        "/metrics": lambda _: Response(api.metrics.page(), media_type=PROMETHEUS),
     }
     for path, (body, post) in posts.items():
         app.add_route(path, _answer(partial(post, model=body)), methods=["POST"])
-    for path, (media, get) in gets.items():
-        app.add_route(path.replace("{model}", "{model:path}"), _answer(get, media), methods=["GET"])
-    document = describe_api(
-        {path: body for path, (body, _) in posts.items()}, {path: media for path, (media, _) in gets.items()}
-    )
+    for path, get in gets.items():
+        app.add_route(path.replace("{model}", "{model:path}"), _answer(get), methods=["GET"])
+    document = describe_api({path: body for path, (body, _) in posts.items()}, list(gets))
     app.openapi = lambda: document  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_middleware(Gate, api_keys=settings.api_keys)
@@ -99,7 +87,7 @@ class _Api:
         self._bodies = BodyReader(settings)
         self._created = int(time.time())
 
-    async def generate(self, request: Request, model: type[GenerationBody]) -> Response | dict[str, Any]:
+    async def generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Build the job of a body, run it, and answer."""
         if (state := self._client.state) in ("starting", "draining", "failed"):  # before the work of tokenizing
             self.metrics.refuse(state)
@@ -131,7 +119,7 @@ class _Api:
             message = f"the model {name[:100]!r} is not served here; the one there is: {self._settings.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    def tokenize(self, body: bodies.TokenizeBody) -> dict[str, Any]:
         """Return the tokens of the one text that a body holds, in vLLM's and llama.cpp's form at once."""
         prompts = self._prompts
         if body.messages is not None:
@@ -149,12 +137,12 @@ class _Api:
             **({"token_strs": texts} if body.return_token_strs else {}),
         }
 
-    def detokenize(self, body: DetokenizeBody) -> dict[str, str]:
+    def detokenize(self, body: bodies.DetokenizeBody) -> dict[str, str]:
         """Return the text of tokens, under vLLM's name `prompt` and llama.cpp's `content`."""
         text = self._prompts.decode(self._prompts.check(body.tokens, empty=True))
         return {"prompt": text, "content": text}
 
-    def apply_template(self, body: ConversationBody) -> dict[str, str]:
+    def apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
         """Return the text that the chat template makes of a conversation."""
         return {"prompt": self._prompts.render_chat(body.conversation())}
 
@@ -191,9 +179,8 @@ class _Api:
         return {"status": "ok", "state": state}
 
 
-def _answer(endpoint: Callable[[Request], Any], media: str = _JSON) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint that returns a response, JSON, or bytes of another type, so that every error becomes a response
-    in OpenAI's shape."""
+def _answer(endpoint: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap an endpoint that returns a response or JSON, so that every error becomes a response in OpenAI's shape."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -203,9 +190,7 @@ def _answer(endpoint: Callable[[Request], Any], media: str = _JSON) -> Callable[
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             return to_api_error(error).to_response()
-        if isinstance(value, Response):
-            return value
-        return Response(value if isinstance(value, bytes) else to_json(value), media_type=media)
+        return value if isinstance(value, Response) else Response(to_json(value), media_type="application/json")
 
     return answer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -31,11 +31,11 @@ _BODY_ERRORS = {
 }
 
 
-def describe_api(posts: Mapping[str, type[Body]], gets: Mapping[str, str]) -> dict[str, Any]:
-    """Return the OpenAPI document. `posts`: body by path; `gets`: media type of the answer by path."""
-    paths = {path: {"get": _describe_operation(path, media)} for path, media in gets.items()}
+def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
+    """Return the OpenAPI document. `posts`: body by path; `gets`: paths."""
+    paths = {path: {"get": _describe_operation(path, _ERRORS)} for path in gets}
     for path, body in posts.items():
-        operation = _describe_operation(path, "application/json", _ERRORS | _BODY_ERRORS)
+        operation = _describe_operation(path, _ERRORS | _BODY_ERRORS)
         operation["requestBody"] = {"required": True, "content": _content(body.__name__)}
         if issubclass(body, GenerationBody):
             operation["responses"]["200"]["content"]["text/event-stream"] = {}
@@ -53,9 +53,9 @@ def describe_api(posts: Mapping[str, type[Body]], gets: Mapping[str, str]) -> di
     }
 
 
-def _describe_operation(path: str, media: str, errors: Mapping[str, str] = _ERRORS) -> dict[str, Any]:
+def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
     """Return one operation, without its body. `errors`: description by status."""
-    kind = "object" if media == "application/json" else "string"
+    media, kind = ("text/plain", "string") if path == "/metrics" else ("application/json", "object")
     good = {"description": "The answer", "content": {media: {"schema": {"type": kind}}}}
     bad = {status: {"description": text, "content": _content("Error")} for status, text in errors.items()}
     operation: dict[str, Any] = {"operationId": path.strip("/"), "responses": {"200": good, **bad}}
