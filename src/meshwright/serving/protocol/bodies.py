@@ -256,8 +256,7 @@ class LlamaBody(PromptBody):
     unsupported = _LLAMA_UNSUPPORTED
 
     prompt: str | Tokens
-    n: Literal[1] = 1
-    echo: Literal[False] = False
+    n: int = Field(1, ge=1, le=1)
     temperature: float = Field(0.8, ge=0, le=100, description="0: the most likely token")
     top_p: float = Field(0.95, gt=0, le=1, description="1: off")
     top_k: int = Field(40, ge=-1, le=2**31 - 1, description="0 or -1: off")
