@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import write_result
-from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.gate import HttpSettings
+from meshwright.serving.http import create_app
 from meshwright.serving.http_server import open_socket, serve_http
 from meshwright.serving.request import Output, Request
 from tests.serving.fake_engine import FakeEngine, make_prompts

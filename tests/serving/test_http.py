@@ -6,18 +6,20 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from meshwright.errors import RankLost
 from meshwright.serving.engine_client import Refusal
-from meshwright.serving.gate import BodyLimits
-from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.gate import HttpSettings
+from meshwright.serving.http import create_app
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.streaming import StreamLimits
+from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 KEY = "a-key-for-tests"
@@ -36,8 +38,11 @@ def served(prompts: Prompts) -> Iterator[tuple[FakeEngine, str]]:
         "m",
         api_keys=["another", KEY],
         cors_origins=["https://page.example"],
-        bodies=BodyLimits(100_000, 150_000, 0.3),
-        streams=StreamLimits(2_000, 1.0),
+        body_bytes=100_000,
+        all_body_bytes=150_000,
+        body_seconds=0.3,
+        stream_bytes=2_000,
+        drain_seconds=1.0,
     )
     with ServedApp(create_app(engine, prompts, settings)) as app:
         yield engine, app.url
@@ -179,6 +184,19 @@ def test_options_reach_the_engine_and_null_is_the_default(http: httpx.Client, en
     assert request.deadline is not None
 
 
+def test_prompt_is_truncated_and_scored_as_vllm_does(http: httpx.Client, engine: FakeEngine):
+    body = {"prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 3, "prompt_logprobs": 1, "max_tokens": 1, "logprobs": 2}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert engine.requests[-1].tokens == (6, 7, 8)
+    none, *scored = choice["prompt_logprobs"]
+    assert none is None and [list(told) for told in scored] == [["7", "0"], ["8", "0"]]
+    assert scored[0]["7"]["logprob"] == -1.007 and scored[0]["0"]["rank"] == 1
+    assert len(choice["logprobs"]["tokens"]) == 1
+    body = {**body, "return_tokens_as_token_ids": True, "echo": True, "truncate_prompt_tokens": -1}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"]["tokens"][:4] == ["token_id:5", "token_id:6", "token_id:7", "token_id:8"]
+
+
 def test_llama_cpp_completion_streams_what_it_answers(http: httpx.Client):
     body = {"prompt": "hello", "n_predict": 20, "stop": ["brown"], "return_tokens": True, "n_probs": 1}
     whole = http.post("/completion", json=body).json()
@@ -204,6 +222,7 @@ def test_tokens_and_text_are_converted_both_ways(http: httpx.Client, prompts: Pr
 def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenAI, prompts: Prompts):
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").id == "m"
+    assert http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
     told = http.get("/props").json()
     assert told["engine"] == {"layout": "dp1", "instruction_set": "none"}
     assert told["default_generation_settings"]["n_ctx"] == prompts.max_length
@@ -239,6 +258,7 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
         ({"stop": "x" * 129}, "stop"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"seed": 2**63}, "seed"),
         ({"stream": "yes"}, "stream"),
@@ -247,7 +267,9 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
         ({"suffix": "end"}, "suffix"),
         ({"guided_json": {}}, "guided_json"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
     ids=str,
 )
@@ -302,14 +324,22 @@ def test_body_that_is_no_json_object_is_a_clear_400(http: httpx.Client, body: by
 
 
 def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
-    for tokens in ([1, 10**6], [-1], [2**70]):
-        error = http.post("/v1/completions", json={"prompt": tokens}).json()["error"]
-        assert "is not in the model's vocabulary" in error["message"]
+    for tokens, said in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
+        answer = http.post("/v1/completions", json={"prompt": tokens})
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="the model 'other' is not served here"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="the model takes 512 tokens") as caught:
         client.completions.create(model="m", prompt="hello " * 400)
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("model", "name"), [(DetokenizeBody, "tokens"), (CompletionBody, "prompt")])
+def test_list_of_wrong_values_is_refused_at_the_first(model: type[Body], name: str):
+    """An error for each of some millions would take gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({name: [-1] * 1000})
+    assert caught.value.error_count() <= 4  # one for each type that the field may have
 
 
 def test_unknown_paths_and_methods_have_the_shape_of_errors(http: httpx.Client):
@@ -429,6 +459,27 @@ def test_unexpected_error_is_a_500_and_logs_no_text(
     with pytest.raises(openai.APIError):
         list(client.completions.create(model="m", prompt="x", stream=True))
     assert "unexpected ValueError" in caplog.text and "secret" not in caplog.text
+
+
+class PanicException(BaseException):
+    """What a panic of a Rust library looks like."""
+
+
+@pytest.mark.parametrize("method", ["encode", "detokenizer"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_panic_of_the_tokenizer_is_an_error_of_one_request(
+    http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, method: str, stream: bool
+):
+    def panic(*_: object) -> None:
+        raise PanicException("a secret prompt")
+
+    broken = panic if method == "encode" else lambda _: SimpleNamespace(push=panic, rest=panic)
+    with monkeypatch.context() as patched:
+        patched.setattr(prompts, method, broken)
+        answer = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+    assert answer.status_code == (200 if stream and method == "detokenizer" else 500)
+    assert '"code":"internal_error"' in answer.text and "secret" not in answer.text
+    assert http.post("/v1/completions", json={"prompt": "x", "stream": stream}).is_success
 
 
 def test_timeout_ends_a_request(client: openai.OpenAI, engine: FakeEngine):

@@ -17,14 +17,16 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.serving import http_server
-from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.gate import HttpSettings
+from meshwright.serving.http import create_app
 from meshwright.serving.http_server import open_socket
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts
 
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from meshwright.serving.http import HttpSettings, create_app
+from meshwright.serving.gate import HttpSettings
+from meshwright.serving.http import create_app
 from meshwright.serving.http_server import open_socket, serve_http
 from tests.serving.fake_engine import FakeEngine, make_prompts
 

@@ -14,19 +14,20 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from starlette.testclient import TestClient
 
-from meshwright.serving.http import HttpSettings, create_app
-from meshwright.serving.protocol import bodies, llama_cpp
-from meshwright.serving.protocol.fields import UNSUPPORTED
+from meshwright.serving.gate import HttpSettings
+from meshwright.serving.http import create_app
+from meshwright.serving.protocol import bodies
+from meshwright.serving.protocol.bodies import UNSUPPORTED
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
 CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
 MODELS = {
     "/v1/completions": bodies.CompletionBody,
     "/v1/chat/completions": bodies.ChatBody,
-    "/completion": llama_cpp.LlamaBody,
+    "/completion": bodies.LlamaBody,
     "/tokenize": bodies.TokenizeBody,
     "/detokenize": bodies.DetokenizeBody,
-    "/apply-template": bodies.ApplyTemplateBody,
+    "/apply-template": bodies.ConversationBody,
 }
 
 
@@ -56,7 +57,7 @@ def test_document_has_the_fields_that_are_read(client: TestClient, path: str):
     content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     described = document["components"]["schemas"][content["$ref"].rpartition("/")[2]]["properties"]
     model = MODELS[path]
-    assert set(described) == set(model.model_fields)
+    assert set(described) == {field.alias or name for name, field in model.model_fields.items()}
     assert not set(described) & set(model.unsupported)
 
 

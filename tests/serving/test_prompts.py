@@ -73,6 +73,9 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(prompts: Prompts
     monkeypatch.setattr(prompts, "_encoder", None)
     with pytest.raises(UserError, match="10,000,000 characters, which are more than the 512 tokens"):
         prompts.encode("x" * 10**7)
+    monkeypatch.setattr(prompts, "_chat", None)
+    with pytest.raises(UserError, match="10,000,000 characters"):
+        prompts.encode_chat([Message("user", "x" * 10**7)])
 
 
 def test_conversation_is_encoded_by_the_template(prompts: Prompts):

@@ -53,6 +53,7 @@ class Choice:
         index: Number in the response.
         request: What the engine was asked.
         cached_tokens: Prompt tokens found in the prefix cache.
+        prompt_results: Results of the prompt's tokens, if they are scored; None for the first.
         completion_tokens: Tokens of the answer so far, a stop token included.
         finish_reason: As in `Piece`.
         stop_reason: Stop string, or stop token ID that is no end token of the model, that ended the answer; else None.
@@ -69,6 +70,7 @@ class Choice:
         self.begun = time.perf_counter()
         self.first: float | None = None
         self.last: float | None = None
+        self.prompt_results: Sequence[TokenResult | None] = ()
         self._prompts, self._stop = prompts, stop
         self._answer = AnswerText(prompts.detokenizer(request.tokens), stop.strings, request.sampling.min_tokens)
         self._unsent_echo = echo
@@ -84,9 +86,11 @@ class Choice:
             self.first = self.first or self.last
         self._characters += len(text)
         self.completion_tokens += len(tokens)
+        if output.prompt_results is not None:
+            self.prompt_results = output.prompt_results
         if self._unsent_echo is not None:
             text = self._unsent_echo + text
-            tokens = self._place_prompt(output.prompt_results or ()) + tokens
+            tokens = self._place_prompt() + tokens
             self._unsent_echo = None
         return Piece(text, tokens, self.finish_reason)
 
@@ -112,10 +116,10 @@ class Choice:
             text += answer.stopped_by if self._stop.include else ""
         return text, tokens
 
-    def _place_prompt(self, results: Sequence[TokenResult | None]) -> list[PlacedToken]:
+    def _place_prompt(self) -> list[PlacedToken]:
         """Return the tokens of the prompt with their places in its text; empty without results."""
         detokenizer, placed, characters = self._prompts.detokenizer(()), [], 0
-        for token, result in zip(self.request.tokens, results, strict=False):
+        for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))
             characters += len(detokenizer.push(token))
         return placed

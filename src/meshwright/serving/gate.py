@@ -7,14 +7,13 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UserError
@@ -26,18 +25,28 @@ _GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
 
 
 @dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Limits on the bodies of requests.
+class HttpSettings:
+    """Settings of the HTTP API. A client that reads too slowly is dropped, and its requests are cancelled.
 
     Attributes:
-        bytes: Of one body.
-        all_bytes: Of all bodies that are being read or parsed together.
-        seconds: From the first to the last byte of one body.
+        model: Name of the served model.
+        api_keys: Keys of which a request must name one; empty: none is needed.
+        cors_origins: Origins whose pages may call the API, `"*"` for all; empty: CORS is off.
+        body_bytes: Limit on one body.
+        all_body_bytes: Limit on all bodies that are being read or parsed together.
+        body_seconds: From the first to the last byte of a body.
+        stream_bytes: Events that wait for a client beside the buffers of its socket, for each choice of its response.
+        drain_seconds: From the last token until a client has read its stream.
     """
 
-    bytes: int = 16 << 20
-    all_bytes: int = 256 << 20
-    seconds: float = 60.0
+    model: str
+    api_keys: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    body_bytes: int = 16 << 20
+    all_body_bytes: int = 256 << 20
+    body_seconds: float = 60.0
+    stream_bytes: int = 256 << 10
+    drain_seconds: float = 60.0
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -77,13 +86,9 @@ class Gate:
             await send(message)
 
         if self._digests and scope["path"] not in OPEN_PATHS and not self._admits(headers.get(b"authorization", b"")):
-            error = ApiError(
-                401,
-                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-            return await error_response(error)(scope, receive, send_named)
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            return await error.to_response()(scope, receive, send_named)
         return await self._app(scope, receive, send_named)
 
     def _admits(self, authorization: bytes) -> bool:
@@ -94,45 +99,34 @@ class Gate:
         return kind.lower() == b"bearer" and any(matches)
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the HTTP response of an error."""
-    return Response(to_json(error.to_json()), error.status, error.headers, "application/json")
-
-
 class BodyReader:
     """Reads the bodies of requests within their limits."""
 
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
+    def __init__(self, settings: HttpSettings) -> None:
+        self._settings = settings
         self._bytes = 0  # of all bodies now in memory
 
-    async def read(self, request: Request) -> bytes:
-        """Return the whole body, which counts until `release`. Raises ApiError, and starlette's ClientDisconnect."""
-        limits, parts, size = self._limits, [], 0
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the whole body, which counts as in memory until the context ends. Raises ApiError, and starlette's
+        ClientDisconnect."""
+        settings, body = self._settings, bytearray()
+        too_large = ApiError(413, f"the body is larger than {settings.body_bytes:,} bytes", code="body_too_large")
         declared = request.headers.get("content-length", "0")
-        if not declared.isdecimal() or len(declared) > 12 or int(declared) > limits.bytes:
-            raise self._too_large()
+        if not declared.isdecimal() or len(declared) > 12 or int(declared) > settings.body_bytes:
+            raise too_large
         try:
-            async with asyncio.timeout(limits.seconds):
+            async with asyncio.timeout(settings.body_seconds):
                 async for part in request.stream():
-                    size += len(part)
                     self._bytes += len(part)
-                    parts.append(part)
-                    if size > limits.bytes:
-                        raise self._too_large()
-                    if self._bytes > limits.all_bytes:
+                    body += part
+                    if len(body) > settings.body_bytes:
+                        raise too_large
+                    if self._bytes > settings.all_body_bytes:
                         raise ApiError(429, "the bodies of all requests are too large together", code="body_bytes")
-        except BaseException as error:
-            self.release(size)
-            if isinstance(error, TimeoutError):
-                raise ApiError(408, f"the body did not arrive within {limits.seconds:g} s", code="timeout") from None
-            raise
-        return b"".join(parts)
-
-    def release(self, size: int) -> None:
-        """Count `size` bytes as no longer in memory."""
-        self._bytes -= size
-
-    def _too_large(self) -> ApiError:
-        """Return the error of a body that is too large."""
-        return ApiError(413, f"the body is larger than {self._limits.bytes:,} bytes", code="body_too_large")
+            yield bytes(body)
+        except TimeoutError:
+            message = f"the body did not arrive within {settings.body_seconds:g} s"
+            raise ApiError(408, message, code="timeout") from None
+        finally:
+            self._bytes -= len(body)

@@ -158,28 +158,18 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
     received: asyncio.Queue[int] = asyncio.Queue()
     for each in SIGNALS:
         loop.add_signal_handler(each, received.put_nowait, int(each))
-    serving = asyncio.create_task(server.serve([listener]))
-    stopping = asyncio.create_task(_wait_for_end(server, client, received, drain_seconds))
+    serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(received.get())
     try:
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        number = stopping.result() if stopping.done() else 0
+        await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
+        assert signalled.done(), "the HTTP server ended without a signal"
+        client.drain()
+        deadline = time.monotonic() + drain_seconds
+        while server.server_state.tasks and received.empty() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return signalled.result()
+    finally:
+        signalled.cancel()
         server.should_exit = True
         await serving
-        assert number, "the HTTP server ended without a signal"
-        return number
-    finally:
-        stopping.cancel()
         for each in SIGNALS:
             loop.remove_signal_handler(each)
-
-
-async def _wait_for_end(
-    server: uvicorn.Server, client: EngineClient, received: asyncio.Queue[int], drain_seconds: float
-) -> int:
-    """Wait for a signal, then until no request is in flight, `drain_seconds` or a second signal; return the first."""
-    number = await received.get()
-    client.drain()
-    deadline = time.monotonic() + drain_seconds
-    while server.server_state.tasks and received.empty() and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    return number

@@ -34,44 +34,38 @@ _COUNTERS = (
 )
 
 
+# (name, buckets, description)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", _FIRST, "From the request to its first token."),
+    ("inter_token_latency_seconds", _BETWEEN, "Between two tokens of a sequence."),
+    ("request_time_per_output_token_seconds", _BETWEEN, "Mean time of a token after the first."),
+    ("e2e_request_latency_seconds", _WHOLE, "From the request to its last token."),
+    ("request_prompt_tokens", _TOKENS, "Tokens of a prompt."),
+    ("request_generation_tokens", _TOKENS, "Tokens of an answer."),
+)
+
+
 class ServingMetrics:
     """Counters and histograms of the requests, and the state of the engine when they are read."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         """`model`: value of the label `model_name`."""
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(client, model))
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(PREFIX + name, text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(model)
-
-        self._first = histogram("time_to_first_token_seconds", "From the request to its first token.", _FIRST)
-        self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _BETWEEN)
-        self._mean = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN
+        self._registry, self._model = CollectorRegistry(), model
+        self._registry.register(_EngineCollector(client, model))
+        self._first, self._between, self._mean, self._whole, self._prompt_lengths, self._answer_lengths = (
+            Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
+            for name, buckets, text in _HISTOGRAMS
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From the request to its last token.", _WHOLE)
-        self._prompt_lengths = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished sequences.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._success = Counter(
-            PREFIX + "request_success",
-            "Sequences that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model)
+        self._ended = self._counter("request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._refused = self._counter(
+            "requests_refused", "HTTP requests that were not queued, by the limit that was reached.", "reason"
         )
-        self._refused = Counter(
-            PREFIX + "requests_refused",
-            "HTTP requests that were not queued, by the limit that was reached.",
-            ["model_name", "reason"],
-            registry=self.registry,
-        )
-        self._model = model
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Register a counter with labels beside `model_name`."""
+        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
 
     def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
         """Count a new piece of a choice. `before`: `choice.last` before it."""
@@ -86,7 +80,7 @@ class ServingMetrics:
 
     def finish(self, choice: Choice, reason: str) -> None:
         """Count the end of a choice; `reason`: as in `Piece`, `"abort"` where the client left or gave up."""
-        self._success.labels(self._model, reason).inc()
+        self._ended.labels(self._model, reason).inc()
         if reason == "abort":
             return
         self._prompt_tokens.inc(len(choice.request.tokens))
@@ -103,7 +97,7 @@ class ServingMetrics:
 
     def page(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
 
 class _EngineCollector:
@@ -114,25 +108,21 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
-        replicas = list(enumerate(self._client.stats()))
+        replicas = [([self._model, str(number)], stats) for number, stats in enumerate(self._client.stats())]
         labels = ["model_name", "engine"]
-        for name, key, text in _GAUGES:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
-            for number, stats in replicas:
-                gauge.add_metric([self._model, str(number)], stats.get(key, 0))
-            yield gauge
-        for name, key, text in _COUNTERS:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            for number, stats in replicas:
-                counter.add_metric([self._model, str(number)], stats.get(key, 0))
-            yield counter
+        for family, series in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, key, text in series:
+                metric = family(PREFIX + name, text, labels=labels)
+                for place, stats in replicas:
+                    metric.add_metric(place, stats.get(key, 0))
+                yield metric
         usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", labels=labels)
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by state.", labels=[*labels, "state"])
-        for number, stats in replicas:
+        for place, stats in replicas:
             counts = {state: stats.get(state, 0) for state in ("free", "cached", "held")}
-            usage.add_metric([self._model, str(number)], counts["held"] / max(sum(counts.values()), 1))
+            usage.add_metric(place, counts["held"] / max(sum(counts.values()), 1))
             for state, count in counts.items():
-                blocks.add_metric([self._model, str(number), state], count)
+                blocks.add_metric([*place, state], count)
         yield usage
         yield blocks
 

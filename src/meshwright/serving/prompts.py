@@ -82,19 +82,16 @@ class Prompts:
         Raises UserError for a text that is certainly longer than `max_length` (before tokenizing it), that gives a
         token which the model does not have, or no token unless `empty`.
         """
-        if len(text) > self.max_length * self._longest_token:
-            raise UserError(
-                f"the prompt has {len(text):,} characters, which are more than the {self.max_length:,} tokens that the "
-                "model takes"
-            )
+        self._check_characters(len(text))
         start = [self.start] if add_start and self.start is not None else []
         return self.check(start + self._encoder.encode(text, add_special_tokens=False).ids, empty=empty)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token IDs of a conversation and the header of the assistant's turn, by the model's chat template.
 
-        Raises UserError without a template, or if it refuses the conversation.
+        Raises UserError without a template, if it refuses the conversation, or if that is certainly too long.
         """
+        self._check_characters(sum(len(message.content) for message in messages))
         return self.check(self._require_chat().encode_prompt(messages))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
@@ -134,6 +131,14 @@ class Prompts:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _check_characters(self, count: int) -> None:
+        """Raise UserError if a text of so many characters is certainly longer than `max_length`."""
+        if count > self.max_length * self._longest_token:
+            raise UserError(
+                f"the prompt has {count:,} characters, which are more than the {self.max_length:,} tokens that the "
+                "model takes"
+            )
 
     def _require_chat(self) -> ExampleEncoder:
         """Return the encoder of conversations; UserError without a chat template."""

@@ -262,7 +262,8 @@ class _Start:
         self, replicas: Replicas, prompts: Prompts, on_ready: Callable[[dict[str, Any]], None]
     ) -> int:
         """Serve HTTP until a signal, whose number is returned, or until the ranks are lost for good (RankLost)."""
-        from meshwright.serving.http import HttpSettings, create_app
+        from meshwright.serving.gate import HttpSettings
+        from meshwright.serving.http import create_app
         from meshwright.serving.http_server import serve_http
 
         app = create_app(replicas, prompts, HttpSettings(self.name, self.keys, self.options.get("cors_origins", ())))

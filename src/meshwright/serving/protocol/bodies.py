@@ -1,122 +1,121 @@
-"""JSON bodies of the endpoints, as OpenAI's API and vLLM name their fields. Free of torch."""
+"""JSON bodies of the endpoints: the fields that are read, with ranges and defaults, and those that are refused.
+
+Names and meanings are those of OpenAI's API, vLLM and llama.cpp. Free of torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import Field, WithJsonSchema, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from meshwright.data.records.conversations import Message
-from meshwright.serving.protocol.fields import (
-    MOST_LOGPROBS,
-    MOST_MESSAGES,
-    MOST_SEQUENCES,
-    UNSUPPORTED,
-    Body,
-    GenerationBody,
-    TokenId,
-)
+from meshwright.errors import UserError
+from meshwright.serving.prompts import Prompts
+from meshwright.serving.protocol.errors import ApiError
+from meshwright.serving.sampling import Sampling
+from meshwright.untrusted import check_nesting
 
-TextPrompt = str | list[int]  # a text, or token IDs
+MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
 
-_TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        _TOKENS_SCHEMA,
-        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": {"type": "string"}},
-        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _TOKENS_SCHEMA},
-    ]
+# Fields that other servers know and this one cannot honour, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tools", "functions", "logits_processors", "bad_words", "allowed_token_ids"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "response_format": ({"type": "text"},),
+    "modalities": ([], ["text"]),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning", "reasoning_effort", "verbosity"), ()),
+    **dict.fromkeys(("suffix", "grammar", "chat_template"), ("",)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), ()),
+    **dict.fromkeys(("structured_outputs", "json_schema", "chat_template_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("documents", "prompt_embeds", "thinking", "kv_transfer_params", "lora_request", "vllm_xargs"), ()),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "continue_final_message", "store", "echo_prompt"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
+    "service_tier": ("auto", "default"),
 }
-_CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
+_LLAMA_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **{name: UNSUPPORTED[name] for name in ("grammar", "json_schema", "response_format", "suffix", "typical_p")},
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "n_indent"), (0,)),
+    "tfs_z": (1,),
+    **dict.fromkeys(("samplers", "lora", "image_data", "multimodal_data"), ([],)),
 }
 
-
-def _is_tokens(value: object) -> bool:
-    """Return whether a value is a list of whole numbers, with at least one."""
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _parse_prompts(value: Any, _: Callable[[Any], Any]) -> list[TextPrompt]:
-    """Validate a prompt or a list of prompts; returns a list."""
-    if isinstance(value, str) or _is_tokens(value):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("should be a string, token IDs, or a list of either, and not empty")
-    if len(value) > MOST_SEQUENCES:
-        raise ValueError(f"should be at most {MOST_SEQUENCES} prompts, not {len(value)}")
-    if not (all(isinstance(one, str) for one in value) or all(map(_is_tokens, value))):
-        raise ValueError("should hold only strings, or only lists of token IDs that are not empty")
-    return value
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_SEQUENCES, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_SEQUENCES, fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=128)]
+BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenCount = Annotated[int, Field(ge=0, le=2**30)]
+Alternatives = Annotated[int, Field(ge=0, le=20, description="most likely tokens reported beside each token")]
 
 
-def _parse_content(value: Any, _: Callable[[Any], Any]) -> str:
-    """Validate the content of a message, a string or parts of type text; returns the joined text."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("should be a string or a list of parts of type text")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f'a part of type "{str(kind)[:40]}" is not supported, only "text"')
-        if not isinstance(part.get("text"), str):
-            raise ValueError('a part of type "text" should have a string "text"')
-    return "".join(part["text"] for part in value)
+def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
+    """Return the error of a field, for a validator of its whole object."""
+    return PydanticCustomError(kind, message, {"field": name})  # type: ignore[arg-type]
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Describe that null is the default of every field that has one."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+
+
+class Body(BaseModel):
+    """JSON object of a request. null is the default of every field; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_allow_null)
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """Drop fields that are null; refuse those that cannot be honoured."""
+        if not isinstance(values, dict):
+            return values
+        for name, neutral in cls.unsupported.items():
+            if values.get(name) is not None and values[name] not in neutral:
+                raise _wrong_field(name, "not supported by this server", "unsupported_parameter")
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class TextPart(Body):
+    """Part of a message's content."""
+
+    type: Literal["text"]
+    text: str
 
 
 class ChatMessage(Body):
     """One message of a conversation."""
 
+    unsupported = {"tool_calls": ([],), **dict.fromkeys(("name", "function_call", "tool_call_id", "audio"), ())}
+
     role: Literal["system", "user", "assistant", "tool", "developer"]
-    content: Annotated[str, WrapValidator(_parse_content), WithJsonSchema(_CONTENT_SCHEMA)]
-    name: None = Field(None, description="not supported")
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="not supported")
-    function_call: None = Field(None, description="not supported")
-    tool_call_id: None = Field(None, description="not supported")
-    audio: None = Field(None, description="not supported")
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def to_message(self) -> Message:
+        """Return the message for the chat template."""
+        parts = self.content
+        return Message(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+class ConversationBody(Body):
+    """Body of `/apply-template`."""
 
+    unsupported = {name: UNSUPPORTED[name] for name in ("tools", "chat_template", "chat_template_kwargs")}
 
-def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Convert the messages of a body to those of the chat template."""
-    return [Message(one.role, one.content) for one in messages]
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
 
-
-class CompletionBody(GenerationBody):
-    """Body of `/v1/completions`."""
-
-    prompt: Annotated[list[TextPrompt], WrapValidator(_parse_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: int | None = Field(None, ge=0, le=2**30, description="16")
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="most likely tokens beside each token")
-    echo: bool | None = Field(None, description="begin the text with the prompt; with logprobs, score its tokens")
-
-
-class ChatBody(GenerationBody):
-    """Body of `/v1/chat/completions`."""
-
-    unsupported = {**UNSUPPORTED, "echo": (False,)}
-
-    messages: Messages
-    max_tokens: int | None = Field(None, ge=0, le=2**30, description="all that the model's length leaves")
-    max_completion_tokens: int | None = Field(None, ge=0, le=2**30, description="newer name of max_tokens")
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="needs logprobs: true")
-    parallel_tool_calls: bool | None = Field(None, description="accepted, there are no tools")
+    def conversation(self) -> list[Message]:
+        """Return the messages for the chat template."""
+        return [message.to_message() for message in self.messages]
 
 
 class TokenizeBody(Body):
@@ -125,23 +124,252 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = Field(None, description="begin with the model's start token; true for prompt")
-    add_special: bool | None = Field(None, description="the same for content; false")
-    return_token_strs: bool | None = Field(None, description="give the text of each token as `token_strs`")
-    with_pieces: bool | None = Field(None, description="give each token as an object of `id` and `piece`")
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    add_special_tokens: bool = Field(True, description="begin prompt with the model's start token")
+    add_special: bool = Field(False, description="the same for content")
+    return_token_strs: bool = Field(False, description="give the text of each token as `token_strs`")
+    with_pieces: bool = Field(False, description="give each token as an object of `id` and `piece`")
+
+    @model_validator(mode="after")
+    def _check_given(self) -> TokenizeBody:
+        """Refuse none and several texts."""
+        if [self.prompt, self.content, self.messages].count(None) != 2:
+            raise _wrong_field("prompt", "give one of prompt, content and messages")
+        return self
 
 
 class DetokenizeBody(Body):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId] = Field(max_length=2**22)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class ApplyTemplateBody(Body):
-    """Body of `/apply-template`."""
+class StreamOptions(Body):
+    """What a stream reports beside text."""
 
-    unsupported = {name: UNSUPPORTED[name] for name in ("tools", "chat_template", "chat_template_kwargs")}
+    include_usage: bool = Field(False, description="send the usage before the end of the stream")
+    continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
 
-    messages: Messages
+
+class GenerationBody(Body):
+    """Fields of all requests for text."""
+
+    unsupported = UNSUPPORTED
+    default_tokens: ClassVar[int | None] = None  # `max_tokens` of a body without it; None: all that the length leaves
+
+    max_tokens: TokenCount | None
+    model: str | None = Field(None, description="name of the served model; null: the one there is")
+    n: int = Field(1, ge=1, le=128, description="choices for each prompt")
+    temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token")
+    top_p: float = Field(1.0, gt=0, le=1, description="1: off")
+    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="0 or -1: off")
+    min_p: float = Field(0.0, ge=0, le=1, description="0: off")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="1: off")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
+    logit_bias: dict[BiasedToken, Bias] = Field({}, max_length=1024)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: drawn, and returned")
+    min_tokens: int = Field(0, ge=0, le=2**30, description="no stop token or stop string before")
+    stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = Field(False, description="the model's end tokens end nothing")
+    add_special_tokens: bool = Field(True, description="begin a text prompt with the model's start token")
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**30)] | Literal[-1] | None = Field(
+        None, description="keep so many last tokens of the prompt; -1: as many as the model takes"
+    )
+    prompt_logprobs: Alternatives | None = None
+    stream: bool = False
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower is admitted first")
+    timeout: float | None = Field(None, gt=0, le=1e6, description="seconds until the request is given up (408)")
+    cache_salt: str = Field("", max_length=256, description="share cached prompts with this salt alone")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
+        """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
+        raise NotImplementedError
+
+    def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
+        """Return the last tokens of a prompt, as `truncate_prompt_tokens` says."""
+        most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return tokens if most is None else tokens[-most:]
+
+    def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> Sampling:
+        """Return the engine's options. `ends`: end tokens of the model. Raises UserError."""
+        same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        scored = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
+        if score_prompt and self.alternatives is not None:
+            scored.append(self.alternatives)
+        return Sampling(
+            **{name: getattr(self, name) for name in same},
+            top_k=max(self.top_k, 0),
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            stop_tokens=frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else ends),
+            logprobs=self.alternatives,
+            prompt_logprobs=max(scored, default=None),
+        )
+
+
+class PromptBody(GenerationBody):
+    """Fields of requests with a prompt in place of a conversation."""
+
+    prompt: str | Tokens | Texts | TokenLists
+    max_tokens: TokenCount | None = Field(None, description="16")
+    logprobs: Alternatives | None = None
+    echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        return self.logprobs
+
+    def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
+        """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        inputs: list[tuple[list[int], str | None]] = []
+        for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
+            text = given if isinstance(given, str) else None
+            whole = prompts.check(given) if isinstance(given, list) else prompts.encode(given, self.add_special_tokens)
+            tokens = self.truncate(whole, prompts)
+            if text is None or tokens != whole:
+                text = prompts.decode(tokens) if self.echo else None
+            inputs.append((tokens, text if self.echo else None))
+        return inputs
+
+
+class LlamaBody(PromptBody):
+    """Body of llama.cpp's `/completion`, with its names and defaults; 0 and -1 are those of llama.cpp."""
+
+    unsupported = _LLAMA_UNSUPPORTED
+
+    prompt: str | Tokens
+    n: int = Field(1, ge=1, le=1)
+    temperature: float = Field(0.8, ge=0, le=100, description="0: the most likely token")
+    top_p: float = Field(0.95, gt=0, le=1, description="1: off")
+    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="0 or -1: off")
+    min_p: float = Field(0.05, ge=0, le=1, description="0: off")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, alias="repeat_penalty", description="1: off")
+    max_tokens: TokenCount | Literal[-1] | None = Field(
+        None, alias="n_predict", description="-1: all that the model's length leaves"
+    )
+    logprobs: Alternatives | None = Field(None, alias="n_probs")
+    return_tokens: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        """Drop what means the default: a seed or `n_predict` of -1, an `n_probs` of 0."""
+        neutral = {"seed": -1, "n_predict": -1, "n_probs": 0}
+        return {name: value for name, value in values.items() if name not in neutral or value != neutral[name]}
+
+
+class OpenAIBody(GenerationBody):
+    """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
+
+    best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
+    stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
+    return_token_ids: bool = Field(False, description="give each choice its `token_ids`")
+    return_tokens_as_token_ids: bool = Field(False, description="write token_id:7 for a token's text in logprobs")
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> OpenAIBody:
+        """Refuse fields that do not go together."""
+        for holds, field, message in (
+            (self.best_of in (None, self.n), "best_of", "not supported, except equal to n"),
+            (self.stream or "stream_options" not in self.model_fields_set, "stream_options", "needs stream: true"),
+            (not self.stream or self.prompt_logprobs is None, "prompt_logprobs", "not supported with stream: true"),
+        ):
+            if not holds:
+                raise _wrong_field(field, message)
+        return self
+
+
+class CompletionBody(PromptBody, OpenAIBody):
+    """Body of `/v1/completions`."""
+
+    default_tokens = 16  # as in OpenAI's API
+
+
+class ChatBody(OpenAIBody, ConversationBody):
+    """Body of `/v1/chat/completions`."""
+
+    unsupported = {**UNSUPPORTED, "echo": (False,)}
+
+    max_tokens: TokenCount | None = Field(None, description="all that the model's length leaves")
+    max_completion_tokens: TokenCount | None = Field(None, description="newer name of max_tokens")
+    logprobs: bool = False
+    top_logprobs: Alternatives = Field(0, description="needs logprobs: true")
+
+    @model_validator(mode="after")
+    def _check_names(self) -> ChatBody:
+        """Take the newer name of `max_tokens`; refuse `top_logprobs` alone."""
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong_field("top_logprobs", "needs logprobs: true")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
+        """Return the token IDs of the conversation. Raises UserError."""
+        return [(self.truncate(prompts.encode_chat(self.conversation()), prompts), None)]
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def parse_body(model: type[_Body], data: bytes) -> _Body:
+    """Parse a JSON body. Raises ApiError 400 that names the field, for a field that cannot be honoured, too."""
+    try:
+        values = from_json(data, allow_inf_nan=False)
+        check_nesting(values)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body should be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _field_error(error) from None
+
+
+def _field_error(error: ValidationError) -> ApiError:
+    """Return the ApiError of the first wrong field, with what each type that it may have wants; it does not repeat its
+    value."""
+    first, wanted = "", []
+    for each in error.errors(include_url=False, include_input=False):
+        place, inner = ["", ""], 0
+        for part in (*each["loc"], *([each["ctx"]["field"]] if "field" in each.get("ctx", {}) else [])):
+            if isinstance(part, str) and (part == "str" or not part.isidentifier() or place[0] == "logit_bias"):
+                inner = 1  # a type of a union, or a key: what follows lies in the value
+            else:
+                place[inner] += f"[{part}]" if isinstance(part, int) else f".{part}" if place[inner] else part
+        first = first or place[0]
+        if place[0] == first:
+            wanted.append(f"{place[1]} {each['msg'].replace('Input should', 'should')}".strip())
+    code = "unsupported_parameter" if error.errors()[0]["type"] == "unsupported_parameter" else None
+    return ApiError(400, f"{first}: {', or '.join(dict.fromkeys(wanted))}", param=first, code=code)
+
+
+def option_error(error: UserError, model: type[Body]) -> ApiError:
+    """Return the ApiError of a mistake that was found after parsing; its first word may be a field of `model`."""
+    message = str(error)
+    word = message.split(maxsplit=1)[0].rstrip(":") if message else ""
+    return ApiError(400, message, param=word if word in model.model_fields else None)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from meshwright.errors import UserError
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from meshwright.errors import RankLost, UserError
 from meshwright.serving.engine_client import Refusal
 
 _log = logging.getLogger("meshwright.serving")
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _UNAVAILABLE = {
     "starting": "the server is starting",
     "recovering": "the server is restarting a rank that was lost",
@@ -35,12 +38,16 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        self.headers = headers
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> bytes:
         """Return the JSON body."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return to_json({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+
+    def to_response(self) -> Response:
+        """Return the HTTP response."""
+        return Response(self.to_json(), self.status, self.headers, "application/json")
 
 
 def refusal_error(refusal: Refusal) -> ApiError:
@@ -49,12 +56,8 @@ def refusal_error(refusal: Refusal) -> ApiError:
     headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
     if refusal.reason in _UNAVAILABLE:
         return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
-    return ApiError(
-        429,
-        f"the queue is full: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s",
-        code=f"queue_{refusal.reason}",
-        headers=headers,
-    )
+    message = f"the queue is full: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s"
+    return ApiError(429, message, code=f"queue_{refusal.reason}", headers=headers)
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -63,5 +66,19 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, UserError):
         return ApiError(400, str(error))
+    if isinstance(error, RankLost):
+        return ApiError(503, "the engine lost this request", code="rank_lost")
     _log.error("unexpected %s:\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
     return ApiError(500, "the server made a mistake; its log says where", code="internal_error")
+
+
+@contextmanager
+def contain_panics() -> Iterator[None]:
+    """Raise a panic of a Rust library, such as the tokenizer, as RuntimeError: it is a BaseException, which would pass
+    everything that answers errors."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError("a Rust library panicked").with_traceback(error.__traceback__) from None
