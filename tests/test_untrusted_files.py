@@ -156,7 +156,6 @@ DIRECT_READS = {
             "launcher.rank_threads",
             "launcher.rank_process",
             "serving.messages",
-            "serving.offline",
             "serving.pipeline_engine",
             "serving.ranks",
         ),

@@ -6,9 +6,8 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from meshwright.serving.rank_starter import PRELOADED, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
+from meshwright.serving.step_limits import StepLimits
 from tests.serving import fake_ranks
 from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 
@@ -34,13 +34,12 @@ def make_replicas(
 ) -> Replicas:  # fmt: skip
     ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
     plan = RankPlan(
-        checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32", blocks=64,
-        token_budget=64, max_sequences=max_sequences, max_length=128, logit_rows=8, threads=1,
-        front=f"tcp:127.0.0.1:{free_port()}" if tcp else f"unix:{directory}/front", secret=messages.make_secret(),
-        directory=None if tcp else str(directory), step_seconds=step_seconds,
-        engine=f"{fake_ranks.__name__}:{engine}",
+        checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32",
+        limits=StepLimits(64, 64, max_sequences, 128), threads=1, directory=None if tcp else str(directory),
+        step_seconds=step_seconds, engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
-    return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, log=log)
+    host = "127.0.0.1" if tcp else ""
+    return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, host=host, log=log)
 
 
 @asynccontextmanager
@@ -62,11 +61,6 @@ def is_alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
     except OSError:
         return False
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def make_request(name: str, *prompt: int, tokens: int = 20, **options: object) -> Request:
@@ -99,15 +93,27 @@ def refusal_of(replicas: Replicas, request: Request) -> str | None:
     return None if refusal is None else refusal.reason
 
 
-@pytest.mark.parametrize("layout", ["", "tp2 dp2"])
-def test_answers_are_those_of_each_request_alone(tmp_path: Path, layout: str):
-    async def run() -> None:
-        async with running(tmp_path, layout) as replicas:
-            assert replicas.state == "ready"
-            await collect_all(replicas, [make_request(f"r{n}", n + 1, n) for n in range(20)])
-            assert sum(stats["steps"] for stats in replicas.stats()) >= 20
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    """The event loop of the tests that share a server."""
+    with asyncio.Runner() as runner:
+        yield runner
 
-    asyncio.run(run())
+
+@pytest.fixture(scope="module")
+def shared(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    """A server of two places whose queue takes 3 requests with 40 tokens, for tests that leave it as they find it."""
+    limits = QueueLimits(requests=3, tokens=40)
+    server = running(tmp_path_factory.mktemp("shared"), "tp2", max_sequences=2, limits=limits)
+    yield loop.run(server.__aenter__())
+    loop.run(server.__aexit__(None, None, None))
+
+
+def test_answers_are_those_of_each_request_alone(loop: asyncio.Runner, shared: Replicas):
+    assert shared.state == "ready"
+    before = shared.stats()[0].get("steps", 0)
+    loop.run(collect_all(shared, [make_request(f"r{n}", n + 1, n) for n in range(8)]))
+    assert shared.stats()[0]["steps"] >= before + 20
 
 
 def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
@@ -121,6 +127,8 @@ def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
                 await asyncio.to_thread(channel.receive)
             channel.close()
             await collect_all(replicas, [make_request("last")])
+            replicas.drain()
+            assert refusal_of(replicas, make_request("late")) == "draining"
 
     asyncio.run(run())
 
@@ -218,6 +226,7 @@ def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pyte
     [
         ("refuse", "", UserError, "damaged"),
         ("die", "", RankLost, "died"),
+        ("fail", "", RankLost, "ValueError: unforeseen"),
         ("build_unlike", "dp2", UserError, "computes with none .* same kind of processor"),
     ],
 )
@@ -225,59 +234,59 @@ def test_ranks_that_cannot_start_are_an_error(
     tmp_path: Path, engine: str, layout: str, error: type[MeshwrightError], reason: str
 ):
     async def run() -> None:
+        replicas = make_replicas(tmp_path, layout, engine)
         with pytest.raises(error, match=reason):
-            await make_replicas(tmp_path, layout, engine).start()
+            await replicas.start()
+        await replicas.close()
 
     asyncio.run(run())
 
 
-def test_cancelled_request_ends_and_frees_its_place(tmp_path: Path):
+def test_cancelled_request_ends_and_frees_its_place(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
-        async with running(tmp_path, max_sequences=1) as replicas:
-            outputs = replicas.submit(make_request("long", tokens=10_000))
+        long = [shared.submit(make_request(name, tokens=10_000)) for name in ("long", "longer")]
+        for outputs in long:
             await anext(outputs)
-            late = replicas.submit(make_request("late", tokens=10_000, deadline=time.time() + 0.05))
-            assert [output.finish_reason async for output in late] == ["cancelled"]
-            replicas.cancel("long")
-            await collect_all(replicas, [make_request("next")])
-            assert [output async for output in outputs][-1].finish_reason == "cancelled"
-            replicas.cancel("long")
+        late = shared.submit(make_request("late", tokens=10_000, deadline=time.time() + 0.05))
+        assert [output.finish_reason async for output in late] == ["cancelled"]
+        shared.cancel("long")
+        await collect_all(shared, [make_request("next")])
+        assert [output async for output in long[0]][-1].finish_reason == "cancelled"
+        shared.cancel("long")
+        shared.cancel("longer")
 
-    asyncio.run(run())
+    loop.run(run())
 
 
-def test_slow_reader_gets_its_outputs_merged(tmp_path: Path):
+def test_slow_reader_gets_its_outputs_merged(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
-        async with running(tmp_path) as replicas:
-            request = make_request("slow")
-            outputs = replicas.submit(request)
-            await collect_all(replicas, [make_request("other", tokens=40)])
-            found = [output async for output in outputs]
-            assert len(found) == 1
-            assert [result.token for result in found[0].results] == answer(request)
-            assert found[0].finish_reason == "length"
+        request = make_request("slow")
+        outputs = shared.submit(request)
+        await collect_all(shared, [make_request("other", tokens=40)])
+        found = [output async for output in outputs]
+        assert len(found) == 1
+        assert [result.token for result in found[0].results] == answer(request)
+        assert found[0].finish_reason == "length"
 
-    asyncio.run(run())
+    loop.run(run())
 
 
-def test_queue_refuses_what_exceeds_its_limits(tmp_path: Path):
+def test_queue_refuses_what_exceeds_its_limits(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
-        limits = QueueLimits(requests=3, tokens=40)
-        async with running(tmp_path, max_sequences=2, limits=limits) as replicas:
-            replies = []
-            for number in range(5):
-                request = make_request(f"r{number}", tokens=200)
-                assert replicas.admit([request]) is None
-                replies.append(replicas.submit(request))
-            assert refusal_of(replicas, make_request("more")) == "requests"
-            replicas.cancel("r4")
-            await wait_until(lambda: refusal_of(replicas, make_request("fits")) is None)
-            assert refusal_of(replicas, make_request("long", *range(50))) == "tokens"
-            replicas.drain()
-            assert refusal_of(replicas, make_request("late")) == "draining"
-            assert await asyncio.gather(*map(collect, replies[:4]))
+        replies = []
+        for number in range(5):
+            request = make_request(f"r{number}", tokens=10_000)
+            assert shared.admit([request]) is None
+            replies.append(shared.submit(request))
+        assert refusal_of(shared, make_request("more")) == "requests"
+        shared.cancel("r4")
+        await wait_until(lambda: refusal_of(shared, make_request("fits")) is None)
+        assert refusal_of(shared, make_request("long", *range(50))) == "tokens"
+        for number in range(4):
+            shared.cancel(f"r{number}")
+        assert all(await asyncio.gather(*map(collect, replies[:2])))
 
-    asyncio.run(run())
+    loop.run(run())
 
 
 def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
@@ -299,16 +308,15 @@ def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_idle_ranks_use_no_processor_time(tmp_path: Path):
+def test_idle_ranks_use_no_processor_time(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
-        async with running(tmp_path, "tp2") as replicas:
-            await collect_all(replicas, [make_request("r")])
-            pids = [hello["pid"] for hello in replicas.hellos.values()]
-            before = [cpu_seconds(pid) for pid in pids]
-            await asyncio.sleep(0.3)
-            assert [cpu_seconds(pid) for pid in pids] == before
+        await collect_all(shared, [make_request("r")])
+        pids = [hello["pid"] for hello in shared.hellos.values()]
+        before = [cpu_seconds(pid) for pid in pids]
+        await asyncio.sleep(0.3)
+        assert [cpu_seconds(pid) for pid in pids] == before
 
-    asyncio.run(run())
+    loop.run(run())
 
 
 def cpu_seconds(pid: int) -> float:

@@ -23,7 +23,6 @@ from meshwright.model.loss import IGNORED
 from meshwright.recipe import DataRecipe, load_recipe
 from meshwright.serving.engine import Engine
 from meshwright.serving.offline import build_offline_engine, run_requests
-from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.spec.config import ModelConfig
@@ -114,7 +113,7 @@ def _evaluate_on_rank(
 
 
 def _sum_losses(
-    engine: Engine | PipelineEngine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
+    engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
     """Return (sum of token losses in nats, number of target tokens) of some batches: minus the log-probabilities that a
     server would echo for each document's part of a row. progress: called with the number of rows done."""

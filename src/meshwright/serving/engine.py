@@ -6,16 +6,21 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner
-from meshwright.serving.scheduler import Scheduler, sample_batch
+from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 
+Float32 = npt.NDArray[np.float32]
+
 
 class Engine:
-    """Continues requests with a model that is not cut into pipeline stages. Ranks of tp make the same calls.
+    """Continues requests. It is deterministic: ranks of a replica that get the same calls stay in the same state.
 
     Attributes:
         runner: What executes the steps.
@@ -24,7 +29,7 @@ class Engine:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
-        self._last: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # figures of the last step; none if it computed nothing
         self._kernel_seconds = 0.0
 
     @property
@@ -43,18 +48,22 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step; return what it adds to each answer. Nothing runs while no sequence can."""
+        self._last = {}
         batch = self.scheduler.schedule()
-        if batch is None:
-            return []
+        return [] if batch is None else self.scheduler.publish(batch, sample_batch(batch, self._run(batch)))
+
+    def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> Float32:
+        """Run a batch, as `Runner.run`, and note its figures."""
         began = time.perf_counter()
-        logits_RV = self.runner.run(batch)
+        found = self.runner.run(batch, hidden_TH)
         self._kernel_seconds += time.perf_counter() - began
-        self._last = {"tokens": len(batch.tokens), "context": int(batch.context.sum())}
-        return self.scheduler.publish(batch, sample_batch(batch, logits_RV))
+        keys = int(batch.positions.sum()) + len(batch.tokens)  # each token attends to those up to itself
+        self._last = {"tokens": len(batch.tokens), "context": keys}
+        return found
 
     def report(self) -> dict[str, Any]:
-        """Return the figures of the last step (`tokens`, `context`), the scheduler's, and `kernel_seconds`, the time
-        spent in the runner so far."""
+        """Return the figures of the last step (`tokens`; `context`: keys to which they attend), the scheduler's, and
+        `kernel_seconds`, the time spent in the runner so far."""
         return {**self._last, **asdict(self.scheduler.stats), "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ MLP, V vocabulary, P ranks of tp.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,9 @@ from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
-from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.step_limits import StepLimits, touch_pages
 from meshwright.serving.weights import RankWeights
+from meshwright.threads import count_available_cores
 
 Float32 = npt.NDArray[np.float32]
 
@@ -97,7 +99,8 @@ class Lowering:
             self._rotation = cosine, sine
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        self._lower()
+        with ThreadPoolExecutor(count_available_cores(), "touch") as self._touching:  # while weights are read
+            self._lower()
 
     def _lower(self) -> None:
         """Append the operations of the stage."""
@@ -149,7 +152,7 @@ class Lowering:
         )
         for each in (keys, values):
             if self._limits.touched:
-                each[...] = 0
+                self._touching.submit(touch_pages, each)
             self.nbytes["kv"] += each.nbytes
         cache = LayerCache(keys, values, size)
         cosine, sine = self._rotation or (None, None)

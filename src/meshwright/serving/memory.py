@@ -12,6 +12,7 @@ from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
 from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingLedger, ServingSizes, fill_memory, serving_ledger
+from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 
 TOKEN_BUDGET = 512
@@ -91,3 +92,11 @@ def plan_memory(
         if 0 < fits < sizes.max_length:
             ledger = serving_ledger(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)))
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
+
+
+def step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
+    """Return what the ranks of a bill allocate. `touched`: the KV pool at once."""
+    sizes = ledger.sizes
+    return StepLimits(
+        ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, touched
+    )

@@ -16,10 +16,11 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing, suppress
 from typing import Any
 
-from meshwright.errors import RankLost
+from meshwright.errors import RankLost, UserError
 
 _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 2**28
@@ -125,10 +126,12 @@ class Channel:
 
 
 class Listener:
-    """Listening socket of a rank that leads others. address: where they connect, `unix:PATH` or `tcp:HOST:PORT`."""
+    """Listening socket of the front, or of a rank that leads others. address: where ranks connect, `unix:PATH` or
+    `tcp:HOST:PORT`."""
 
     def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
-        """Listen at a Unix socket `name` in the private `directory`, or without one on a free TCP port of `host`."""
+        """Listen at a Unix socket `name` in the private `directory`, or without one on a free TCP port of `host`.
+        Raises UserError if this machine has no such address."""
         self._secret = secret
         if directory is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,9 +139,30 @@ class Listener:
             self._socket.bind(path)
             self.address = f"unix:{path}"
         else:
-            self._socket = socket.create_server((host, 0))
+            try:
+                family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+                self._socket = socket.create_server((host, 0), family=family)
+            except OSError as error:
+                raise UserError(f"cannot listen on {host}, where ranks are to meet: {error}") from None
             self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
         self._socket.listen()
+
+    async def serve(
+        self, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    ) -> asyncio.Server:
+        """Call `answer` for each connection that proves the secret, and close the connection then."""
+
+        async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Answer one connection."""
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            writer.write(nonce)
+            with closing(writer), suppress(asyncio.IncompleteReadError, OSError):
+                proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), CONNECT_SECONDS)
+                if hmac.compare_digest(proof, _prove(self._secret, nonce)):
+                    await answer(reader, writer)
+
+        start = asyncio.start_unix_server if self.address.startswith("unix:") else asyncio.start_server
+        return await start(check, sock=self._socket, limit=2**24)
 
     def accept(self, seconds: float) -> Channel:
         """Return the next connection that proves the secret; raises RankLost after `seconds` without one."""
@@ -161,20 +185,6 @@ class Listener:
     def close(self) -> None:
         """Stop listening."""
         self._socket.close()
-
-
-async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> bool:
-    """Return True if whoever connected proves knowledge of `secret`; else close the connection."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(nonce)
-    try:
-        proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), CONNECT_SECONDS)
-    except (asyncio.IncompleteReadError, OSError, TimeoutError):
-        proof = b""
-    if hmac.compare_digest(proof, _prove(secret, nonce)):
-        return True
-    writer.close()
-    return False
 
 
 async def receive(reader: asyncio.StreamReader) -> Message | None:

@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
+import asyncio
+import queue
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.serving.engine import Engine, build_scheduler
-from meshwright.serving.memory import plan_memory
-from meshwright.serving.pipeline_engine import PipelineEngine
+from meshwright.serving.engine import Engine
+from meshwright.serving.memory import plan_memory, step_limits
+from meshwright.serving.pipeline_engine import build_engine
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
+from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
-from meshwright.serving.runner import build_runner
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import decoder_config
 from meshwright.threads import choose_threads
 
-_SECONDS = 24 * 3600.0  # that a call may take
-_LOOK_SECONDS = 0.05  # between looks whether ranks that write nothing have ended
-_SCORED_ROWS = 256  # logits of a step that scores prompts
+_STEP_SECONDS = 24 * 3600.0  # no client waits for a step
 
 
-def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bool = False) -> Engine | PipelineEngine:
-    """Build this rank's engine for a call's requests. Its KV pool becomes resident as it is used.
+def plan_offline(directory: Path, layout: Layout, dtype: str) -> StepLimits:
+    """Return what ranks allocate for a call's requests; the KV pool becomes resident as it is used. Raises UserError
+    where one sequence does not fit the memory, and for what is no decoder."""
+    return step_limits(plan_memory(decoder_config(directory), layout, dtype), touched=False)
+
+
+def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bool = False) -> Engine:
+    """Build this rank's engine for a call's requests.
 
     `scoring`: for requests with `prompt_logprobs`, whose last token, a target alone, may lie behind the model's last
-    position. Raises UserError where one sequence does not fit the memory.
+    position. Raises UserError as `plan_offline` and `runner.build_runner`.
     """
-    config = decoder_config(directory)
-    ledger = plan_memory(config, mesh.layout, dtype)
-    sizes = ledger.sizes
-    limits = StepLimits(
-        ledger.blocks + scoring, sizes.token_budget, sizes.max_sequences, sizes.max_length + scoring,
-        _SCORED_ROWS if scoring else 0, touched=False,
-    )  # fmt: skip
-    threads = choose_threads(mesh.layout.world_size)
-    runner = build_runner(directory, mesh, dtype, limits, threads)
-    scheduler = build_scheduler(config, limits, groups=mesh.pp.size)
-    return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
+    limits = plan_offline(directory, mesh.layout, dtype)
+    if scoring:
+        limits = replace(limits, blocks=limits.blocks + 1, max_length=limits.max_length + 1)
+    return build_engine(directory, mesh, dtype, limits, choose_threads(mesh.layout.world_size))
 
 
-def run_requests(engine: Engine | PipelineEngine, requests: Sequence[Request]) -> Iterator[Output]:
+def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output]:
     """Yield the outputs of requests until all have ended; those unfinished when the iterator is closed are
     cancelled."""
     for request in requests:
@@ -74,7 +69,7 @@ class LocalEngine:
 
 
 class RanksEngine:
-    """Engines on local ranks, connected by gloo. Each call starts the ranks and loads the model. `layout`: as
+    """Engines on local ranks, as a server has them; each call starts the ranks and loads the model. `layout`: as
     `spec.refuse.serving_layout` returns it; replicas of dp share the requests."""
 
     def __init__(self, directory: Path, layout: Layout, dtype: str) -> None:
@@ -84,52 +79,38 @@ class RanksEngine:
         """Yield the outputs of requests until all have ended; closing the iterator ends the ranks."""
         if not requests:
             return
-        size = self._layout.world_size
-        documents = [request.to_json() for request in requests]
-        with (
-            tempfile.TemporaryDirectory(prefix="meshwright-outputs-") as directory,
-            LocalRanks(size, threads=choose_threads(size)) as ranks,
-        ):
-            pipe = os.path.join(directory, "outputs")
-            os.mkfifo(pipe)
-            descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for writing, too: it never ends, so none waits
-            given = str(self._directory), str(self._layout), self._dtype, documents, pipe
-            pool = ThreadPoolExecutor(1)
+        outputs = queue.SimpleQueue[Output | None]()
+        loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
+        work = loop.create_task(self._run_on_ranks(requests, outputs.put))
+        with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
+            end = thread.submit(loop.run_until_complete, work)
+            end.add_done_callback(lambda _: outputs.put(None))
             try:
-                answer = pool.submit(ranks.run, _run_on_rank, *given, timeout=_SECONDS)
-                yield from _read_outputs(descriptor, answer)
-                answer.result()
+                while (output := outputs.get()) is not None:
+                    yield output
+                end.result()
             finally:
-                for process in ranks.pids:  # interrupted: `run` in the other thread then ends
-                    with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-                pool.shutdown()
-                os.close(descriptor)
+                loop.call_soon_threadsafe(work.cancel)
 
+    async def _run_on_ranks(self, requests: Sequence[Request], put: Callable[[Output], None]) -> None:
+        """Start the ranks and give the outputs of all requests to `put` as they come."""
 
-def _read_outputs(descriptor: int, answer: Future[list[Any]]) -> Iterator[Output]:
-    """Yield the outputs that the replicas' first ranks write to the pipe `descriptor`, one JSON object per line, until
-    `answer` (of all ranks) is done."""
-    unread = b""
-    while True:
-        ended = answer.done()  # before the last look: what was written before it is read
-        if select.select([descriptor], [], [], 0.0 if ended else _LOOK_SECONDS)[0]:
-            unread += os.read(descriptor, 65536)
-            *lines, unread = unread.split(b"\n")
-            yield from (Output.from_json(json.loads(line)) for line in lines)
-        elif ended:
-            return
+        async def follow(outputs: AsyncIterator[Output]) -> None:
+            """Pass on the outputs of one request."""
+            async for output in outputs:
+                put(output)
 
-
-def _run_on_rank(directory: str, layout: str, dtype: str, documents: list[dict[str, Any]], pipe: str) -> None:
-    """Run this replica's share of the requests as one of its ranks; the first one writes the outputs to `pipe`."""
-    mesh = Mesh.create(Layout.parse(layout))
-    engine = build_offline_engine(Path(directory), mesh, dtype)
-    requests = [Request.from_json(each) for each in documents[mesh.dp.rank :: mesh.dp.size]]
-    leads = mesh.tp.rank == mesh.pp.rank == 0
-    with open(pipe, "w") as lines:
-        for output in run_requests(engine, requests):
-            if leads:
-                lines.write(json.dumps(output.to_json()) + "\n")  # shorter than a pipe's atomic write
-                lines.flush()
-    mesh.close()
+        layout, config = self._layout, decoder_config(self._directory)
+        limits = plan_offline(self._directory, layout, self._dtype)
+        for request in requests:
+            request.check(config.vocabulary, limits.max_length)
+        ranks = layout.tp * layout.pp
+        with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as directory:
+            threads, checkpoint = choose_threads(layout.world_size), str(self._directory.resolve())
+            plan = RankPlan(checkpoint, str(layout), self._dtype, limits, threads, directory, _STEP_SECONDS)
+            replicas = Replicas(plan, LocalStarter(ranks), replicas=layout.dp, ranks=ranks)
+            try:
+                await replicas.start()
+                await asyncio.gather(*(follow(replicas.submit(request)) for request in requests))
+            finally:
+                await replicas.close()

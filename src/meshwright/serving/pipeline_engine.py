@@ -11,13 +11,10 @@ Shapes: T tokens of a batch, H hidden, R rows of logits.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from meshwright.comm.collectives import transfer
@@ -28,10 +25,12 @@ from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
-from meshwright.serving.request import Output, Request, pack_result, unpack_result
-from meshwright.serving.runner import Runner
+from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.request import Output, pack_result, unpack_result
+from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
+from meshwright.serving.step_limits import StepLimits
 
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
@@ -62,16 +61,11 @@ def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
     return steady
 
 
-class PipelineEngine:
-    """Continues requests with a model that is cut into pipeline stages, as `Engine` does with a whole one.
-
-    Attributes:
-        runner: What executes this rank's stage.
-        scheduler: What chooses the tokens of each batch; the same on all ranks.
-    """
+class PipelineEngine(Engine):
+    """Engine of one stage of a model that is cut into pipeline stages. `scheduler`: with a group for each stage."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
-        self.runner, self.scheduler = runner, scheduler
+        super().__init__(runner, scheduler)
         self._axis, self._stages, self._stage = mesh.pp, mesh.pp.size, mesh.pp.rank
         self._order = steady_state(self._stages, self._stage)
         self._slot = 0
@@ -80,22 +74,11 @@ class PipelineEngine:
         self._tokens: dict[int, torch.Tensor] = {}  # received results, encoded
         self._results: dict[int, list[TokenResult]] = {}
         self._pending: dict[tuple[Kind, int], Handle] = {}
-        self._last: dict[str, int] = {}
-        self._kernel_seconds = 0.0
 
     @property
     def idle(self) -> bool:
         """True if no request is unfinished and no batch in a stage."""
         return self.scheduler.idle and not any(self._batches.values())
-
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if it names a token that the model lacks, or can never fit."""
-        request.check(self.runner.config.vocabulary, request.longest)
-        self.scheduler.add(request)
-
-    def cancel(self, request_id: str) -> Output | None:
-        """Cancel a request and return its last output; None if it is unknown or has finished."""
-        return self.scheduler.cancel(request_id)
 
     def step(self) -> list[Output]:
         """Run one slot; return what the batch that ends in it adds to each answer."""
@@ -118,25 +101,13 @@ class PipelineEngine:
         self._slot += 1
         return outputs
 
-    def report(self) -> dict[str, Any]:
-        """Return the figures of this rank's last step, as `Engine.report`."""
-        return {**self._last, **asdict(self.scheduler.stats), "kernel_seconds": self._kernel_seconds}
-
-    def properties(self) -> dict[str, Any]:
-        """Return facts about this rank, as `Engine.properties`."""
-        runner = self.runner
-        return {"instruction_set": runner.instruction_set, "kernels": runner.version, "memory": runner.memory()}
-
     def _compute(self, number: int, batch: StepBatch) -> None:
         """Run this rank's stage on a batch; the last one samples."""
         hidden_TH = None
         if self._stage > 0:
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
             hidden_TH = self._hidden.pop(number).numpy()
-        began = time.perf_counter()
-        found: npt.NDArray[np.float32] = self.runner.run(batch, hidden_TH)
-        self._kernel_seconds += time.perf_counter() - began
-        self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
+        found = self._run(batch, hidden_TH)
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:
@@ -203,3 +174,10 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)
     rest = np.frombuffer(data[_FIRST_BYTES:], np.uint8)
     return [torch.from_numpy(first), *([torch.from_numpy(rest.copy())] if len(rest) else [])]
+
+
+def build_engine(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int) -> Engine:
+    """Load this rank's part of a model and build its engine; arguments and errors as of `runner.build_runner`."""
+    runner = build_runner(directory, mesh, dtype, limits, threads)
+    scheduler = build_scheduler(runner.config, limits, groups=mesh.pp.size)
+    return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

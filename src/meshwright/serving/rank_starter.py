@@ -10,11 +10,13 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
+from meshwright.serving.messages import make_secret
+from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
 
 PRELOADED = ("torch", "torch.distributed", "meshwright.serving.ranks")
@@ -30,37 +32,32 @@ class RankPlan:
         checkpoint: Directory of the model.
         layout: Layout of all ranks; a replica is one of its dp coordinates.
         dtype: Of the parameters and of the KV cache.
-        blocks: KV blocks of every rank.
-        token_budget: Most tokens of a step.
-        max_sequences: Most sequences of a step.
-        max_length: Most tokens of a sequence.
-        logit_rows: Most rows of logits of a step.
+        limits: Sizes of the KV pool and of a step, of every rank.
         threads: Of each rank.
-        front: Address at which the front listens.
-        secret: What front and ranks share.
         directory: Private directory for sockets; None: TCP.
         step_seconds: Longest step.
+        secret: What front and ranks share.
+        front: Address at which the front listens, set by the front.
+        start: How often the replica's ranks have been started before, set by the front.
         engine: Function that builds the engine of a rank, `package.module:function`.
     """
 
     checkpoint: str
     layout: str
     dtype: str
-    blocks: int
-    token_budget: int
-    max_sequences: int
-    max_length: int
-    logit_rows: int
+    limits: StepLimits
     threads: int
-    front: str
-    secret: str
     directory: str | None
-    step_seconds: float
-    engine: str = "meshwright.serving.ranks:build_engine"
+    step_seconds: float = 60.0
+    secret: str = field(default_factory=make_secret)
+    front: str = ""
+    start: int = 0
+    engine: str = "meshwright.serving.ranks:build_rank_engine"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON object."""
-        return asdict(self)
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> RankPlan:
+        """Rebuild the plan of an `asdict` document."""
+        return cls(**{**document, "limits": StepLimits(**document["limits"])})
 
 
 class RankStarter(Protocol):
@@ -91,7 +88,7 @@ class LocalStarter:
         """Start the ranks and wait for their end, as `RankStarter.run`."""
         ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds)
         pool = ThreadPoolExecutor(1, "ranks")
-        call = pool.submit(ranks.run, SERVE_RANK, plan.to_json(), replica, timeout=math.inf)
+        call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
         try:
             await asyncio.wrap_future(call)
         finally:
@@ -119,7 +116,7 @@ class JoinedStarter:
             stdin=asyncio.subprocess.PIPE, stdout=2, env=build_child_environment(plan.threads),
         )  # fmt: skip
         try:
-            await process.communicate(json.dumps(plan.to_json()).encode() + b"\n")
+            await process.communicate(json.dumps(asdict(plan)).encode() + b"\n")
             raise RankLost(f"rank 0 has ended with exit code {process.returncode}")
         finally:
             if process.returncode is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,8 @@ COUNTERS = {
     "kernel_seconds": "kernel_seconds",
 }
 """Figures of a replica that count from the start of its ranks, by their names in a step's report."""
+PREDICTION_SECONDS = 0.1
+"""For which a predicted wait holds: a long queue takes milliseconds to predict, and many ask."""
 
 
 class Stream(AsyncIterator[Output]):
@@ -106,6 +109,8 @@ class Replica:
         known: Hashes of blocks that it has probably cached, oldest first.
         speed: Model of its step times.
         answers: How long its answers are.
+        starts: How often its ranks were started and have ended.
+        ready_since: Monotonic time at which they became ready.
         lost: Resolved with the reason when the replica cannot go on.
     """
 
@@ -123,8 +128,11 @@ class Replica:
     known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     speed: StepTimes = field(default_factory=StepTimes)
     answers: AnswerShare = field(default_factory=AnswerShare)
+    starts: int = 0
+    ready_since: float = math.inf
     lost: asyncio.Future[str] | None = None
-    _waits: dict[tuple[int, int | None], float] = field(default_factory=dict)  # predicted since the last report
+    _waits: dict[tuple[int, int | None], float] = field(default_factory=dict)  # predicted since `_predicted`
+    _predicted: float = 0.0
 
     def lose(self, reason: str) -> None:
         """Mark the replica as lost; `reason` is a line for the log."""
@@ -135,6 +143,7 @@ class Replica:
     def forget(self) -> list[Stream]:
         """Forget all that its ranks knew, when they are gone; return its requests."""
         self.ready, self.has_served, self.leader, self.sent = False, False, None, 0
+        self.ready_since = math.inf
         for writer in self.peers.values():
             writer.close()
         for name, source in COUNTERS.items():
@@ -146,7 +155,9 @@ class Replica:
 
     def take_report(self, report: dict[str, Any]) -> None:
         """Learn from the report of a step."""
-        self.heard, self.report, self.sent, self._waits = time.monotonic(), report, 0, {}
+        self.heard, self.report, self.sent = time.monotonic(), report, 0
+        if self.heard - self._predicted > PREDICTION_SECONDS:
+            self._predicted, self._waits = self.heard, {}
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
             self.totals["steps"] += 1

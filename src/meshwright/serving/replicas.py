@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
@@ -31,8 +32,8 @@ FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
 """Seconds before a second start; doubled for each further loss in a row."""
 SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
 """What must not differ between ranks, or answers would."""
-SHOWN = ("layout", "dtype", "max_length", "max_sequences", "token_budget", "threads")
-"""What clients may know of the plan."""
+STEADY_SECONDS = 60.0
+"""A replica that was ready for so long did not end because it cannot start."""
 STOP_SECONDS = 2.0
 """For ranks to end by themselves when the server does."""
 LOOK_SECONDS = 0.5
@@ -51,19 +52,20 @@ class QueueLimits:
 class Replicas:
     """All replicas of a server: an `EngineClient`, and the supervisor of their ranks.
 
-    plan: what ranks are told. starter: starts the ranks of a replica. ranks: of one replica.
-    limits: bounds of the queue. log: called with a line for each loss and restart.
+    plan: what ranks are told. starter: starts the ranks of a replica. replicas: their number. ranks: of one replica.
+    limits: bounds of the queue. host: address to listen on for ranks of other nodes, if the plan names no directory.
+    log: called with a line for each loss and restart.
     """
 
     def __init__(
         self, plan: RankPlan, starter: RankStarter, *, replicas: int = 1, ranks: int = 1,
-        limits: QueueLimits | None = None, log: Callable[[str], None] = lambda line: None,
+        limits: QueueLimits | None = None, host: str = "", log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self.plan, self.ranks = plan, ranks
+        self.plan, self.ranks, self._host = plan, ranks, host
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
-        self._replicas = [Replica(index, plan.max_sequences) for index in range(replicas)]
+        self._replicas = [Replica(index, plan.limits.max_sequences) for index in range(replicas)]
         self._streams: dict[str, Stream] = {}
         self._parked: list[Stream] = []  # no replica is ready for them
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,10 +85,13 @@ class Replicas:
     @property
     def properties(self) -> Mapping[str, Any]:
         """JSON object of facts about the engine."""
-        shown = {name: getattr(self.plan, name) for name in SHOWN}
-        shown["layout"] = self.plan.layout.replace(":nosp", "")  # a step's tokens are never split over tp
-        facts = {name: next(iter(self.hellos.values()), {}).get(name) for name in SAME_ON_ALL_RANKS}
-        return {**shown, "kv_blocks": self.plan.blocks, "ranks": self.rank_processes, **facts}
+        plan, limits, first = self.plan, self.plan.limits, next(iter(self.hellos.values()), {})
+        return {
+            "layout": plan.layout.replace(":nosp", ""),  # a step's tokens are never split over tp
+            "dtype": plan.dtype, "threads": plan.threads, "kv_blocks": limits.blocks, "max_length": limits.max_length,
+            "max_sequences": limits.max_sequences, "token_budget": limits.token_budget, "ranks": self.rank_processes,
+            **{name: first.get(name) for name in SAME_ON_ALL_RANKS},
+        }  # fmt: skip
 
     @property
     def rank_processes(self) -> list[dict[str, int]]:
@@ -144,26 +149,15 @@ class Replicas:
     # --- start and end
 
     async def start(self) -> None:
-        """Start all ranks and wait until every replica is ready. Raises what kept one from starting (UserError ...)."""
-        secret = self.plan.secret
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Serve the connection of one rank."""
-            if await messages.accept(reader, writer, secret):
-                await self._listen_to_rank(reader, writer)
-            writer.close()
-
-        kind, _, where = self.plan.front.partition(":")
-        if kind == "unix":
-            self._server = await asyncio.start_unix_server(serve, where, limit=2**24)
-        else:
-            host, _, port = where.rpartition(":")
-            self._server = await asyncio.start_server(serve, host, int(port), limit=2**24)
+        """Start all ranks and wait until every replica is ready. Raises what kept one from starting (UserError ...);
+        `close` is to be called then, too."""
+        listener = messages.Listener(self.plan.directory, "front", self.plan.secret, self._host)
+        self._server = await listener.serve(self._listen_to_rank)
+        self.plan = replace(self.plan, front=listener.address)
         self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
         self._tasks.append(asyncio.create_task(self._watch_steps()))
         await self._wait_for_state(lambda: all(replica.ready for replica in self._replicas))
         if self.failure is not None:
-            await self.close()
             raise self.failure
         self._state = "ready"
 
@@ -198,17 +192,15 @@ class Replicas:
         """Keep a replica running until the server ends or it was lost `LOSSES_OF_REPLICA` times in a row."""
         losses = 0
         while True:
-            replica.lost = asyncio.get_running_loop().create_future()
             error = await self._run_once(replica)
             if self._state == "failed":
                 return
-            losses = 1 if replica.has_served else losses + 1
+            steady = replica.has_served or time.monotonic() - replica.ready_since > STEADY_SECONDS
+            losses = 1 if steady else losses + 1
             started, streams = self._state != "starting", len(replica.streams)
             self._recover(replica)
             if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):
-                self.failure, self._state = error, "failed"
-                self._fail_streams(RankLost(str(error)))
-                self._changed.set()
+                self._give_up(error)
                 return
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (losses - 1)) if losses > 1 else 0.0
             again = f"starting it again in {delay:g} s" if delay else "starting it again"
@@ -218,8 +210,8 @@ class Replicas:
 
     async def _run_once(self, replica: Replica) -> MeshwrightError:
         """Start a replica's ranks, and return why they ended; none is left running."""
-        assert replica.lost is not None
-        ranks = asyncio.create_task(self._starter.run(replica.index, self.plan))
+        replica.lost = asyncio.get_running_loop().create_future()
+        ranks = asyncio.create_task(self._starter.run(replica.index, replace(self.plan, start=replica.starts)))
         try:
             ends: set[asyncio.Future[Any]] = {ranks, replica.lost}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -230,9 +222,13 @@ class Replicas:
                 ranks.result()
         except MeshwrightError as error:
             return error
+        except Exception as error:  # of a rank
+            self._log("".join(traceback.format_exception(error)))
+            return RankLost(f"{type(error).__name__}: {error}")
         finally:
             ranks.cancel()
             await asyncio.gather(ranks, return_exceptions=True)
+            replica.starts += 1
         return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
 
     def _recover(self, replica: Replica) -> None:
@@ -259,39 +255,40 @@ class Replicas:
     # --- messages of the ranks
 
     async def _listen_to_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle the messages of one rank until its connection ends."""
+        """Handle the messages of one rank until its connection ends, which loses its replica."""
         first = await messages.receive(reader)
         if first is None:
             return
         hello = first["hello"]
-        replica, rank = self._replicas[hello["replica"]], hello["rank"]
-        lost = replica.lost
-        if not self._greet(replica, hello, writer):
-            return
-        while (message := await messages.receive(reader)) is not None:
-            if replica.lost is not lost:
-                return  # of ranks that are gone
-            if "ready" in message:
-                self._make_ready(replica)
-            else:
-                self._take_step(replica, message)
-        if replica.lost is lost:
-            replica.lose(f"rank {rank} has ended")
+        replica, start = self._replicas[hello["replica"]], hello["start"]
+        try:
+            if replica.starts == start:
+                self._greet(replica, hello, writer)
+            while replica.starts == start and (message := await messages.receive(reader)) is not None:
+                if replica.starts > start:
+                    break  # they are of ranks that are gone
+                if "ready" in message:
+                    self._make_ready(replica)
+                else:
+                    self._take_step(replica, message)
+        finally:
+            if replica.starts == start:
+                replica.lose(f"rank {hello['rank']} has ended")
 
-    def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        """Register a rank; False if it computes in another way than the ranks before it, so that answers would
+    def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """Register a rank; give up if it computes in another way than the ranks before it, so that answers would
         differ."""
         first = next(iter(self.hellos.values()), hello)
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
             who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
-            error = UserError(
-                f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all ranks "
-                "on the same kind of processor with the same version"
+            self._give_up(
+                UserError(
+                    f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all "
+                    "ranks on the same kind of processor with the same version"
+                )
             )
-            self.failure, self._state = error, "failed"
-            self._changed.set()
-            return False
+            return
         self.hellos[replica.index, hello["rank"]] = hello
         replica.peers[hello["rank"]] = writer
         replica.leader = hello["leader"] or replica.leader
@@ -299,11 +296,10 @@ class Replicas:
             for rank, follower in replica.peers.items():
                 if rank:
                     follower.write(messages.encode({"leader": replica.leader}))
-        return True
 
     def _make_ready(self, replica: Replica) -> None:
         """Let a replica take requests, those that wait first."""
-        replica.ready = True
+        replica.ready, replica.ready_since = True, time.monotonic()
         parked, self._parked = self._parked, []
         for stream in parked:
             self._place(stream)
@@ -333,7 +329,7 @@ class Replicas:
             return
         hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
         replica = min(ready, key=lambda each: each.work - BLOCK_TOKENS * each.cached_blocks(hashes))
-        replica.remember(hashes, self.plan.blocks)
+        replica.remember(hashes, self.plan.limits.blocks)
         if not replica.streams:
             replica.heard = time.monotonic()
         stream.replica = replica
@@ -362,6 +358,12 @@ class Replicas:
         its share of the `first` ones of all queues; 1 while none is ready."""
         share = None if first is None else -(-first // max(1, len(ready)))
         return min((replica.predict_wait(requests, share) for replica in ready), default=1.0)
+
+    def _give_up(self, error: MeshwrightError) -> None:
+        """End the service because of an error."""
+        self.failure, self._state = error, "failed"
+        self._fail_streams(RankLost(str(error)))
+        self._changed.set()
 
     def _fail_streams(self, error: RankLost) -> None:
         """End all requests with an error."""

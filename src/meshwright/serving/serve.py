@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.comm.local import start_server
@@ -25,8 +28,7 @@ from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import MAX_SEQUENCES, TOKEN_BUDGET, plan_memory
-from meshwright.serving.messages import make_secret
+from meshwright.serving.memory import MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
 from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.spec.config import ModelConfig
@@ -36,10 +38,14 @@ from meshwright.terminal import print_message
 from meshwright.threads import choose_threads, prepare_process
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from meshwright.serving.prompts import Prompts
 
 EXTRA = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client")
 """What pip install "meshwright[serve]" brings."""
+
+_T = TypeVar("_T")
 
 
 class ServeOptions(TypedDict, total=False):
@@ -115,194 +121,200 @@ def serve(
     """
     check_options(serve, options, ServeOptions)
     prepare_process()  # before torch is loaded, here or in a rank
-    began = time.perf_counter()
-    place = rendezvous.place() if rendezvous.join_if_started_by_others() else None
-    if place is not None and place.rank > 0:
+    phases = _Phases(log)
+    if (place := _find_place()) is not None and place.rank > 0:
         from meshwright.serving.ranks import serve_joined
 
         serve_joined(None)
         return
-    start = _Start(Path(path), str(layout), options, place, log, began)
-    with start:
-        _run_until_signal(start.serve_until_signal(on_ready))
+    model = _check_model(Path(path), str(layout), options, log)
+    if place is None:
+        start_server(PRELOADED)  # it loads torch meanwhile
+    from meshwright.serving.gate import HttpSettings, read_api_keys
+    from meshwright.serving.http import create_app
+    from meshwright.serving.http_server import open_socket
+
+    file = options.get("api_key_file")
+    keys = [] if file is None else read_api_keys(Path(file))
+    name = options.get("served_model_name") or Path(path).resolve().name
+    settings = HttpSettings(name, keys, options.get("cors_origins", ()))
+    with (
+        closing(open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))) as listener,
+        tempfile.TemporaryDirectory(prefix="meshwright-serve-") as directory,
+    ):
+        replicas = _make_replicas(model, directory, options, log)
+
+        async def run() -> int:
+            """Start and serve; return the number of the signal that ended it."""
+            try:
+                prompts = await _start(model, replicas, phases)
+                app = create_app(replicas, prompts, settings)
+                host, port = listener.getsockname()[:2]
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                seconds = time.perf_counter() - phases.began
+                phases.end("HTTP started")
+                log(f"ready at {url} after {seconds:.2f} s")
+                on_ready(
+                    {
+                        "url": url, "model": name, "layout": replicas.properties["layout"], "dtype": model.dtype,
+                        "kv_blocks": model.ledger.blocks, "memory": _describe_memory(model.ledger, replicas),
+                        "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
+                    }
+                )  # fmt: skip
+                return await _serve_http(replicas, app, listener, options.get("drain_seconds", 60.0))
+            finally:
+                await replicas.close()
+
+        _run_until_signal(run())
 
 
-@dataclass
 class _Phases:
     """Prints a line for each phase of the start with its time."""
 
-    log: Callable[[str], None]
-    last: float
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.log, self.began = log, time.perf_counter()
+        self._last = self.began
 
     def end(self, what: str) -> None:
         """Print what has been done since the last call."""
         now = time.perf_counter()
-        self.log(f"{what}: {now - self.last:.2f} s")
-        self.last = now
+        self.log(f"{what}: {now - self._last:.2f} s")
+        self._last = now
 
 
-class _Start:
-    """Everything between the command line and a running server; as a context it owns the private directory."""
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is served, checked: a checkpoint, layout and dtype, and the bill of the ranks' memory with the KV blocks.
+    place: rank of this process, if others have started one for each rank."""
 
-    def __init__(
-        self, path: Path, layout: str, options: ServeOptions, place: rendezvous.Place | None,
-        log: Callable[[str], None], began: float,
-    ) -> None:  # fmt: skip
-        """Check what can be checked without loading the model, cheapest first. Raises UserError."""
-        missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-        if missing:
-            raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
-        self.options, self.began, self.log, self.phases = options, began, log, _Phases(log, began)
-        self.checkpoint = find_checkpoint(path, log, check_hashes=False)
-        self.name = options.get("served_model_name") or path.resolve().name
-        self.config: ModelConfig = config_from_path(self.checkpoint)
-        self.layout = serving_layout(layout, self.config)
-        self.dtype = parse_dtype(options.get("dtype"))
-        self.place = place
-        if place is not None:
-            rendezvous.check_world_size(place, self.layout)
-        self.ledger = self._plan_memory()
-        if place is None:
-            start_server(PRELOADED)  # it loads torch meanwhile
-        from meshwright.serving.http_server import open_socket
+    checkpoint: Path
+    config: ModelConfig
+    layout: Layout
+    dtype: str
+    ledger: ServingLedger
+    place: rendezvous.Place | None
 
-        self.keys = self._read_keys()
-        self.socket: socket.socket = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
-        self.directory = tempfile.mkdtemp(prefix="meshwright-serve-")
 
-    def __enter__(self) -> _Start:
-        return self
+def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[str], None]) -> _Model:
+    """Check what can be checked without loading the model, cheapest first. Raises UserError."""
+    if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
+        raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
+    checkpoint = find_checkpoint(path, log, check_hashes=False)
+    config = config_from_path(checkpoint)
+    reading, dtype, hosts = serving_layout(layout, config), parse_dtype(options.get("dtype")), 1
+    place = _find_place()
+    if place is not None:
+        rendezvous.check_world_size(place, reading)
+        hosts = place.ranks // (place.host_ranks or place.ranks)
+    budget, sequences = options.get("token_budget") or TOKEN_BUDGET, options.get("max_sequences")
+    steps = budget, min(MAX_SEQUENCES, budget) if sequences is None else sequences
+    memory, longest = options.get("memory"), options.get("max_length")
+    machines = [HostMemory.read()] * hosts  # those of one job have the same memory
+    ledger = plan_memory(config, reading, dtype, memory, longest, steps=steps, hosts=machines)
+    return _Model(checkpoint, config, reading, dtype, ledger, place)
 
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _read_keys(self) -> list[str]:
-        """Return the API keys; none without a file."""
-        from meshwright.serving.gate import read_api_keys
+def _find_place() -> rendezvous.Place | None:
+    """Return the rank of this process if torchrun or SLURM has started one process for each rank, else None."""
+    return rendezvous.place() if rendezvous.join_if_started_by_others() else None
 
-        path = self.options.get("api_key_file")
-        return [] if path is None else list(read_api_keys(Path(path)))
 
-    def _plan_memory(self) -> ServingLedger:
-        """Return the bill of this machine's ranks, with the KV blocks."""
-        budget = self.options.get("token_budget") or TOKEN_BUDGET
-        sequences = self.options.get("max_sequences")
-        steps = budget, min(MAX_SEQUENCES, budget) if sequences is None else sequences
-        count = self.place.ranks // (self.place.host_ranks or self.place.ranks) if self.place is not None else 1
-        hosts = [HostMemory.read()] * count  # machines of one job have the same memory
-        memory, longest = self.options.get("memory"), self.options.get("max_length")
-        return plan_memory(self.config, self.layout, self.dtype, memory, longest, steps=steps, hosts=hosts)
+def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
+    """Return the replicas, not started. `directory`: private, for sockets."""
+    layout, place = model.layout, model.place
+    ranks, here = layout.tp * layout.pp, layout.world_size if place is None else place.host_ranks or place.ranks
+    plan = RankPlan(
+        str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
+        options.get("threads") or choose_threads(here), directory if place is None else None,
+        options.get("step_seconds", 60.0),
+    )  # fmt: skip
+    bounds = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
+    limits = replace(QueueLimits(), **{name: bound for name, bound in bounds.items() if bound is not None})
+    starter, host = (LocalStarter(ranks), "") if place is None else (JoinedStarter(), _find_meeting_host(place))
+    return Replicas(plan, starter, replicas=layout.dp, ranks=ranks, limits=limits, host=host, log=log)
 
-    async def serve_until_signal(self, on_ready: Callable[[dict[str, Any]], None]) -> int:
-        """Start the ranks and serve; return the number of the signal that ended it."""
-        loading = asyncio.create_task(asyncio.to_thread(self._load_front))
-        replicas = self._make_replicas()
-        starting = asyncio.create_task(replicas.start())
-        try:
-            await asyncio.wait((loading, starting), return_when=asyncio.FIRST_EXCEPTION)
-            if loading.done() and loading.exception() is not None:
-                await loading
-            await starting
-            self.phases.end(f"ranks started ({_describe_ranks(replicas)})")
-            prompts = await loading
-            self._print_bill(replicas)
-            return await self._serve_http(replicas, prompts, on_ready)
-        finally:
-            starting.cancel()
-            await replicas.close()
 
-    def _load_front(self) -> Prompts:
-        """Check the checkpoint's hashes and load the tokenizer."""
+def _find_meeting_host(place: rendezvous.Place) -> str:
+    """Return the host of this process by which the ranks of other nodes reach it: where they meet."""
+    return os.environ["MASTER_ADDR"] if place.method == "env://" else place.method.split("//")[-1].rpartition(":")[0]
+
+
+async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
+    """Start the ranks; meanwhile check the checkpoint's hashes and load the tokenizer, which is returned."""
+
+    def load() -> Prompts:
+        """Load what the front needs."""
         from meshwright.serving.prompts import Prompts
 
-        prompts = Prompts.of_directory(self.checkpoint, self.config, self.ledger.sizes.max_length)
-        find_checkpoint(self.checkpoint, self.log)
-        self.phases.end("checkpoint checked, tokenizer loaded")
+        prompts = Prompts.of_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
+        find_checkpoint(model.checkpoint, phases.log)
+        phases.end("checkpoint checked, tokenizer loaded")
         return prompts
 
-    def _make_replicas(self) -> Replicas:
-        """Return the replicas, not started."""
-        ranks, sizes = self.layout.tp * self.layout.pp, self.ledger.sizes
-        front = f"unix:{self.directory}/front"
-        if self.place is not None:
-            front = f"tcp:{_own_address(self.place)}"
-        plan = RankPlan(
-            checkpoint=str(self.checkpoint.resolve()), layout=str(self.layout), dtype=self.dtype,
-            blocks=self.ledger.blocks, token_budget=sizes.token_budget, max_sequences=sizes.max_sequences,
-            max_length=sizes.max_length, logit_rows=sizes.logit_rows,
-            threads=self.options.get("threads") or self._choose_threads(), front=front, secret=make_secret(),
-            directory=self.directory if self.place is None else None,
-            step_seconds=self.options.get("step_seconds", 60.0),
-        )  # fmt: skip
-        limits = QueueLimits()
-        if (requests := self.options.get("queue_requests")) is not None:
-            limits = replace(limits, requests=requests)
-        if (seconds := self.options.get("queue_seconds")) is not None:
-            limits = replace(limits, seconds=seconds)
-        starter = LocalStarter(ranks) if self.place is None else JoinedStarter()
-        return Replicas(plan, starter, replicas=self.layout.dp, ranks=ranks, limits=limits, log=self.log)
-
-    def _choose_threads(self) -> int:
-        """Return the threads of each rank: an equal share of this machine's cores."""
-        here = self.layout.world_size if self.place is None else self.place.host_ranks or self.place.ranks
-        return choose_threads(here)
-
-    def _print_bill(self, replicas: Replicas) -> None:
-        """Print the predicted memory beside the measured one."""
-        sizes = self.ledger.sizes
-        self.log(
-            f"memory: {self.ledger.blocks} KV blocks of 16 tokens on each rank, for {self.ledger.concurrency:.1f} "
-            f"sequences of {sizes.max_length} tokens{' a replica' if self.layout.dp > 1 else ''}"
+    async def start() -> None:
+        """Start the ranks."""
+        await replicas.start()
+        hellos = list(replicas.hellos.values())
+        phases.end(
+            f"ranks started ({len(hellos)} rank{'s' if len(hellos) > 1 else ''}, {hellos[0]['instruction_set']}, "
+            f"kernels {hellos[0]['kernels']}, weights and pool in {max(each['seconds'] for each in hellos):.2f} s)"
         )
-        for line in bill_text(self.ledger, [hello["memory"] for hello in replicas.hellos.values()]):
-            self.log(line)
 
-    async def _serve_http(
-        self, replicas: Replicas, prompts: Prompts, on_ready: Callable[[dict[str, Any]], None]
-    ) -> int:
-        """Serve HTTP until a signal, whose number is returned, or until the ranks are lost for good (RankLost)."""
-        from meshwright.serving.gate import HttpSettings
-        from meshwright.serving.http import create_app
-        from meshwright.serving.http_server import serve_http
+    prompts, _ = await asyncio.gather(_run_in_daemon_thread(load), start())
+    ledger, each = model.ledger, " a replica" if model.layout.dp > 1 else ""
+    phases.log(
+        f"memory: {ledger.blocks} KV blocks of 16 tokens on each rank, for {ledger.concurrency:.1f} sequences of "
+        f"{ledger.sizes.max_length} tokens{each}"
+    )
+    for line in bill_text(ledger, [hello["memory"] for hello in replicas.hellos.values()]):
+        phases.log(line)
+    return prompts
 
-        app = create_app(replicas, prompts, HttpSettings(self.name, self.keys, self.options.get("cors_origins", ())))
-        host, port = self.socket.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        seconds = time.perf_counter() - self.began
-        self.phases.end("HTTP started")
-        self.log(f"ready at {url} after {seconds:.2f} s")
-        on_ready(
-            {
-                "url": url, "model": self.name, "layout": replicas.properties["layout"], "dtype": self.dtype,
-                "kv_blocks": self.ledger.blocks, "memory": self._describe_memory(replicas),
-                "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
-            }
-        )  # fmt: skip
-        drain = self.options.get("drain_seconds", 60.0)
-        serving = asyncio.create_task(serve_http(app, self.socket, replicas, drain_seconds=drain))
-        failing = asyncio.create_task(replicas.wait_for_failure())
+
+def _run_in_daemon_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Return the future result of a call in a thread for which the end of this process does not wait, as hashes of a
+    large checkpoint take minutes."""
+    future = Future[_T]()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        """Set the future."""
         try:
-            await asyncio.wait((serving, failing), return_when=asyncio.FIRST_COMPLETED)
-            if replicas.failure is not None and not serving.done():
-                await asyncio.sleep(0.2)  # the clients get their errors
-                raise RankLost(f"the server gives up: {replicas.failure}")
-            return await serving
-        finally:
-            serving.cancel()
-            failing.cancel()
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
 
-    def _describe_memory(self, replicas: Replicas) -> dict[str, Any]:
-        """Return predicted and measured bytes by item over all ranks."""
-        measured: dict[str, int] = {}
-        for hello in replicas.hellos.values():
-            for name, size in hello["memory"].items():
-                measured[name] = measured.get(name, 0) + size
-        predicted = {**self.ledger.items(), "total": self.ledger.total}
-        return {"predicted": predicted, "measured": measured, "total_gib": self.ledger.total / GIB}
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(future)
 
 
-def _run_until_signal(main: Any) -> None:
+async def _serve_http(replicas: Replicas, app: FastAPI, listener: socket.socket, drain_seconds: float) -> int:
+    """Serve HTTP until a signal, whose number is returned, or until the ranks are lost for good (RankLost)."""
+    from meshwright.serving.http_server import serve_http
+
+    serving = asyncio.create_task(serve_http(app, listener, replicas, drain_seconds=drain_seconds))
+    failing = asyncio.create_task(replicas.wait_for_failure())
+    try:
+        await asyncio.wait((serving, failing), return_when=asyncio.FIRST_COMPLETED)
+        if replicas.failure is not None and not serving.done():
+            await asyncio.sleep(0.2)  # the clients get their errors
+            raise RankLost(f"the server gives up: {replicas.failure}")
+        return await serving
+    finally:
+        serving.cancel()
+        failing.cancel()
+
+
+def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any]:
+    """Return predicted and measured bytes by item over all ranks."""
+    measured: Counter[str] = Counter()
+    for hello in replicas.hellos.values():
+        measured.update(hello["memory"])
+    predicted = {**ledger.items(), "total": ledger.total}
+    return {"predicted": predicted, "measured": dict(measured), "total_gib": ledger.total / GIB}
+
+
+def _run_until_signal(main: Coroutine[Any, Any, int]) -> None:
     """Run the server on uvloop; raise Terminated or KeyboardInterrupt for the signal that ended it."""
     import uvloop
 
@@ -321,7 +333,7 @@ def _run_until_signal(main: Any) -> None:
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop, number)
-            return int(await main)
+            return await main
 
         try:
             number = runner.run(run())
@@ -330,23 +342,3 @@ def _run_until_signal(main: Any) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt("interrupted: the server has ended")
     raise Terminated("terminated: requests in flight were finished, the server has ended")
-
-
-def _own_address(place: rendezvous.Place) -> str:
-    """Return HOST:PORT, with a free port, at which the ranks of other nodes reach this one: the host of the
-    rendezvous."""
-    host = os.environ["MASTER_ADDR"] if place.method == "env://" else place.method.split("//")[-1].rpartition(":")[0]
-    try:
-        with socket.create_server((host, 0)) as listener:
-            return f"{host}:{listener.getsockname()[1]}"
-    except OSError as error:
-        raise UserError(f"rank 0 cannot listen on {host}, where the ranks are to meet: {error}") from None
-
-
-def _describe_ranks(replicas: Replicas) -> str:
-    """Return how many ranks there are and what they compute with."""
-    hellos = list(replicas.hellos.values())
-    slowest = max(hello["seconds"] for hello in hellos)
-    count = f"{len(hellos)} rank{'s' if len(hellos) > 1 else ''}"
-    first = hellos[0]
-    return f"{count}, {first['instruction_set']}, kernels {first['kernels']}, weights and pool in {slowest:.2f} s"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +34,9 @@ class StepLimits:
     def logits(self) -> int:
         """Rows of logits to allocate."""
         return max(self.logit_rows, self.max_sequences)
+
+
+def touch_pages(memory: npt.NDArray[Any]) -> None:
+    """Write to each page of a new, zeroed array, so that it is the process's from now on. Other Python threads run
+    meanwhile."""
+    memory.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
