@@ -20,6 +20,7 @@ from meshwright.serving.streaming import ABORT
 HEADER_BYTES = 64 << 10  # of one request: path and headers
 HEADER_SECONDS = 30  # from the connection, or a request's first byte, to the end of its headers
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that end the server
+ACCEPTS = 8  # connections that an iteration of the loop takes: libuv accepts one for each listening descriptor
 KEEP_ALIVE_SECONDS = 65  # of a connection without a request; longer than the usual 60 of proxies
 
 
@@ -158,7 +159,8 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
     received: asyncio.Queue[int] = asyncio.Queue()
     for each in SIGNALS:
         loop.add_signal_handler(each, received.put_nowait, int(each))
-    serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(received.get())
+    listeners = [listener, *(listener.dup() for _ in range(ACCEPTS - 1))]
+    serving, signalled = asyncio.create_task(server.serve(listeners)), asyncio.create_task(received.get())
     try:
         await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
         assert signalled.done(), "the HTTP server ended without a signal"

@@ -228,8 +228,11 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
         options.get("threads") or choose_threads(here), directory if place is None else None,
         options.get("step_seconds", 60.0),
     )  # fmt: skip
-    bounds: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
-    limits = replace(QueueLimits(), **{name: bound for name, bound in bounds.items() if bound is not None})
+    limits = QueueLimits()
+    if (requests := options.get("queue_requests")) is not None:
+        limits = replace(limits, requests=requests)
+    if (seconds := options.get("queue_seconds")) is not None:
+        limits = replace(limits, seconds=seconds)
     starter, host = (LocalStarter(ranks), "") if place is None else (JoinedStarter(), _find_meeting_host(place))
     return Replicas(plan, starter, replicas=layout.dp, ranks=ranks, limits=limits, host=host, log=log)
 
