@@ -21,6 +21,7 @@ from meshwright.serving.memory import plan_memory
 from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import build_runner
+from meshwright.serving.sampling import InvalidLogits
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import decoder_config
 from meshwright.threads import choose_threads
@@ -50,13 +51,16 @@ def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bo
 
 
 def run_requests(engine: Engine | PipelineEngine, requests: Sequence[Request]) -> Iterator[Output]:
-    """Yield the outputs of requests until all have ended; those unfinished when the iterator is closed are
-    cancelled."""
+    """Yield the outputs of requests until all have ended; those unfinished when the iterator is closed are cancelled.
+    Raises InvalidLogits."""
     for request in requests:
         engine.add(request)
     try:
         while not engine.idle:
-            yield from engine.step()
+            for output in engine.step():
+                if output.finish_reason == "error":
+                    raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
+                yield output
     finally:
         for request in requests:
             engine.cancel(request.id)

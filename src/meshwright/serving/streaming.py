@@ -100,6 +100,8 @@ class JobRunner:
         """Give the pieces of one choice to `take` until it ends."""
         async for output in outputs:
             before = choice.last
+            if output.finish_reason == "error":
+                raise ApiError(500, "the model computed NaN or infinite logits for this prompt", code="invalid_logits")
             piece = choice.push(output)
             self._metrics.observe(choice, piece, before)
             take(choice, piece)
