@@ -11,12 +11,10 @@ import torch.nn.functional as F
 
 from meshwright.kernels import (
     Activation,
-    Add,
     Embed,
     Experts,
     ExpertsWorkspace,
     Gate,
-    Greedy,
     Kernels,
     Linear,
     Norm,
@@ -106,13 +104,11 @@ def test_embedding_reads_plain_and_packed_tables_and_slices(kernels: Kernels):
     assert np.array_equal(out[:3], 2 * table[:3]) and np.array_equal(out[3:], table[3:ROWS])
 
 
-def test_rows_are_taken_added_and_gated(kernels: Kernels):
+def test_rows_are_taken_and_gated(kernels: Kernels):
     x, y, taken = draw_floats(0, ROWS, 19), draw_floats(1, ROWS, 19), np.zeros((2, 19), np.float32)
     run(kernels, TakeRows(taken, x), batch=one_sequence(ROWS, (3, 1)))
     assert np.array_equal(taken, x[[3, 1]])
-    total = y.copy()
-    run(kernels, Add(total, x))
-    assert np.array_equal(total, y + x)
+    total = y + x
     weight, gates = draw_floats(2, 7), draw_floats(3, ROWS, 7)
     run(kernels, Gate(total, gates, weight))
     assert relative_error(total, wide(y + x) * (wide(gates) @ wide(weight)).sigmoid()[:, None]) < 1e-6
@@ -126,15 +122,6 @@ def test_linear_adds_bias_and_residual_and_reads_columns_of_a_buffer(kernels: Ke
     exact = wide(before[:, 8:29]) + wide(buffer[:, 5:17]) @ wide(weight).T + wide(bias)
     assert relative_error(out[:, 8:29], exact) < 1e-6
     assert np.array_equal(out[:, :8], before[:, :8]) and np.array_equal(out[:, 29:], before[:, 29:])
-
-
-def test_greedy_takes_the_lowest_index_of_the_largest_logit(kernels: Kernels):
-    logits = 5 * draw_floats(0, 3, 1003)
-    logits[1, [7, 900]] = 100
-    tokens, log_sums = np.zeros(3, np.int32), np.zeros(3)
-    run(kernels, Greedy(tokens, log_sums, logits), batch=one_sequence(ROWS, (0, 1, 2)))
-    assert list(tokens) == [logits[0].argmax(), 7, logits[2].argmax()]
-    assert np.abs(log_sums - torch.logsumexp(wide(logits), 1).numpy()).max() < 1e-6
 
 
 def expert_config(**fields: object) -> ModelConfig:
@@ -255,7 +242,7 @@ def test_buffers_of_a_wrong_shape_or_type_are_refused(kernels: Kernels):
         Linear(np.zeros((4, 6)), x, packed),  # float64
         Linear(np.zeros((4, 6), np.float32), x, packed, bias=np.zeros(5, np.float32)),
         Norm(x, x, np.zeros(7, np.float32)),
-        Add(x, x[:, :7]),
+        TakeRows(x, x[:, :7]),
         Activation(x, x, "silu", True),
     ]:
         with pytest.raises(ValueError, match=r"rows|expected"):

@@ -85,6 +85,8 @@ def test_state_after_allocations_equals_one_built_anew(
         available -= count
         assert build().safe
         assert [state.allowance(i) for i in range(len(claims))] == [build().allowance(i) for i in range(len(claims))]
+        joined, anew = (each.admit(most=2, remaining=2, cached=0, shared={}) for each in (state, build()))
+        assert [joined.safe, joined.allowance(len(claims))] == [anew.safe, anew.allowance(len(claims))]
 
 
 def test_a_shared_block_counts_for_its_youngest_holder():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.errors import UserError
-from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool
+from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, HashChain
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
@@ -320,3 +320,41 @@ def test_a_request_that_can_never_run_is_refused():
     ):
         with pytest.raises(UserError, match=message):
             scheduler.add(request)
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once():
+    scheduler, runner = make(token_budget=48)
+    prompt = tuple(range(30)) * 2
+    wanted = [Request(str(n), prompt, Sampling(temperature=1.0, max_tokens=5, seed=3), choice=n) for n in range(3)]
+    other = Request("other", prompt[:16] + (5,) * 20, Sampling(max_tokens=5))
+    for request in (*wanted, other):
+        scheduler.add(request)
+    answers = finish(scheduler, runner)
+    assert scheduler.stats.prefix_hit_tokens == 2 * 48 + 16
+    assert all(answers[request.id] == answer_alone(request, None) for request in (*wanted, other))
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_their_own_request_alone(options: dict[str, float], value: float):
+    scheduler, runner = make()
+    damaged = Request("damaged", tuple(range(40)), Sampling(max_tokens=5, **options))
+    sound = Request("sound", tuple(range(1, 30)), Sampling(max_tokens=5))
+    answer = Answer()
+    scheduler.add(damaged)
+    scheduler.add(sound)
+    while not scheduler.idle:
+        batch = scheduler.schedule()
+        logits = runner.run(batch)
+        place = next((at for at, each in enumerate(batch.sequences) if each.request is damaged), None)
+        if place is not None:
+            mine = (batch.output_rows >= batch.starts[place]) & (batch.output_rows < batch.starts[place + 1])
+            logits[mine, 7] = value
+        for output in scheduler.publish(batch, sample_batch(batch, logits)):
+            if output.request_id == "damaged":
+                assert output == Output("damaged", [], "error")
+            else:
+                answer.add(output)
+        scheduler.check()
+    assert answer == answer_alone(sound, None)
+    assert scheduler.pool.find(HashChain(damaged.tokens).hashes) == [], "the prefix cache has damaged blocks"

@@ -9,13 +9,11 @@ from meshwright.kernels.library import Kernels, load_kernels
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.operations import (
     Activation,
-    Add,
     Attention,
     Embed,
     Experts,
     ExpertsWorkspace,
     Gate,
-    Greedy,
     LayerCache,
     Linear,
     Norm,
@@ -42,6 +40,4 @@ __all__ = [
     "Experts",
     "Gate",
     "TakeRows",
-    "Add",
-    "Greedy",
 ]

@@ -174,23 +174,6 @@ static void grouped_linear(const Op& op, long threads, long item, Scratch& scrat
     }
 }
 
-// --- output head ------------------------------------------------------------------------------------------------------
-
-// The index of the largest of a row's logits, the lowest among equals, and the log-sum-exp of all.
-static void greedy(const Op& op, long row) {
-    const float* x = op.in + row * op.in_stride;
-    Vec most = broadcast(-INFINITY), total = broadcast(0.0f);
-    for (long i = 0; i < op.size; i += LANES) most = maximum(most, load(x + i, op.size - i, -INFINITY));
-    const float peak = largest(most);
-    double sums = 0;
-    for (long i = 0; i < op.size; i += LANES) {
-        total = total + exponential(load(x + i, op.size - i, -INFINITY) - broadcast(peak));
-        if (i / LANES % 64 == 63 || i + LANES >= op.size) sums += sum(total), total = broadcast(0.0f);
-    }
-    op.indices[row] = int32_t(std::find(x, x + op.size, peak) - x);
-    op.log_sums[row] = peak + std::log(sums);
-}
-
 // --- execution --------------------------------------------------------------------------------------------------------
 
 struct Run {
@@ -251,11 +234,6 @@ static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
             return;
         }
         case TAKE_ROWS: std::copy_n(op.in + step.output_rows[item] * op.in_stride, op.size, out); return;
-        case ADD:
-            for (long i = 0; i < op.size; i += LANES)
-                store(out + i, load(out + i, op.size - i) + load(in + i, op.size - i), op.size - i);
-            return;
-        case GREEDY: return greedy(op, item);
         case PACK: return pack_panel(op, item);
     }
 }

@@ -12,13 +12,11 @@ import numpy as np
 from meshwright.kernels import structures
 from meshwright.kernels.operations import (
     Activation,
-    Add,
     AnyOp,
     Attention,
     Embed,
     Experts,
     Gate,
-    Greedy,
     LayerCache,
     Linear,
     Norm,
@@ -33,7 +31,7 @@ Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], N
 
 _KINDS = (
     *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "group", "grouped_linear"),
-    *("combine", "gate", "take_rows", "add", "greedy", "pack"),
+    *("combine", "gate", "take_rows", "pack"),
 )
 KIND = {name: number for number, name in enumerate(_KINDS)}
 """Numbers of the kinds of operations in `structures.h`."""
@@ -254,17 +252,6 @@ def _lower_take_rows(op: TakeRows) -> list[structures.Op]:
     return [_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])]
 
 
-def _lower_add(op: Add) -> list[structures.Op]:
-    return [_op("add", op.out, op.x, width=op.out.shape[1], rows=_ROWS[op.rows])]
-
-
-def _lower_greedy(op: Greedy) -> list[structures.Op]:
-    lowered = structures.Op(kind=KIND["greedy"], size=op.logits.shape[1], rows=_ROWS["outputs"])
-    lowered.input, lowered.in_stride = rows_of(op.logits)
-    lowered.indices, lowered.log_sums = address(op.tokens, np.int32), address(op.log_sums, np.float64)
-    return [lowered]
-
-
 _LOWER: dict[type, Callable[[Any], list[structures.Op]]] = {
     Embed: _lower_embed,
     Norm: _lower_norm,
@@ -275,6 +262,4 @@ _LOWER: dict[type, Callable[[Any], list[structures.Op]]] = {
     Experts: _lower_experts,
     Gate: _lower_gate,
     TakeRows: _lower_take_rows,
-    Add: _lower_add,
-    Greedy: _lower_greedy,
 }

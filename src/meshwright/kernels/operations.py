@@ -196,24 +196,4 @@ class TakeRows:
     x: Float32
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """out += x."""
-
-    out: Float32
-    x: Float32
-    rows: Rows = "tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Greedy:
-    """Of each row of logits [R, V]: the index of the largest (the lowest among equals), and the logarithm of the sum of
-    exponentials, so that the token's log-probability is logits[r, tokens[r]] - log_sums[r]. `tokens`: int32 [R];
-    `log_sums`: float64 [R]."""
-
-    tokens: Int32
-    log_sums: npt.NDArray[np.float64]
-    logits: Float32
-
-
-AnyOp = Embed | Norm | Linear | RopeStore | Attention | Activation | Experts | Gate | TakeRows | Add | Greedy
+AnyOp = Embed | Norm | Linear | RopeStore | Attention | Activation | Experts | Gate | TakeRows

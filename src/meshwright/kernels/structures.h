@@ -27,8 +27,8 @@ struct Routing {
 };
 
 enum Kind : int32_t {
-    EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, GATE, TAKE_ROWS, ADD,
-    GREEDY, PACK,
+    EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, GATE, TAKE_ROWS,
+    PACK,
 };
 enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
 enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
@@ -39,8 +39,6 @@ struct Op {
     const float* in;
     int64_t out_stride, in_stride, size, first, heads, window, rotated;
     const float *weight, *bias, *cosine, *sine, *query_norm, *key_norm;
-    int32_t* indices;
-    double* log_sums;
     float epsilon, scale;
     Matrix matrix;
     Cache cache;

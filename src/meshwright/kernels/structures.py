@@ -98,8 +98,6 @@ class Op(ctypes.Structure):
         ("sine", _POINTER),
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
-        ("indices", _POINTER),
-        ("log_sums", _POINTER),
         ("epsilon", _FLOAT),
         ("scale", _FLOAT),
         ("matrix", Matrix),

@@ -26,16 +26,9 @@ struct Vec {
 #define EACH UNROLL for (int i = 0; i < PARTS; ++i)
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE Part broadcast_part(float x) {
-#ifdef __AVX512F__
-    return _mm512_set1_ps(x);
-#else
-    return _mm256_set1_ps(x);
-#endif
-}
 INLINE Vec broadcast(float x) {
     Vec v;
-    EACH v.part[i] = broadcast_part(x);
+    EACH v.part[i] = x - Part{};  // to all lanes
     return v;
 }
 INLINE Vec load(const float* p) {
@@ -60,7 +53,7 @@ INLINE Vec fma(Vec a, const Vec& b, const Vec& c) {
 }
 // a where a >= low, else b.
 INLINE Vec choose_at_least(const Vec& x, float low, Vec a, const Vec& b) {
-    EACH a.part[i] = x.part[i] >= broadcast_part(low) ? a.part[i] : b.part[i];
+    EACH a.part[i] = x.part[i] >= low ? a.part[i] : b.part[i];
     return a;
 }
 

@@ -237,8 +237,6 @@ def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int
     inner = set()
     for layer in stage.layers:
         inner.add((config.shared_intermediate if config.has_experts(layer) else config.intermediate) // tp)
-        if config.has_experts(layer) and config.shared_gate:
-            found["shared"] = config.hidden
     for width in inner - {0}:
         gated = config.gated or width == config.shared_intermediate // tp
         found[f"up.{width}"], found[f"hidden.{width}"] = width * (2 if gated else 1), width

@@ -20,7 +20,6 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.operations import (
     Activation,
-    Add,
     Attention,
     Embed,
     Experts,
@@ -193,13 +192,9 @@ class Lowering:
     def _lower_shared(self, mixture: Mixture, shared: SharedExpert, x: Float32, out: Float32) -> None:
         """Append the shared expert and its gate, added to `out`."""
         hidden = self._lower_up(shared, True, shared.activation, x)
-        if mixture.shared_gate is None:
-            self._lower_linear(shared.down, out, hidden, accumulate=True)
-            return
-        own = self._buffer("shared", self.config.hidden)
-        self._lower_linear(shared.down, own, hidden)
-        self.ops.append(Gate(own, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
-        self.ops.append(Add(out, own))
+        if mixture.shared_gate is not None:  # a factor of each token: before or after the second product
+            self.ops.append(Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
+        self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: Any, gated: bool, activation: Any, x: Float32) -> Float32:
         """Append the first product of an MLP and its activation; return the input of the second, [T, F]."""

@@ -19,6 +19,7 @@ from meshwright.serving.pipeline_engine import build_engine
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
+from meshwright.serving.sampling import InvalidLogits
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import decoder_config
 from meshwright.threads import choose_threads
@@ -45,13 +46,16 @@ def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bo
 
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output]:
-    """Yield the outputs of requests until all have ended; those unfinished when the iterator is closed are
-    cancelled."""
+    """Yield the outputs of requests until all have ended; those unfinished when the iterator is closed are cancelled.
+    Raises InvalidLogits."""
     for request in requests:
         engine.add(request)
     try:
         while not engine.idle:
-            yield from engine.step()
+            for output in engine.step():
+                if output.finish_reason == "error":
+                    raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
+                yield output
     finally:
         for request in requests:
             engine.cancel(request.id)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from meshwright.errors import UserError
 from meshwright.serving.sampling import Sampling, TokenResult
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Output:
         request_id: ID of the request.
         results: New tokens of the answer; a stop token included.
         finish_reason: None while the request runs; `"stop"` (a stop token, the last result), `"length"` (max_tokens),
-            `"cancelled"`.
+            `"cancelled"`, `"error"` (the model computed NaN or infinite logits).
         cached_tokens: Prompt tokens that the prefix cache held.
         prompt_results: Results of all prompt tokens, None for the first token, which nothing predicts; once, with the
             first token of the answer, if `sampling.prompt_logprobs` is given. None in other outputs.

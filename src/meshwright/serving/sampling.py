@@ -107,7 +107,7 @@ class TokenResult:
     """One token with its log-probability.
 
     Attributes:
-        token: Token ID.
+        token: Token ID; -1 where the logits are NaN or infinite, which ends the request with an error.
         logprob: Natural log of its probability under the unmodified logits (temperature 1, no option applied); None
             if the request asked for no log-probabilities.
         top: (token ID, log-probability) of the most likely tokens, most likely first, the lower token ID first among
@@ -220,6 +220,10 @@ def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
     highest = logits_V.max()
     if highest == -np.inf:  # every token is a stop token before `min_tokens`
         return 0
+    if not highest < np.inf:
+        raise InvalidLogits(
+            f"the options turn a logit into {highest}: repetition_penalty {sampling.repetition_penalty}"
+        )
     kept = size = len(logits_V)
     if sampling.min_p > 0:
         least = highest + np.float32(sampling.temperature * math.log(sampling.min_p))

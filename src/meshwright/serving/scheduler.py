@@ -242,6 +242,8 @@ class Scheduler:
             if self._refused == (sequence, self.pool.releases):
                 break
             blocks = self._find_prefix(sequence)
+            if self._will_find_more(sequence, len(blocks)):
+                break
             first = self._first_in_window(len(blocks) * BLOCK_TOKENS)
             youngest = [self.pool.youngest_holder(block) for block in blocks[first:]]
             places = {each.age: place for place, each in enumerate(self._admitted)}
@@ -266,6 +268,18 @@ class Scheduler:
             return []
         sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
+
+    def _will_find_more(self, sequence: Sequence, found: int) -> bool:
+        """Return True if a running sequence computes the next block of a waiting one's prefix, `found` blocks of which
+        are known: equal prompts that arrive together are computed once."""
+        if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
+            return False
+        wanted = sequence.chain.hashes[found]
+        return any(
+            other.state is State.RUNNING and other.computed // BLOCK_TOKENS <= found < len(other.chain.hashes)
+            and other.chain.hashes[found] == wanted
+            for other in self._admitted
+        )  # fmt: skip
 
     def _first_in_window(self, computed: int) -> int:
         """Return the first block that a token after `computed` ones attends to."""
@@ -336,6 +350,9 @@ class Scheduler:
     def _advance(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
         """Record `count` computed tokens of a sequence and the results of their output rows; return its output, None
         without news."""
+        if any(result.token < 0 for result in results):
+            self._finish(sequence, "error")  # what it computed stays out of the prefix cache
+            return Output(sequence.request.id, [], "error", sequence.cached_tokens)
         ends = sequence.computed + count == len(sequence.tokens)
         self._store(sequence, count)
         sampling = sequence.request.sampling
@@ -390,8 +407,8 @@ class Scheduler:
 
 def sample_batch(batch: StepBatch, logits_RV: npt.NDArray[np.float32]) -> list[TokenResult]:
     """Return a result for each output row: a sampled token where a sequence's last known token was computed; for other
-    rows (`prompt_logprobs`), the next token of the prompt with its log-probability. Raises InvalidLogits if a row holds
-    NaN or infinity. A pure function: the last stage of a pipeline sends the results to the other ranks."""
+    rows (`prompt_logprobs`), the next token of the prompt with its log-probability. A pure function: the last stage of
+    a pipeline sends the results to the other ranks."""
     rows = iter(logits_RV)
     return [
         sequence.sample_row(next(rows), position)

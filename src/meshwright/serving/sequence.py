@@ -12,7 +12,7 @@ import numpy.typing as npt
 from meshwright.serving.admission import AnswerShare
 from meshwright.serving.blocks import HashChain, count_blocks
 from meshwright.serving.request import FinishReason, Request
-from meshwright.serving.sampling import TokenCounts, TokenResult, sample, score_token
+from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult, sample, score_token
 
 
 class State(enum.Enum):
@@ -83,12 +83,16 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def sample_row(self, logits_V: npt.NDArray[np.float32], position: int) -> TokenResult:
-        """Return the result of the logits [V] at a position."""
+        """Return the result of the logits [V] at a position; its token is -1 where they are NaN or infinite."""
         sampling = self.request.sampling
-        if position == len(self.tokens) - 1:
-            return sample(logits_V, sampling, choice=self.request.choice, position=self.answered, counts=self.counts)
-        assert sampling.prompt_logprobs is not None
-        return score_token(logits_V, self.tokens[position + 1], sampling.prompt_logprobs)
+        try:
+            if position == len(self.tokens) - 1:
+                choice = self.request.choice
+                return sample(logits_V, sampling, choice=choice, position=self.answered, counts=self.counts)
+            assert sampling.prompt_logprobs is not None
+            return score_token(logits_V, self.tokens[position + 1], sampling.prompt_logprobs)
+        except InvalidLogits:
+            return TokenResult(-1)
 
 
 class WaitingQueue:

@@ -85,6 +85,10 @@ class JobRunner:
         """Give the pieces of one choice to `take` until it ends."""
         with contain_panics():
             async for output in outputs:
+                if output.finish_reason == "error":
+                    raise ApiError(
+                        500, "the model computed NaN or infinite logits for this prompt", code="invalid_logits"
+                    )
                 before = choice.last
                 piece = choice.push(output)
                 self._metrics.observe(choice, piece, before)
