@@ -52,13 +52,17 @@ def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output
         engine.add(request)
     try:
         while not engine.idle:
-            for output in engine.step():
-                if output.finish_reason == "error":
-                    raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
-                yield output
+            yield from map(_raise_error, engine.step())
     finally:
         for request in requests:
             engine.cancel(request.id)
+
+
+def _raise_error(output: Output) -> Output:
+    """Return `output`; raise InvalidLogits if its request ended with an error."""
+    if output.finish_reason == "error":
+        raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
+    return output
 
 
 class LocalEngine:
@@ -102,7 +106,7 @@ class RanksEngine:
         async def follow(outputs: AsyncIterator[Output]) -> None:
             """Pass on the outputs of one request."""
             async for output in outputs:
-                put(output)
+                put(_raise_error(output))
 
         layout, config = self._layout, decoder_config(self._directory)
         limits = plan_offline(self._directory, layout, self._dtype)

@@ -86,9 +86,7 @@ class JobRunner:
         with contain_panics():
             async for output in outputs:
                 if output.finish_reason == "error":
-                    raise ApiError(
-                        500, "the model computed NaN or infinite logits for this prompt", code="invalid_logits"
-                    )
+                    raise ApiError(500, "the model computes NaN or infinite logits", code="invalid_logits")
                 before = choice.last
                 piece = choice.push(output)
                 self._metrics.observe(choice, piece, before)
