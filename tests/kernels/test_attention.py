@@ -55,7 +55,7 @@ def draw_inputs(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
 
 def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, seed: int = 0) -> list[np.ndarray]:
     """Attention outputs of the sequences `members`, which run together, `chunk` tokens of each in a step. `seed`: order
-    of the blocks. The cache starts full of NaN but for what the sequences write."""
+    of the blocks. The cache starts full of NaN but for what the sequences write; block 0 stays so."""
     inputs, query_norm, key_norm = draw_inputs(case)
     longest = -(-max(LENGTHS) // 16)
     shapes = LayerCache.shapes(1 + len(members) * longest, case.kv_heads, case.head_dim)
@@ -75,6 +75,8 @@ def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, 
         table = np.ascontiguousarray(block_tables[[members.index(s) for s in active]])
         blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges)])
         slots = (blocks * 16 + positions % 16).astype(np.int32)
+        for i, r in enumerate(ranges if case.window else ()):  # the scheduler has freed what is behind the window
+            table[i, : max(0, r.start - case.window + 1) // 16] = 0
         qkv = np.concatenate([inputs[s][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
         out = np.zeros((len(qkv), case.heads * case.head_dim), np.float32)
         operations = kernels.op_list()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import create_app
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
+from meshwright.serving.request import Output, Request
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 KEY = "a-key-for-tests"
@@ -526,3 +527,16 @@ def test_metrics_count_tokens_and_ends(http: httpx.Client, engine: FakeEngine):
     after = [read(name) for name in (*names, *counts)]
     assert [late - early for late, early in zip(after, before, strict=True)] == [6, 8, 2, 2, 6, 2]
     assert read("kv_cache_usage_perc") == 0 and read('kv_blocks{engine="0",model_name="m",state="cached"}') == 10
+
+
+def test_logits_that_are_not_finite_are_an_error_of_that_request(
+    http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    async def fail(request: Request) -> AsyncIterator[Output]:
+        yield Output(request.id, [], "error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_generate", fail)
+        answer = http.post("/v1/completions", json={"model": "m", "prompt": "The"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "invalid_logits")
+    assert http.post("/v1/completions", json={"model": "m", "prompt": "The"}).status_code == 200

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.model.huggingface import load_huggingface
 from meshwright.serving.weights import RankWeights
 from tests.serving.small_models import FAMILIES, small_config, write_model
@@ -53,3 +56,13 @@ def test_a_missing_tensor_and_an_encoder_are_named(tmp_path: Path):
     (directory / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no model.safetensors"):
         RankWeights(directory, Mesh.single())
+
+
+def test_a_rank_whose_slice_of_the_vocabulary_is_all_padding_has_zeros(tmp_path: Path):
+    directory = write_model(tmp_path, small_config("llama-tiny", vocabulary=5))
+    whole = RankWeights(directory, Mesh.single()).read("embedding.weight", torch.float32).clone()
+    slices = []
+    for rank in range(4):
+        mesh = SimpleNamespace(layout=Layout.parse("tp4"), rank=rank, pp=SimpleNamespace(size=1, rank=0))
+        slices.append(RankWeights(directory, cast(Mesh, mesh)).read("embedding.weight", torch.float32).clone())
+    assert torch.equal(torch.cat(slices)[:5], whole) and not torch.cat(slices)[5:].any()

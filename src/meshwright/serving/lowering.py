@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from meshwright.kernels.operations import (
     Linear,
     Norm,
     RopeStore,
+    Rows,
     TakeRows,
 )
 from meshwright.kernels.structures import PackedMatrix
@@ -103,9 +104,7 @@ class Lowering:
 
     def _lower(self) -> None:
         """Append the operations of the stage."""
-        packed = None
-        if self._stage.first:
-            packed = self._lower_embedding()
+        packed = self._lower_embedding() if self._stage.first else None
         for layer in self._stage.layers:
             self._lower_block(self._model.layers[layer], layer)
         if self._stage.last:
@@ -114,14 +113,9 @@ class Lowering:
 
     def _lower_embedding(self) -> PackedMatrix | None:
         """Append token and position embeddings; return the packed matrix of a head that shares the table."""
-        packed, table = None, None
-        if self._stage.last and self.config.tied:
-            packed = self._pack(self._model.embedding)
-        else:
-            table = self._keep(self._read("embedding.weight", keep_dtype=True))
-        shared = packed if packed is not None else table
-        assert shared is not None
-        self.ops.append(Embed(self.states, shared, first=self._first_token))
+        packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
+        table = packed or self._keep(self._read("embedding.weight", keep_dtype=True))
+        self.ops.append(Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if self._model.positions is not None:
             positions = self._keep(self._read("positions.weight", keep_dtype=True))
@@ -155,8 +149,7 @@ class Lowering:
             self.nbytes["kv"] += each.nbytes
         cache = LayerCache(keys, values, size)
         cosine, sine = self._rotation or (None, None)
-        norms = (attention.query_norm, attention.key_norm)
-        query_norm, key_norm = (None if norm is None else self._parameter(norm, "weight") for norm in norms)
+        query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         epsilon = self.config.norm_epsilon
         self.ops.append(RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, epsilon))
         out = self._buffer("attention", heads * size)
@@ -174,7 +167,7 @@ class Lowering:
             )
             self.nbytes["workspace"] += self._experts_workspace.nbytes
         out = self._buffer("partial", config.hidden) if self._split else self.states
-        router_bias = None if mixture.router.bias is None else self._parameter(mixture.router, "bias")
+        router_bias = self._optional(mixture.router, "bias")
         router = self._pack(mixture.router, dtype="float32")
         up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
         self.ops.append(
@@ -219,19 +212,14 @@ class Lowering:
 
     def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, outputs: bool = False) -> None:
         """Append a norm over the hidden dimension."""
-        bias = getattr(norm, "bias", None)
-        self.ops.append(
-            Norm(
-                out, x, self._parameter(norm, "weight"), None if bias is None else self._parameter(norm, "bias"),
-                self.config.norm_epsilon, "rms" if isinstance(norm, modules.RMSNorm) else "layer",
-                "outputs" if outputs else "tokens",
-            )
-        )  # fmt: skip
+        weight, bias = self._parameter(norm, "weight"), self._optional(norm, "bias")
+        kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
+        rows: Rows = "outputs" if outputs else "tokens"
+        self.ops.append(Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
         """Append a product with its bias."""
-        bias = None if linear.bias is None else self._parameter(linear, "bias")
-        self.ops.append(Linear(out, x, self._pack(linear), bias, accumulate))
+        self.ops.append(Linear(out, x, self._pack(linear), self._optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
         """Append a product whose result is summed over tensor-parallel ranks and added to the states."""
@@ -240,8 +228,7 @@ class Lowering:
             return
         partial = self._buffer("partial", self.config.hidden)
         self.ops.append(Linear(partial, x, self._pack(linear)))
-        bias = None if linear.bias is None else self._parameter(linear, "bias")
-        self._sum_over_ranks(partial, self.states, bias)
+        self._sum_over_ranks(partial, self.states, self._optional(linear, "bias"))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
         """End the segment with the sum of `partial` over tensor-parallel ranks; nothing on one rank."""
@@ -257,9 +244,13 @@ class Lowering:
         self.nbytes["packed"] += packed.buffer.nbytes
         return packed
 
-    def _parameter(self, module: nn.Module, leaf: str) -> Float32:
+    def _parameter(self, module: nn.Module | None, leaf: str) -> Float32:
         """Return a small parameter (norm weight, bias) as float32."""
         return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", keep_dtype=False))
+
+    def _optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
+        """Return a small parameter, None if the module is or has none."""
+        return None if getattr(module, leaf, None) is None else self._parameter(module, leaf)
 
     def _read(self, name: str, keep_dtype: bool) -> npt.NDArray[Any]:
         """Read an engine tensor: float32, or with `keep_dtype` in the model's dtype, bfloat16 as its bits."""

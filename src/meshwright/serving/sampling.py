@@ -82,13 +82,8 @@ class Sampling:
         _check(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
         _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
         _check(min(self.stop_tokens, default=0) >= 0, "stop_tokens", min(self.stop_tokens, default=0), "0 or more")
-        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "0 or more")
-        _check(
-            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-            "prompt_logprobs",
-            self.prompt_logprobs,
-            "0 or more",
-        )
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _check(count is None or count >= 0, name, count, "0 or more")
 
     def check_vocabulary(self, size: int) -> None:
         """Raise UserError if `logit_bias` or `stop_tokens` name a token ID outside a vocabulary of `size` tokens."""

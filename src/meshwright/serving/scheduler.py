@@ -18,7 +18,7 @@ from meshwright.serving.admission import AdmissionState, AnswerShare
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, count_blocks
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import Sequence, State, WaitingQueue
+from meshwright.serving.sequence import SchedulerStats, Sequence, State, WaitingQueue
 
 Integers = npt.NDArray[np.int32]
 
@@ -53,35 +53,6 @@ class StepBatch:
     output_rows: Integers
     sequences: list[Sequence]
     group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Figures of a scheduler between steps.
-
-    Attributes:
-        waiting: Requests not yet admitted.
-        running: Admitted sequences that are not paused.
-        paused: Admitted sequences that keep their blocks and wait for a safe state.
-        free: KV blocks without content.
-        cached: KV blocks of the prefix cache that no sequence holds; evictable.
-        held: KV blocks that sequences hold; free + cached + held = blocks of the pool.
-        waiting_tokens: Prompt tokens of the waiting requests.
-        prompt_tokens: Prompt tokens of all sequences admitted so far.
-        prefix_hit_tokens: Those of them that the prefix cache held.
-        pauses: Changes from running to paused so far.
-    """
-
-    waiting: int
-    running: int
-    paused: int
-    free: int
-    cached: int
-    held: int
-    waiting_tokens: int
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    pauses: int
 
 
 class Scheduler:

@@ -86,10 +86,9 @@ class RankWeights:
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
         found = list(flat.within(placed.offset, placed.offset + placed.numel))
-        row = found[0][0].row
-        alone = len(found) == 1 and found[0][0].numel == row.numel == placed.numel and not row.transposed
-        if alone:
-            value = self._read_row(row).reshape(-1)
+        rows = [part.row for part, _, _ in found]  # none where all is padding
+        if len(rows) == 1 and found[0][0].numel == rows[0].numel == placed.numel and not rows[0].transposed:
+            value = self._read_row(rows[0]).reshape(-1)
             values = value if value.dtype == dtype else self._make_scratch(placed.numel, dtype).copy_(value)
         else:
             values = self._make_scratch(placed.numel, dtype)
