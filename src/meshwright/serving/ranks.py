@@ -104,7 +104,8 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
         if ran:
             outputs += engine.step()
         now = time.perf_counter()
-        report = {**engine.report(), "seconds": now - began if ran else 0.0}
+        added = sum("add" in message for message in messages)
+        report = {**engine.report(), "added": added, "seconds": now - began if ran else 0.0}
         began = now
         front.send({"outputs": [output.to_json() for output in outputs], "step": report})
         if stop:

@@ -103,7 +103,7 @@ class Replica:
         ready: It takes requests.
         has_served: It has computed a token since its ranks were started.
         heard: Monotonic time of its last message.
-        sent: Requests since then.
+        sent: Requests sent to it that `report` does not count yet.
         report: Figures of its last step.
         totals: Figures since the server's start, of ranks that are gone for those that `report` has.
         known: Hashes of blocks that it has probably cached, oldest first.
@@ -155,7 +155,7 @@ class Replica:
 
     def take_report(self, report: dict[str, Any]) -> None:
         """Learn from the report of a step."""
-        self.heard, self.report, self.sent = time.monotonic(), report, 0
+        self.heard, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
         if self.heard - self._predicted > PREDICTION_SECONDS:
             self._predicted, self._waits = self.heard, {}
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
