@@ -24,6 +24,11 @@ def matched(program: CollectiveProgram) -> Any:
     return SimpleNamespace(program=program, sends=sends, receives=receives)
 
 
+def find_route(network: Network, source: int, target: int) -> list[int]:
+    """The links of a message from one rank to another, in order."""
+    return network.find_routes(np.array([source]), np.array([target])).link.tolist()
+
+
 def line(ranks: int, latency: float = 0.0, bandwidth: float = 1.0, gap: float = 0.0) -> Network:
     """Ranks in a row: link i leads from rank i to the next, link ranks - 1 + i back."""
     left = np.arange(ranks - 1)
@@ -212,7 +217,7 @@ def naive_simulation(program: Any, network: Network, total_bytes: float) -> tupl
         size = steps.count[send] * total_bytes / program.program.chunks
         messages[int(group_of[send]), int(group_of[receive])] += size
     rank_of = steps.group_rank.tolist()
-    path = {m: network.find_route(rank_of[m[0]], rank_of[m[1]]).tolist() for m in messages}
+    path = {m: find_route(network, rank_of[m[0]], rank_of[m[1]]) for m in messages}
     latency: dict[tuple[int, int], float] = {}
     before: dict[tuple[int, int], int] = defaultdict(int)
     for m in sorted(

@@ -127,7 +127,10 @@ def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str
     checkpointer.wait()
     assert checkpointer.failed() is None
     if how == "silent":
-        checkpointer._target = dataclasses.replace(checkpointer._target, timeout_seconds=1.5)
+        target = checkpointer._target
+        checkpointer._target = dataclasses.replace(
+            target, options=dataclasses.replace(target.options, timeout_seconds=1.5)
+        )
     if rank == faulty and how == "io":
 
         def broken(*_: object) -> None:
