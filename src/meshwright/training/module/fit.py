@@ -76,7 +76,8 @@ def fit(
     found = module_recipe(
         recipe, override_texts(overrides), name=name, directory=str(script.directory() or ""), trust=trust
     )
-    spec = ModuleSpec(build, loss, data, **options)
+    given: Any = {name: value for name, value in options.items() if value is not None}  # None: the default
+    spec = ModuleSpec(build, loss, data, **given)
     check_spec(spec, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
     check_watching(found)

@@ -55,7 +55,7 @@ class FitOptions(TypedDict, total=False):
     count: Callable[[Any], int | torch.Tensor] | None
     reduction: Literal["mean", "sum"]
     validation: Samples | None
-    measures: Mapping[str, Measure]
+    measures: Mapping[str, Measure] | None
     units: ChooseUnit | None
     decays: Callable[[str, nn.Parameter], bool] | None
     workers: int
