@@ -1,4 +1,4 @@
-"""What a streamed token costs the server's front process: processor time from the engine's output to the socket.
+"""Cost of a streamed token in the server's front process: processor time from the engine's output to the socket.
 
 An engine that computes nothing gives 32 streams a token each, step after step, through the real application and server
 in a process of their own; clients are plain sockets. The time includes that engine's own queues.

@@ -2,8 +2,8 @@
 32, against vLLM, OpenVINO GenAI, llama.cpp and the continuous batching of transformers.
 
 Every contender gets the same token IDs (128 in, 128 out, greedy, the end token ignored, no prompt seen twice), in turns
-within each round; who has no turn is stopped. Meshwright, vLLM and llama.cpp are asked over HTTP, the others and
-Meshwright's engine alone (`engine`) in their own process. Beside it: the read stream of the memory and decode's share
+within each round; contenders without a turn are stopped. Meshwright, vLLM and llama.cpp get requests over HTTP, the
+others and Meshwright's engine alone (`engine`) run in a process of their own. Beside it: the read stream of the memory and decode's share
 of it, what HTTP costs, seconds until ready with a pool of 4 GiB, whether an answer is the same alone and among others.
 A contender that fails is recorded with the end of its output, and the race goes on.
 
@@ -68,7 +68,7 @@ class Race:
         self._alive: dict[str, Contender] = {}
 
     def turn(self, name: str, use: Callable[[Contender], Any]) -> Any:
-        """What `use` returns of a running contender; None if it failed, which is recorded."""
+        """Return the result of `use` on a running contender; None if it failed, which is recorded."""
         try:
             contender = self._alive.get(name) or self._start(name)
             with contender.turn():

@@ -24,7 +24,7 @@ class Response:
     sent: float
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
     lost: bool = False
-    """Whether the connection ended before the response did."""
+    """True if the connection ended before the response."""
 
     @property
     def ended(self) -> float:
@@ -283,7 +283,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float, interval: float = 0.05) -> bool:
-    """Whether the condition came true within `seconds`."""
+    """Wait for the condition; return True if it held within `seconds`."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if await condition():
@@ -293,7 +293,7 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float, i
 
 
 async def is_answered(client: Client, path: str) -> bool:
-    """Whether the server answers 200 at `path`."""
+    """Return True if the server answers 200 at `path`."""
     try:
         return (await client.get(path)).status == 200
     except OSError:

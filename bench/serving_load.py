@@ -103,7 +103,7 @@ async def settled(client: Client, every: int, seconds: float = 30) -> dict[str, 
 
 
 async def engine_properties(client: Client) -> dict[str, Any]:
-    """What /props says of the engine."""
+    """Return the `engine` object of /props."""
     found: dict[str, Any] = (await client.get("/props")).json()["engine"]
     return found
 
@@ -679,7 +679,7 @@ PARTS: dict[str, Part] = {
 
 
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One part, with a server of its own."""
+    """Run one part of the benchmark against its own server."""
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]

@@ -40,7 +40,7 @@ _BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of eq
 
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
-    """What a server allocates for.
+    """Sizes for which a server allocates memory.
 
     Attributes:
         token_budget: Most tokens of a step.

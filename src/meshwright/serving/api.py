@@ -32,7 +32,7 @@ Prompt = str | Sequence[int]
 
 
 class OfflineEngine(Protocol):
-    """What runs the requests of a call: `LocalEngine` or `RanksEngine`."""
+    """Interface that runs the requests of a call: `LocalEngine` or `RanksEngine`."""
 
     def run(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Yield the outputs of requests until all have ended."""

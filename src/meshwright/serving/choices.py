@@ -51,7 +51,7 @@ class Choice:
 
     Attributes:
         index: Number in the response.
-        request: What the engine was asked.
+        request: Request that the engine runs.
         cached_tokens: Prompt tokens found in the prefix cache.
         prompt_results: Results of the prompt's tokens, if they are scored; None for the first.
         completion_tokens: Tokens of the answer so far, a stop token included.

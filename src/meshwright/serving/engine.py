@@ -23,8 +23,8 @@ class Engine:
     """Continues requests. It is deterministic: ranks of a replica that get the same calls stay in the same state.
 
     Attributes:
-        runner: What executes the steps.
-        scheduler: What chooses their tokens.
+        runner: Executes the steps.
+        scheduler: Chooses the tokens of each step.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:

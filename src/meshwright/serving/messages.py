@@ -24,7 +24,7 @@ from meshwright.errors import RankLost, UserError
 
 _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 2**28
-"""Of one message: above any request that the front accepts, and far below the memory of a damaged length."""
+"""Largest size of one message in bytes: above any accepted request, and far below what a damaged length could say."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 CONNECT_SECONDS = 60.0
 """How long a rank tries to reach a listener that has not started yet."""

@@ -34,7 +34,7 @@ from meshwright.serving.step_limits import StepLimits
 
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
-"""Of a message with tokens; what is longer follows in a second message."""
+"""Bytes of a message with token results; longer ones follow in a second message."""
 
 Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""

@@ -1,4 +1,4 @@
-"""What a rank process is told, and how the ranks of a replica are started and ended. Free of torch."""
+"""Settings of rank processes, and starting and ending the ranks of a replica. Free of torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
 
 PRELOADED = ("torch", "torch.distributed", "meshwright.serving.ranks")
-"""What ranks need, imported once by the process that they are forked from."""
+"""Modules of a rank, imported once by the process from which ranks are forked."""
 SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What a rank process needs to know, equal on all ranks of a server.
+    """Settings of a rank process, equal on all ranks of a server.
 
     Attributes:
         checkpoint: Directory of the model.
@@ -36,7 +36,7 @@ class RankPlan:
         threads: Of each rank.
         directory: Private directory for sockets; None: TCP.
         step_seconds: Longest step.
-        secret: What front and ranks share.
+        secret: Shared secret of front and ranks.
         front: Address at which the front listens, set by the front.
         start: How often the replica's ranks have been started before, set by the front.
         engine: Function that builds the engine of a rank, `package.module:function`.

@@ -31,7 +31,7 @@ LOSSES_OF_REPLICA = 5
 FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
 """Seconds before a second start; doubled for each further loss in a row."""
 SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
-"""What must not differ between ranks, or answers would."""
+"""Properties that must be equal on all ranks, since answers depend on them."""
 STEADY_SECONDS = 60.0
 """A replica that was ready for so long did not end because it cannot start."""
 STOP_SECONDS = 2.0

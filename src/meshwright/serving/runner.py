@@ -1,4 +1,4 @@
-"""What executes the steps of one rank: compiled kernels on a CPU where there is a compiler, else plain torch."""
+"""Runner, which executes the steps of one rank: compiled kernels on a CPU with a compiler, else plain torch."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ class Runner(Protocol):
         """Run a step: write the keys and values of its tokens into their slots; return the logits float32 [R, V] of
         its output rows, or, of a pipeline stage that is not last, the hidden states float32 [T, H]. The result is valid
         until the next call. `hidden`: the previous stage's hidden states, None on the first stage."""
-        raise NotImplementedError
 
     def memory(self) -> dict[str, int]:
         """Return bytes by kind: `weights`, `kv`, `logits`, and with kernels `workspace`."""
-        raise NotImplementedError
 
 
 def build_runner(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int = 1) -> Runner:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from meshwright.serving.prompts import Prompts
 
 EXTRA = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client")
-"""What pip install "meshwright[serve]" brings."""
+"""Modules that pip install "meshwright[serve]" installs."""
 
 _T = TypeVar("_T")
 
@@ -184,7 +184,7 @@ class _Phases:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is served, checked: a checkpoint, layout and dtype, and the bill of the ranks' memory with the KV blocks.
+    """Checked model of a server: a checkpoint, layout and dtype, and the bill of the ranks' memory with the KV blocks.
     place: rank of this process, if others have started one for each rank."""
 
     checkpoint: Path

@@ -12,7 +12,7 @@ SWEEPS = 8
 
 
 class Work(NamedTuple):
-    """What a request still needs.
+    """Remaining work of a request.
 
     Attributes:
         prompt: Tokens of the prompt to compute.

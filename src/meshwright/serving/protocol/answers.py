@@ -51,7 +51,7 @@ class AnswerForm:
 
 
 class OpenAIForm(AnswerForm):
-    """What completions and chat completions have in common."""
+    """Response form that completions and chat completions share."""
 
     prefix = ""  # of the response's ID
     kind = chunk_kind = ""  # `object` of a whole response and of an event

@@ -146,7 +146,7 @@ class DetokenizeBody(Body):
 
 
 class StreamOptions(Body):
-    """What a stream reports beside text."""
+    """Usage reports of a stream."""
 
     include_usage: bool = Field(False, description="send the usage before the end of the stream")
     continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
