@@ -3,9 +3,9 @@
 
 Every contender gets the same token IDs (128 in, 128 out, greedy, the end token ignored, no prompt seen twice), in turns
 within each round; contenders without a turn are stopped. Meshwright, vLLM and llama.cpp get requests over HTTP, the
-others and Meshwright's engine alone (`engine`) run in a process of their own. Beside it: the read stream of the memory and decode's share
-of it, what HTTP costs, seconds until ready with a pool of 4 GiB, whether an answer is the same alone and among others.
-A contender that fails is recorded with the end of its output, and the race goes on.
+others and Meshwright's engine alone (`engine`) run in a process of their own. Beside it: the read stream of the memory
+and decode's share of it, what HTTP costs, seconds until ready with a pool of 4 GiB, whether an answer is the same alone
+and among others. A contender that fails is recorded with the end of its output, and the race goes on.
 
     python bench/serving_peers.py                     # installs the peers, once
     python bench/serving.py --minutes 20              # writes bench/results/serving.json
