@@ -390,12 +390,10 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
     """Return the message for an unknown part, with the nearest known one."""
-    words = [*(f"{word}{number}" for word in _FIELD_BY_PART), *_FIELD_BY_WORD]
-    close = nearest(part, PRECISIONS) or nearest(part, words)
-    if close in _FIELD_BY_WORD:
-        close = f"{close}:"
+    flags = [f"{word}:" for word in _FIELD_BY_WORD]
+    close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags])
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):
         close = f"{word}{number}"
     suggestion = f'; did you mean "{close}"?' if close else ""
-    known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), *(f"{word}:" for word in _FIELD_BY_WORD), *PRECISIONS])
+    known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), *flags, *PRECISIONS])
     return f'unknown part "{part}"{suggestion} (known: {known})'
