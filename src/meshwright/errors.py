@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 
@@ -12,9 +13,13 @@ class MeshwrightError(Exception):
 
 
 class UserError(MeshwrightError):
-    """Mistake in user input; one line with the reason, the location and a correction."""
+    """Mistake in user input; one line with the reason, the location and a correction. Quoted words of 1,000 characters
+    and more are shortened to 200, the whole to 8,000."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(re.sub(r"(\S{200})\S{800,}", r"\1...", message)[:8000])
 
 
 class ModelWarning(UserWarning):

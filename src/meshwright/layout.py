@@ -203,8 +203,7 @@ class Layout:
             if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1, which the schedule cannot mean
                 raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks a rank")
         except UserError as error:
-            reason = shorten(str(error).removeprefix("impossible layout: "), 1000)  # it may quote a long part
-            raise UserError(f'layout "{shorten(text, 40)}": {reason}') from None
+            raise UserError(f'layout "{shorten(text, 40)}": {str(error).removeprefix("impossible layout: ")}') from None
         return layout
 
     def __str__(self) -> str:

@@ -21,6 +21,7 @@ FOUND: dict[str, tuple[str, object]] = {
     "a shorthand that no file can be called": ("cluster shorthand", "64x" + "[" * 300),
     "a state that is a list": ("checkpoint state", [1]),
     "a part of a layout as long as a page": ("layout", "dp4 zer" + "x" * 20_000),
+    "a key of an override as long as a page": ("overrides", "m" + "x" * 20_000 + "set=1"),
     "slices that are a list": ("checkpoint slices", {**SLICES, "files": []}),
     "a step that is text": ("metrics", {**STEP, "step": "1"}),
     "a loss that is text": ("metrics", {**STEP, "loss": "1"}),
