@@ -184,7 +184,7 @@ class _ProfileRecording:
     @contextmanager
     def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
         """Record the span of one forward or backward computed inside the with block."""
-        label, name = self._names.of(kind, stage, replica, micro_batch)
+        label, name = self._names.describe_step(kind, stage, replica, micro_batch)
         begun = time.time_ns()
         with self._annotate_operators(label):
             yield
