@@ -131,13 +131,13 @@ def chooser() -> Chooser:
 
 @functools.cache
 def curves_of_it() -> Curves:
-    return Curves.over(chooser(), most=2**26)
+    return Curves.simulate(chooser(), most=2**26)
 
 
 @pytest.mark.parametrize("outer", ["outer=10GB/s,5us", "outer=40GB/s,5us"])
 def test_at_a_crossover_both_algorithms_take_as_long(outer: str):
     one = Chooser("all-reduce", parse_topology(f"nodes:2x3,{outer}", 6))
-    found = Curves.over(one, 2**14, 2**22).crossovers()
+    found = Curves.simulate(one, 2**14, 2**22).crossovers()
     assert found
     for crossover in found:
         before, after = (one.find_candidate(name, crossover.size) for name in (crossover.before, crossover.after))
@@ -150,15 +150,15 @@ def test_at_a_crossover_both_algorithms_take_as_long(outer: str):
 def test_crossovers_follow_each_other_from_the_best_of_the_smallest_to_that_of_the_largest():
     curves = curves_of_it()
     found = curves.crossovers()
-    assert [one.before for one in found] == [curves.best(0), *(one.after for one in found[:-1])]
-    assert found[-1].after == curves.best(len(curves.sizes) - 1)
+    assert [one.before for one in found] == [curves.find_fastest(0), *(one.after for one in found[:-1])]
+    assert found[-1].after == curves.find_fastest(len(curves.sizes) - 1)
     assert [one.size for one in found] == sorted(one.size for one in found)
 
 
 def test_the_quick_search_finds_the_same_crossovers():
     for name, ranks in (("nodes:2x3,outer=10GB/s,5us", 6), ("torus:3x3", 9), ("switch", 4)):
         one = Chooser("all-reduce", parse_topology(name, ranks))
-        assert Curves.quick(one, most=2**24).crossovers() == Curves.over(one, most=2**24).crossovers()
+        assert Curves.simulate_promising(one, most=2**24).crossovers() == Curves.simulate(one, most=2**24).crossovers()
 
 
 def test_on_many_ranks_what_is_left_out_could_not_have_been_the_best():

@@ -16,7 +16,7 @@ from meshwright.collectives.topologies import parse_topology
 
 @functools.cache
 def curves_of_it() -> Curves:
-    return Curves.over(Chooser("all-reduce", parse_topology("nodes:2x3,outer=10GB/s,5us", 6)), most=2**26)
+    return Curves.simulate(Chooser("all-reduce", parse_topology("nodes:2x3,outer=10GB/s,5us", 6)), most=2**26)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
@@ -25,7 +25,7 @@ def test_the_picture_marks_what_was_asked_for(algorithm: str):
     found = curves.crossovers()
     seconds = curves.seconds.get(algorithm, curves.seconds["ring"])[2]
     root = ElementTree.fromstring(draw_crossovers(curves, found, curves.sizes[2], (algorithm, seconds)))
-    best = {curves.best(0), *(crossover.after for crossover in found)}
+    best = {curves.find_fastest(0), *(crossover.after for crossover in found)}
     assert "ring" not in best and "all-pairs" in best
     drawn = {element[0].text: element for element in root.iter() if element.tag.endswith("polyline")}
     named = [name for name, line in drawn.items() if "named" in line.get("class", "")]

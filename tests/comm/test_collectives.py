@@ -14,7 +14,7 @@ from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import Handle
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh, axis_of, calls_in_flight
+from meshwright.comm.mesh import Mesh, calls_in_flight, find_axis
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
 
@@ -100,7 +100,7 @@ def recorded_bytes(world_size: int) -> list[dict]:
 def spoilt(world_size: int, operation: str, kind: str) -> torch.Tensor:
     """The second of two results with a fault planted."""
     mesh = Mesh.create(Layout(dp=world_size))
-    mesh.faults.plant(Fault("test", operation, kind, position=1))
+    mesh.faults.inject(Fault("test", operation, kind, position=1))
     axis = mesh.data
     for call in (1.0, 10.0):
         x = torch.full((world_size,), call * (mesh.rank + 1))
@@ -379,9 +379,9 @@ def test_a_call_that_failed_fails_whenever_it_is_waited_for():
 def test_closing_a_mesh_leaves_another_ones_axes_to_the_operators():
     first, second, third = Mesh.single(), Mesh.single(), Mesh.single()
     key = first.ep.key
-    assert axis_of(key) is third.ep
+    assert find_axis(key) is third.ep
     third.close()
-    assert axis_of(key) is second.ep
+    assert find_axis(key) is second.ep
     first.close()
-    assert axis_of(key) is second.ep
+    assert find_axis(key) is second.ep
     second.close()

@@ -75,7 +75,7 @@ def recorded(table: CollectivesRecipe, numel: int) -> dict[str, int]:
 def spoilt(operation: str, kind: str) -> list[float]:
     """The second of two results with a fault planted."""
     mesh = mesh_of("dp4", RING)
-    mesh.faults.plant(Fault("test", operation, kind, position=1))
+    mesh.faults.inject(Fault("test", operation, kind, position=1))
     for call in (1.0, 10.0):
         x = torch.full((4,), call * (mesh.rank + 1))
         if operation == "all_reduce":

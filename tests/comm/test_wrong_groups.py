@@ -9,13 +9,13 @@ from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.wrong_groups import groups_named, other_groups
+from meshwright.comm.wrong_groups import list_axis_groups, make_wrong_groups
 from meshwright.layout import Layout
 
 
 def others(text: str, axis: str, equal: bool = True, alike: list | None = None) -> list[tuple[int, ...]]:
     layout = Layout.parse(text)
-    return other_groups(layout, axis, equal, alike or [0] * layout.world_size)
+    return make_wrong_groups(layout, axis, equal, alike or [0] * layout.world_size)
 
 
 def test_ranks_beside_each_other_take_the_place_of_those_far_apart():
@@ -49,8 +49,8 @@ def test_ranks_whose_calls_differ_are_not_mixed():
 
 
 def test_parts_of_an_axis_are_found_by_their_names():
-    assert groups_named(Layout.parse("tp4"), "tp/2") == [(0, 1), (2, 3)]
-    assert groups_named(Layout.parse("dp2 pp4 mb4"), "pp[0,3]") == [(0, 6), (1, 7)]
+    assert list_axis_groups(Layout.parse("tp4"), "tp/2") == [(0, 1), (2, 3)]
+    assert list_axis_groups(Layout.parse("dp2 pp4 mb4"), "pp[0,3]") == [(0, 6), (1, 7)]
     assert others("dp2 pp4 mb4", "pp[0,3]") == [(0, 1), (6, 7)]
 
 
@@ -60,7 +60,7 @@ def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
     found = {}
 
     def spoil(operation: str, axis: str, groups: list[tuple[int, ...]], call) -> None:
-        mesh.plant(Fault("site", operation, "wrong group", axis=axis, groups=tuple(groups)))
+        mesh.inject(Fault("site", operation, "wrong group", axis=axis, groups=tuple(groups)))
         found[f"{operation} {axis}"] = (call().tolist(), mesh.faults.struck)
 
     me = float(mesh.rank)
@@ -104,7 +104,7 @@ def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
     spoil("reduce_scatter", "tp", [(1, 2), (0, 3)], scatter)
     spoil("all_to_all", "tp", [(1, 2), (0, 3)], exchange)
     spoil("broadcast", "world", [], spread)
-    mesh.plant(None)
+    mesh.inject(None)
     found["nothing"] = (reduce().tolist(), mesh.faults.struck)
     mesh.close()
     return found

@@ -12,7 +12,7 @@ import pytest
 from meshwright.draw.buffers import draw_buffers
 from meshwright.draw.buffers_text import draw_buffers_text
 from meshwright.errors import UserError
-from meshwright.program.buffer_frames import Frame, frames, label
+from meshwright.program.buffer_frames import Frame, build_frames, format_slot_label
 from meshwright.program.check_collective import check_collective
 from meshwright.program.collective import Steps
 from tests.program.example_collectives import all_to_one_and_back, programs, ring, star_barrier
@@ -67,7 +67,7 @@ def shown(frame: Frame) -> list[list[str]]:
 
 
 def test_local_steps_have_a_frame_of_their_own() -> None:
-    drawn = frames(check_collective(all_to_one_and_back(3)))
+    drawn = build_frames(check_collective(all_to_one_and_back(3)))
     assert [frame.title for frame in drawn] == [
         "start",
         "round 1 of 2",
@@ -86,13 +86,13 @@ def test_local_steps_after_the_last_round_are_drawn_at_the_end() -> None:
     for name, value in {"rank": 1, "group": 9, "kind": 3, "slot": 2, "count": 1, "peer": -1, "source": 0}.items():
         columns[name].append(value)
     checked = check_collective(dataclasses.replace(program, steps=Steps.from_unsorted(**columns), scratch=1))
-    last = frames(checked)[-1]
+    last = build_frames(checked)[-1]
     assert last.title == "at the end: on each rank"
     assert shown(last) == [["Σ0", "Σ1", ""], ["Σ0", "Σ1", "Σ0"]]
 
 
 def test_a_barrier_shows_who_has_heard_from_whom() -> None:
-    start, gathered, end = frames(check_collective(star_barrier(4)))
+    start, gathered, end = build_frames(check_collective(star_barrier(4)))
     assert shown(start) == [["a"], ["b"], ["c"], ["d"]]
     assert shown(gathered) == [["all"], ["b"], ["c"], ["d"]]
     assert shown(end) == [["all"]] * 4
@@ -100,19 +100,19 @@ def test_a_barrier_shows_who_has_heard_from_whom() -> None:
 
 def test_many_parts_are_written_shortly() -> None:
     program = ring(8)
-    assert label(program, 3, (0, 1)) == "a3+b3"
-    assert label(program, 3, (0, 1, 2, 3, 4)) == "a…e3"
-    assert label(program, 3, (0, 1, 3, 4, 5, 7)) == "a3+b3+d…f3+h3"
-    assert label(program, 3, tuple(range(8))) == "Σ3"
-    assert label(program, -1, ()) == ""
-    assert label(ring(16), 3, (0, 2, 4, 6, 8)) == "5 parts of 3"
-    assert label(star_barrier(16), 0, (0, 2, 4, 6, 8)) == "5 ranks"
+    assert format_slot_label(program, 3, (0, 1)) == "a3+b3"
+    assert format_slot_label(program, 3, (0, 1, 2, 3, 4)) == "a…e3"
+    assert format_slot_label(program, 3, (0, 1, 3, 4, 5, 7)) == "a3+b3+d…f3+h3"
+    assert format_slot_label(program, 3, tuple(range(8))) == "Σ3"
+    assert format_slot_label(program, -1, ()) == ""
+    assert format_slot_label(ring(16), 3, (0, 2, 4, 6, 8)) == "5 parts of 3"
+    assert format_slot_label(star_barrier(16), 0, (0, 2, 4, 6, 8)) == "5 ranks"
 
 
 def test_every_program_has_a_frame_a_round_and_ends_as_promised() -> None:
     for program in programs()[::3]:
         checked = check_collective(program)
-        drawn = frames(checked)
+        drawn = build_frames(checked)
         assert sum(frame.title.startswith("round") for frame in drawn) == checked.rounds
         held = sum(cell.whole for cells in drawn[-1].cells for cell in cells)
         n, c = program.ranks, program.chunks
@@ -159,7 +159,7 @@ def test_the_pictures_stand_alone_and_show_every_cell() -> None:
     assert page.count('class="whole') + page.count('class="part') == 9 * 25
     assert page.count('class="head"') == 8 * 5
     assert page.count(">Σ4</text>") == sum(
-        row.count("Σ4") for f in frames(check_collective(program)) for row in shown(f)
+        row.count("Σ4") for f in build_frames(check_collective(program)) for row in shown(f)
     )
 
 

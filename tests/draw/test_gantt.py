@@ -15,8 +15,8 @@ from meshwright.draw.gantt_text import draw_text
 from meshwright.draw.text_width import text_width
 from meshwright.program.collective import Builder as CollectiveBuilder
 from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
-from meshwright.program.timeline import Span, Timeline, collective_timeline, pipeline_timeline
-from meshwright.program.trace import trace_events
+from meshwright.program.timeline import Span, Timeline, build_collective_timeline, build_pipeline_timeline
+from meshwright.program.trace import build_chrome_trace
 
 SAME = ("update", "all-to-all", "send", "reduce")  # no matter which replica
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,7 +47,7 @@ def timeline() -> Timeline:
     start = np.array(begin)
     timing = SimpleNamespace(start=start, end=start + length)
     levels = {0: [(0.0, 0.5), (1.0, 1.0), (6.0, 0.5)], 1: [(1.0, 0.5), (5.0, 1.0)]}
-    return pipeline_timeline(program, timing, notes=("idle 1", "idle 2"), levels=levels)
+    return build_pipeline_timeline(program, timing, notes=("idle 1", "idle 2"), levels=levels)
 
 
 def bars(svg: str) -> list[ET.Element]:
@@ -182,7 +182,7 @@ def test_text_goes_on_in_bands_where_the_terminal_ends(timeline: Timeline):
 
 
 def test_trace_holds_every_step_once_with_its_times(timeline: Timeline):
-    events = trace_events(timeline, seconds_per_unit=0.001)["traceEvents"]
+    events = build_chrome_trace(timeline, seconds_per_unit=0.001)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert sorted((e["ts"], e["dur"]) for e in slices) == sorted(
         (1e3 * span.start, 1e3 * (span.end - span.start)) for span in timeline.spans
@@ -195,7 +195,7 @@ def test_trace_holds_every_step_once_with_its_times(timeline: Timeline):
 
 def test_slices_of_one_thread_of_a_trace_do_not_overlap(timeline: Timeline):
     threads: dict[int, list[tuple[float, float]]] = {}
-    for event in trace_events(timeline)["traceEvents"]:
+    for event in build_chrome_trace(timeline)["traceEvents"]:
         if event["ph"] == "X":
             threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for slices in threads.values():
@@ -213,14 +213,14 @@ def test_transfers_of_a_collective_lie_on_the_tracks_of_their_senders():
     # rank 0: send, reduce | send, receive; rank 1 the same.
     sends, receives = np.array([0, 2, 4, 6]), np.array([5, 7, 1, 3])
     start, end = np.array([0.0, 1.0, 0.0, 1.0]), np.array([1.0, 2.0, 1.0, 2.0])
-    drawn = collective_timeline(program, sends, receives, start, end)
+    drawn = build_collective_timeline(program, sends, receives, start, end)
     assert [(span.track, span.kind, span.label) for span in drawn.spans] == [
         (0, "reduce", "data[0]>1"),
         (0, "send", "data[1]>1"),
         (1, "reduce", "data[1]>0"),
         (1, "send", "data[0]>0"),
     ]
-    flows = [event for event in trace_events(drawn)["traceEvents"] if event["ph"] in "sf"]
+    flows = [event for event in build_chrome_trace(drawn)["traceEvents"] if event["ph"] in "sf"]
     found = sorted((e["ts"], e["tid"], e["ph"]) for e in flows)
     assert found == sorted((1e6 * (at + (ph == "f")), rank, ph) for at in (0, 1) for rank in (0, 1) for ph in "sf")
     svg = ET.fromstring(draw_svg(drawn, arrows=True))

@@ -94,7 +94,7 @@ def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compil
     for row, box, offset in boxes:
         gradient = gradients[row.tensor][box.local_slices].clone()
         if "tp" in row.gradient_axes(layout):
-            all_reduce(gradient, mesh.neighbours("tp", row.replicas(layout)), "test.partial")
+            all_reduce(gradient, mesh.make_block_axis("tp", row.replicas(layout)), "test.partial")
         error = (gradient - part(expected, row, box, offset)).abs().max()
         errors[row.name] = max(errors.get(row.name, 0.0), float(error))
     return {"worst": max(errors.values()), "loss": errors["loss"], "rows with gradients": least, "calls": calls(mesh)}

@@ -25,8 +25,8 @@ from meshwright.monitoring.profile_trace import (
 )
 from meshwright.program.durations import Durations
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.program.timeline import pipeline_timeline
-from meshwright.program.trace import trace_events
+from meshwright.program.timeline import build_pipeline_timeline
+from meshwright.program.trace import build_chrome_trace
 from meshwright.recipe import load_recipe
 from meshwright.schedules.library import generate, program_of
 from tests.training import training_cases as cases
@@ -119,7 +119,7 @@ def test_the_steps_are_those_of_the_simulated_program_in_its_order_on_one_clock(
     trace = Trace(read(directory / "all-ranks.json.gz"))
     program = program_of(Layout.parse(layout))
     timing = simulate_pipeline(program, Durations(1.0, 1.0, 1.0))
-    simulated = Trace(trace_events(pipeline_timeline(program, timing)))
+    simulated = Trace(build_chrome_trace(build_pipeline_timeline(program, timing)))
     title = f"{program.name}, simulated with the median times of its steps here, transfers in no time"
     assert list(trace.processes.values()) == ["rank 0", "rank 1", title]
     for rank in (0, 1):

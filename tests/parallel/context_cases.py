@@ -94,7 +94,7 @@ def spoilt(method: str, case: Case) -> dict[str, float]:
             if kind == "wrong group":
                 continue  # there is one group alone; verify plants it where there are others
             fault = Fault(str(call["site"]), str(call["operation"]), kind)
-            mesh.faults.plant(fault)
+            mesh.faults.inject(fault)
             attention(mesh, case, torch.float64, seed=0)  # what a stale result is of
             found[str(fault)] = _largest(attention(mesh, case, torch.float64, seed=1))
     mesh.close()

@@ -169,7 +169,7 @@ def random_ones(seeds: list[int], layout: str) -> list[dict[str, Any]]:
 def spoilt(site: str, kind: str, call: int | None = None) -> tuple[float, list[Any], int]:
     """Loss, the gradients and how often a fault struck."""
     mesh = Mesh.create(Layout(pp=2, micro_batches=3))
-    mesh.faults.plant(Fault(site, "transfer", kind, call=call))
+    mesh.faults.inject(Fault(site, "transfer", kind, call=call))
     result = run(generate("1f1b", 2, 3), mesh)
     struck = mesh.faults.struck
     mesh.close()

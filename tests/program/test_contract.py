@@ -12,7 +12,7 @@ from meshwright.program.contract import (
     build_required_slots,
     list_ranks,
     make_full_set,
-    make_singletons,
+    make_single_rank_sets,
 )
 
 Places = dict[tuple[int, int], tuple[int, object]]  # (rank, slot): (chunk, whose parts)
@@ -95,5 +95,5 @@ def test_a_barrier_ends_when_all_have_heard_from_all() -> None:
 @pytest.mark.parametrize("ranks", [1, 63, 64, 65, 200])
 def test_sets_of_ranks_hold_what_was_put_in(ranks: int) -> None:
     assert list_ranks(make_full_set(ranks)) == list(range(ranks))
-    sets = make_singletons(np.arange(ranks), ranks)
+    sets = make_single_rank_sets(np.arange(ranks), ranks)
     assert [list_ranks(words) for words in sets] == [[rank] for rank in range(ranks)]

@@ -155,9 +155,11 @@ def command(
 
 def _chrome_trace(report: CollectiveReport) -> dict[str, Any]:
     """Return the simulated transfers as a Chrome trace, which ui.perfetto.dev opens."""
-    from meshwright.program.timeline import collective_timeline
-    from meshwright.program.trace import trace_events
+    from meshwright.program.timeline import build_collective_timeline
+    from meshwright.program.trace import build_chrome_trace
 
     checked, timing = report.checked, report.timing
     program = checked.program
-    return trace_events(collective_timeline(program, checked.sends, checked.receives, timing.start, timing.end))
+    return build_chrome_trace(
+        build_collective_timeline(program, checked.sends, checked.receives, timing.start, timing.end)
+    )

@@ -130,9 +130,9 @@ def command(
 
             write_file(html, draw_page(timeline, report.table(), "; ".join(report.summary().splitlines()[1:])))
         if trace:
-            from meshwright.program.trace import trace_events
+            from meshwright.program.trace import build_chrome_trace
 
-            write_file(trace, json.dumps(trace_events(timeline)))
+            write_file(trace, json.dumps(build_chrome_trace(timeline)))
         program_text = _format_program(report.complete, program_file) if program_file else None
         if program_file and program_text and not printed:
             write_file(program_file, program_text)

@@ -24,16 +24,19 @@ from meshwright.program.order import Integers
 
 
 def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
-    """Return the edges of a binomial tree over positions 0 to n - 1 with root 0: (parents, children) of each level,
-    from the root down."""
+    """Return the edges of a binomial tree over positions 0 to n - 1 with root 0, level by level from the root down.
+
+    Each level is a pair of arrays (parents, children).
+    """
     near = [(np.arange(0, n - distance, 2 * distance), distance) for distance in reversed(list_powers_of_two(n))]
     return [(position, position + distance) for position, distance in near]
 
 
 def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Yield the rounds of a binomial-tree broadcast, adding their transfers to `program`.
+    """Yield once per round of a binomial-tree broadcast, after adding the round's transfers to `program`.
 
-    ranks: [..., n], ranks of each group. root: position of the source among them. first, count: slots to send.
+    ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n. first,
+        count: first slot and number of slots to send.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in list_tree_levels(ranks.shape[-1]):
@@ -42,9 +45,10 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
 
 
 def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Yield the rounds of a binomial-tree reduce, adding their transfers to `program`.
+    """Yield once per round of a binomial-tree reduce, after adding the round's transfers to `program`.
 
-    ranks: [..., n], ranks of each group. root: position of the destination among them. first, count: slots to reduce.
+    ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n. first,
+        count: first slot and number of slots to reduce.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in reversed(list_tree_levels(ranks.shape[-1])):
@@ -53,32 +57,40 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
 
 
 def scatter_rounds(program: Builder, root: int) -> Rounds:
-    """Yield the rounds of a binomial-tree scatter from rank `root`; a parent forwards the slots of its subtree."""
+    """Yield once per round of a binomial-tree scatter, after adding the round's transfers to `program`.
+
+    root: source rank. A parent forwards the slots of the ranks in its subtree.
+    """
     for near, far, first, count in _list_subtrees(program.ranks, root):
         transfer_cyclic_range(program, near, far, first, count, program.chunks)
         yield
 
 
 def gather_rounds(program: Builder, root: int) -> Rounds:
-    """Yield the rounds of a binomial-tree gather of slot r of every rank r to rank `root`."""
+    """Yield once per round of a binomial-tree gather, after adding the round's transfers to `program`.
+
+    root: destination rank. Rank r contributes slot r; a child forwards the slots of the ranks in its subtree.
+    """
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):
         transfer_cyclic_range(program, far, near, first, count, program.chunks)
         yield
 
 
 def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Integers, Integers]]:
-    """Yield, for each level of a binomial tree over n ranks: parents, children, and the subtree of each child.
+    """Yield, for each level of a binomial tree over n ranks from the root down, four arrays with one entry per child.
 
-    A subtree is given by its first rank (not reduced modulo n) and its number of ranks.
+    They are parent rank, child rank, first rank of the child's subtree (not reduced modulo n), and its number of ranks.
+    root: root rank of the tree.
     """
     for near, far in list_tree_levels(n):
         yield (near + root) % n, (far + root) % n, far + root, np.minimum(far - near, n - far)
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
-    """Generate the binomial-tree broadcast. L rounds; the root sends L S bytes; time L (alpha + S beta).
+    """Generate the program of the binomial-tree broadcast from rank `root`. Best for small vectors.
 
-    In k segments: L + k - 1 rounds of S/k; faster if a rank can send to several others at once.
+    L rounds; the root sends L S bytes; time L (alpha + S beta). In segments=k parts: L + k - 1 rounds of S/k; faster if
+    a rank can send to several others at once.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
@@ -89,9 +101,9 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
-    """Generate the binomial-tree reduce. L rounds; S bytes a rank; time L (alpha + S beta). In k segments: L + k - 1
-    rounds of S/k.
+    """Generate the program of the binomial-tree reduce to rank `root`. Best for small vectors.
 
+    L rounds; S bytes per rank; time L (alpha + S beta). In segments=k parts: L + k - 1 rounds of S/k.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
@@ -102,9 +114,9 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
 
 
 def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
-    """Generate the binomial-tree all-reduce: reduce to rank 0, then broadcast.
+    """Generate the program of the binomial-tree all-reduce: reduce to rank 0, then broadcast. Best for small vectors.
 
-    2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta). In k segments, each
+    2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta). In segments=k parts, each
     broadcast as soon as it is reduced: 2L + k - 1 rounds of S/k.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
@@ -118,8 +130,9 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the binomial-tree scatter. L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+    """Generate the program of the binomial-tree scatter from rank `root`.
 
+    L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("scatter", "binomial-tree", ranks, ranks, root)
@@ -127,8 +140,9 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the binomial-tree gather. L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+    """Generate the program of the binomial-tree gather to rank `root`.
 
+    L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("gather", "binomial-tree", ranks, ranks, root)
@@ -136,14 +150,15 @@ def gather(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L alpha.
+    """Generate the program of the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L
+    alpha.
 
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    Here: n ranks; a message without data takes alpha seconds; L is log2 n, rounded up.
     """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 
     def signals() -> Rounds:
-        """Yield the rounds of signals up the tree to rank 0, then down."""
+        """Yield once per round of signals up the tree to rank 0, then down."""
         for near, far in reversed(list_tree_levels(ranks)):
             program.signal(far, near)
             yield

@@ -15,12 +15,12 @@ from meshwright.program.order import Integers
 
 
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
-    """Return a lower bound of the seconds that any program needs for a full vector of `total_bytes`.
+    """Return a lower bound of the seconds that any program needs for an operation on a vector of `total_bytes`.
 
-    root: source or destination rank. The larger of two bounds: the lowest latency from a rank to the farthest rank that
-        needs its data; and, over the network's partitions into blocks (single ranks, nodes, halves of a torus ...), the
-        lowest latency of a message plus the time in which the links out of a block, into it, or of all blocks carry the
-        required traffic. For all-reduce on uniform links that is alpha + 2(n-1)/n S beta.
+    root: source or destination rank. It is the larger of two bounds: the lowest latency from a rank to the farthest
+        rank that needs its data; and, over the network's partitions into blocks (single ranks, nodes, halves of a torus
+        ...), the lowest latency of a message plus the time in which the links out of a block, into it, or of all blocks
+        carry the required traffic. For all-reduce on uniform links that is alpha + 2(n-1)/n S beta.
     """
     if network.ranks == 1:
         return 0.0
@@ -32,7 +32,10 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
 
 
 def _compute_latency_bound(operation: str, network: Network, root: int) -> float:
-    """Return the lowest latency in seconds from a rank to the farthest rank that needs its data in this operation."""
+    """Return the lowest latency in seconds from a rank to the farthest rank that needs its data in `operation`.
+
+    root: source or destination rank.
+    """
     if operation == "send-receive":
         target = network.ranks - 1 if root != network.ranks - 1 else 0
         return float(network.compute_distances(root)[target])
@@ -46,9 +49,9 @@ def _compute_latency_bound(operation: str, network: Network, root: int) -> float
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Traffic between blocks of ranks that an operation requires, in units of the vector's size.
+    """Traffic between blocks of ranks that an operation requires, as multiples of the vector's bytes.
 
-    out, into: [blocks], what must leave and enter each block. total: what all blocks must send to each other.
+    out, into: [blocks], traffic that must leave and enter each block. total: traffic between all blocks, at least.
     """
 
     out: Floats
@@ -57,9 +60,10 @@ class _Traffic:
 
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Return the seconds that the links between blocks of ranks need for each byte of the vector, at least.
+    """Return the seconds per byte of the vector that the links between blocks of ranks need at least.
 
-    block: [vertices], number of the block of each rank and switch; -1 for switches outside every block.
+    block: [vertices], number of the block of each rank and switch; -1 for switches outside every block. root: source or
+        destination rank.
     """
     blocks = int(block.max()) + 1
     if blocks < 2:
@@ -78,12 +82,12 @@ def _compute_cut_seconds(operation: str, network: Network, block: Integers, root
 
 
 def _compute_required_traffic(operation: str, block: Integers, blocks: int, root: int) -> _Traffic:
-    """Return the traffic between blocks of ranks that the operation requires, in units of the vector's size.
+    """Return the traffic between blocks of ranks that the operation requires, as multiples of the vector's bytes.
 
     block: [ranks], block of each rank. blocks: number of blocks. root: source or destination rank.
-    Totals: a sum over ranks in k blocks needs a message from each other block to the chunk's destination, k-1 a chunk;
-        so does a broadcast. All-reduce needs both, 2(k-1): gossip among k parties takes 2(k-1) directed messages (F.
-        Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
+    Totals: a sum over ranks in k blocks needs a message from each other block to the chunk's destination, k-1 per
+        chunk; so does a broadcast. All-reduce needs both, 2(k-1): gossip among k parties takes 2(k-1) directed messages
+        (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

@@ -14,10 +14,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the Bruck all-gather: a rank with the blocks of d ranks from itself on sends them to the rank d before
+    """Generate the program of the Bruck all-gather: a rank with the blocks of d ranks sends them to the rank d before
     it.
 
-    L rounds; (n-1)/n S bytes a rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots from the
+    L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots from the
     start, so no copies are needed; a message that wraps around the vector's end is two.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
@@ -31,10 +31,10 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the Bruck all-to-all: a block for the rank at distance i takes the hops 1, 2, 4 ... in i's binary
+    """Generate the program of the Bruck all-to-all: a block for distance i takes the hops 1, 2, 4 ... in i's binary
     digits.
 
-    L rounds of one message; at most L S/2 bytes a rank; time L alpha + L S/2 beta. Blocks are copied into and out of
+    L rounds of one message; at most L S/2 bytes per rank; time L alpha + L S/2 beta. Blocks are copied into and out of
     each message.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """

@@ -14,9 +14,10 @@ from meshwright.program.order import Integers
 
 
 def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Yield the rounds that move every chunk along a path through all ranks: chunk c takes hop h in round c + h.
+    """Yield once per round that moves all chunks along a path, after adding its transfers: chunk c takes hop h in round
+    c + h.
 
-    path: ranks in order. reduce: each rank adds its own vector on the way.
+    path: all ranks, in order of the path. reduce: each rank adds its own vector to the chunks that pass.
     """
     hops, chunks = len(path) - 1, program.chunks
     for step in range(hops + chunks - 1 if hops else 0):
@@ -27,21 +28,22 @@ def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Roun
 
 
 def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> CollectiveProgram:
-    """Generate the chain broadcast: from the root around the ring. Best for large vectors, with many segments.
+    """Generate the program of the chain (pipelined ring) broadcast from rank `root`. Best for large vectors, in many
+    segments.
 
-    n + k - 2 rounds; S bytes a rank; time (n + k - 2) (alpha + S/k beta).
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
+    n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments (default n - 1).
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root)))
 
 
 def reduce(ranks: int, root: int = 0, segments: int | None = None) -> CollectiveProgram:
-    """Generate the chain reduce: around the ring to the root, each rank adding its vector. Best for large vectors, with
-    many segments.
+    """Generate the program of the chain (pipelined ring) reduce: around the ring to rank `root`, each rank adding its
+    vector.
 
-    n + k - 2 rounds; S bytes a rank; time (n + k - 2) (alpha + S/k beta).
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
+    Best for large vectors, in many segments. n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments (default n - 1).
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

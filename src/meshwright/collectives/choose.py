@@ -27,7 +27,8 @@ _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only algorithms whose closed for
 class Settings:
     """Options of an algorithm; None: the generator's default.
 
-    segments: of a pipelined algorithm. groups: ranks of a node, for hierarchical algorithms. dims: sides of the grid.
+    segments: number of segments of a pipelined algorithm. groups: ranks per node, for hierarchical algorithms. dims:
+        sides of the grid, for tori and meshes.
     """
 
     segments: int | None = None
@@ -35,14 +36,17 @@ class Settings:
     dims: tuple[int, ...] | None = None
 
     def describe(self) -> str:
-        """Format the settings: `8 segments`, `nodes of 4`, `4x4`; empty for defaults."""
+        """Return the options as text, such as `8 segments`, `nodes of 4`, `4x4`; empty for defaults."""
         said = [f"{self.segments} segments" if self.segments else "", f"nodes of {self.groups}" if self.groups else ""]
         return ", ".join(part for part in [*said, "x".join(map(str, self.dims or ()))] if part)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Algorithm with its options, and its time in seconds for one size of the vector: simulated, and by closed form."""
+    """Algorithm with its options and its time for one size of the vector.
+
+    seconds: simulated time. closed_form_seconds: time by formula, None if there is none.
+    """
 
     algorithm: str
     settings: Settings
@@ -52,10 +56,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Ranking of the algorithms for one size, best first.
+    """Ranking of the algorithms for one size of the vector, fastest first.
 
-    refused: algorithm -> why it does not accept the ranks. left_out: algorithms not simulated, because their closed
-        form is far from the best. reason: one sentence on the best one.
+    refused: algorithm -> reason why it does not accept the number of ranks. left_out: algorithms not simulated, because
+        their closed form is far from the best. reason: one sentence on the fastest one.
     """
 
     ranking: tuple[Candidate, ...]
@@ -71,7 +75,7 @@ class Choice:
 
 @dataclass
 class Chooser:
-    """Simulator of all algorithms of one operation on one network; programs are generated once for all sizes.
+    """Chooser of the fastest algorithm of one operation on one network, by simulation; generated programs are cached.
 
     root: source or destination rank. reduce_bytes_per_second: rate of local reductions. requested: options given by the
         user, which override the network's.
@@ -96,11 +100,15 @@ class Chooser:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Algorithms not known to refuse this number of ranks."""
+        """Names of the algorithms that are not known to refuse the network's number of ranks."""
         return tuple(name for name in self._settings if name not in self._refused)
 
     def choose(self, total_bytes: float) -> Choice:
-        """Simulate all candidates and rank them by time; ties keep the library's order."""
+        """Simulate all algorithms for a vector of `total_bytes` and return them ranked by time; ties keep the library's
+        order.
+
+        Raises UserError if no algorithm accepts the number of ranks.
+        """
         found: list[Candidate] = []
         left_out: list[str] = []
         inner, outer = self.network.tiers
@@ -126,7 +134,7 @@ class Chooser:
         """Return an algorithm with its best options for a vector of `total_bytes`, or None if it does not accept the
         ranks.
 
-        A pipelined algorithm gets the number of segments that its closed form prefers. near: if it takes at most so
+        A pipelined algorithm gets the number of segments that its closed form prefers. near: if that takes at most so
         many seconds, half as many segments are tried too, and twice as many if half does not help.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
@@ -140,7 +148,8 @@ class Chooser:
         return best
 
     def _simulate_candidate(self, algorithm: str, settings: Settings, total_bytes: float) -> Candidate | None:
-        """Simulate an algorithm with these settings; None if it does not accept the ranks."""
+        """Simulate an algorithm with the options `settings`; None if it does not accept the network's number of
+        ranks."""
         simulator = self._get_simulator(algorithm, settings)
         if simulator is None:
             return None
@@ -148,7 +157,7 @@ class Chooser:
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
     def generate_program(self, candidate: Candidate) -> CollectiveProgram:
-        """Generate the program of a candidate."""
+        """Generate the program of a candidate's algorithm with its options."""
         return self._generate_program(candidate.algorithm, candidate.settings)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
@@ -157,12 +166,12 @@ class Chooser:
         return float("inf") if form is None else form
 
     def compute_lower_bound(self, total_bytes: float) -> float:
-        """Return the lower bound of any program, in seconds."""
+        """Return a lower bound in seconds of the time of any program on this network for a vector of `total_bytes`."""
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
-        """Return the options for an algorithm: as requested by the user, else from the network, else None (generator's
-        default)."""
+        """Return the options with which to generate an algorithm: the user's, else the network's, else None
+        (default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -174,7 +183,11 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options to try for a vector of `total_bytes`, first those that the closed form prefers."""
+        """Return the options of an algorithm to try for a vector of `total_bytes`, those with the lowest closed form
+        first.
+
+        The others have half and twice the number of segments.
+        """
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
@@ -186,7 +199,7 @@ class Chooser:
 
     @staticmethod
     def _with_segments(settings: Settings, segments: int) -> Settings:
-        """Return the options with another number of segments."""
+        """Return a copy of the options with another number of segments."""
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
@@ -217,9 +230,10 @@ class Chooser:
         )
 
     def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
-        """Return the cached simulator of an algorithm with these options; None if it does not accept the ranks.
+        """Return the cached simulator of an algorithm with these options; None if it does not accept the number of
+        ranks.
 
-        The reason is then kept in `_refused`.
+        The reason is then stored in `_refused`.
         """
         key = (algorithm, settings)
         if key not in self._simulators:
@@ -234,8 +248,7 @@ class Chooser:
         return self._simulators[key]
 
     def _explain_choice(self, ranking: list[Candidate], total_bytes: float) -> str:
-        """Return a sentence on why the first algorithm of the ranking is fastest. ranking: candidates, fastest
-        first."""
+        """Return a sentence on why the first algorithm of `ranking` (candidates, fastest first) is the fastest."""
         best = ranking[0]
         simulator = self._get_simulator(best.algorithm, best.settings)
         assert simulator is not None

@@ -19,9 +19,9 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Links of one kind in a closed form.
+    """Parameters of one kind of links in a closed form.
 
-    alpha: seconds a message. beta: seconds a byte. gap: fraction of alpha between messages of a rank on one link.
+    alpha: seconds per message. beta: seconds per byte. gap: fraction of alpha between messages of a rank on one link.
     """
 
     alpha: float
@@ -29,8 +29,10 @@ class Tier:
     gap: float = 0.0
 
     def time_concurrent(self, sizes: Sequence[float]) -> float:
-        """Return the seconds of concurrent messages over one link, a gap apart or limited by bandwidth. sizes: bytes of
-        each."""
+        """Return the seconds until all of several concurrent messages over one link have arrived.
+
+        sizes: bytes of each. A message starts a gap after the one before, or when the link is free of its bytes.
+        """
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
@@ -40,12 +42,12 @@ class Tier:
 
 
 @dataclass(frozen=True)
-class Case:
-    """Arguments of a closed form, the formula of an algorithm's time.
+class Inputs:
+    """Inputs of a closed form (formula of an algorithm's time): number of ranks, size, links and options.
 
-    size: bytes of the vector. link, inner: links between nodes (or all links) and inside them. segments, groups (ranks
-        of a node), dims (sides of the grid): the algorithm's options. cables: every rank has its own link to each
-        neighbour in each direction. ports: links of a rank usable at once.
+    size: bytes of the vector. link, inner: links between nodes (or all links), and inside nodes. segments, groups
+        (ranks per node), dims (sides of the grid): the algorithm's options. cables: every rank has its own link to each
+        neighbour in each direction. ports: number of links of a rank that can be used at once.
     """
 
     ranks: int
@@ -79,12 +81,12 @@ class Case:
         return self.ranks - self.core
 
     def get_node_shape(self) -> tuple[int, int]:
-        """Return the number of nodes and the ranks of each."""
+        """Return (number of nodes, ranks per node)."""
         size = resolve_ranks_per_node("hierarchical", self.ranks, self.groups)
         return self.ranks // size, size
 
 
-Form = Callable[[Case], float]
+Form = Callable[[Inputs], float]
 
 
 def compute_closed_form_seconds(
@@ -97,9 +99,9 @@ def compute_closed_form_seconds(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> float | None:
-    """Return the seconds that an algorithm takes by its closed form, or None if it has none.
+    """Return the seconds that an algorithm takes by its closed form (formula), or None if it has none.
 
-    total_bytes: size of the full vector. segments, groups (ranks of a node), dims (sides of the grid): the algorithm's
+    total_bytes: size of the full vector. segments, groups (ranks per node), dims (sides of the grid): the algorithm's
         options. alpha and beta are those of the network's links; of two tiers, hierarchical algorithms use both, all
         others the outer one.
     """
@@ -112,75 +114,76 @@ def compute_closed_form_seconds(
     shape = tuple(dims) if dims is not None else None
     n, cables = network.ranks, not network.switches
     ports = max(1, network.links // n) if cables else 1
-    return form(Case(n, total_bytes, outer, inner, segments, groups, shape, cables, ports))
+    return form(Inputs(n, total_bytes, outer, inner, segments, groups, shape, cables, ports))
 
 
 # --- rings and pairs
 
 
 def _ring_form(phases: int) -> Form:
-    """Return the closed form (Case -> seconds) of `phases` times n - 1 rounds around a ring, of one rank's share
-    each."""
+    """Return the closed form (inputs -> seconds) of `phases` times n - 1 rounds around a ring, each of one rank's
+    share."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
 def _bidirectional_ring_form(phases: int) -> Form:
-    """Return the closed form (Case -> seconds) of a ring used in both directions, run `phases` times.
+    """Return the closed form (inputs -> seconds) of a ring used in both directions, run `phases` times.
 
-    It takes half the time per byte where each direction has a link of its own.
+    It takes half the time per byte if each direction has a link of its own.
     """
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Return the closed form (Case -> seconds) of direct messages to all ranks at once over a rank's ports, `phases`
-    times."""
+    """Return the closed form (inputs -> seconds) of direct messages to all ranks over all ports, `phases` times."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
-def _linear_gather_form(c: Case) -> float:
-    """Return the seconds for case `c` of direct messages from all ranks at once, over the ports of one rank."""
+def _linear_gather_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of direct messages from all ranks at once to the ports of one rank."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
 # --- recursive halving and doubling
 
 
-def _butterfly_form(c: Case) -> float:
-    """Return the seconds for case `c` of the butterfly all-reduce; ranks beyond a power of two cost two more rounds."""
+def _butterfly_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of the butterfly all-reduce; ranks beyond a power of two cost two more
+    rounds."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
-def _rabenseifner_form(c: Case) -> float:
-    """Return the seconds for case `c` of the Rabenseifner all-reduce."""
+def _rabenseifner_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of the Rabenseifner all-reduce."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
-def _sum_exchanges(c: Case) -> float:
-    """Return the seconds for case `c` of log2 m exchanges of 1, 2, 4 ... shares among m ranks, m the power of two below
-    n.
+def _compute_exchange_seconds(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of log2 m exchanges of 1, 2, 4 ... shares, m the power of two up to n.
 
-    Stand-ins of the ranks beyond m have two shares each.
+    Core ranks that act for a rank beyond m have two shares each.
     """
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
 
-def _recursive_halving_form(c: Case) -> float:
-    """Return the seconds for case `c` of a reduce-scatter by recursive halving."""
-    return _sum_exchanges(c) + (c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0)
+def _recursive_halving_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of a reduce-scatter by recursive halving."""
+    return _compute_exchange_seconds(c) + (
+        c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0
+    )
 
 
-def _recursive_doubling_form(c: Case) -> float:
-    """Return the seconds for case `c` of an all-gather by recursive doubling."""
-    return _sum_exchanges(c) + (
+def _recursive_doubling_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of an all-gather by recursive doubling."""
+    return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
     )
 
 
-def _bruck_all_to_all_form(c: Case) -> float:
-    """Return the seconds for case `c` of the Bruck all-to-all."""
+def _bruck_all_to_all_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of the Bruck all-to-all."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
     return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
 
@@ -189,13 +192,13 @@ def _bruck_all_to_all_form(c: Case) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Return the closed form (Case -> seconds) of a vector sent up or down a binomial tree, `rounds_of_tree` times.
+    """Return the closed form (inputs -> seconds) of a vector sent up or down a binomial tree, `rounds_of_tree` times.
 
     In k segments, one starts each round, and a rank with one port sends as many at once as segments are in flight.
     """
 
-    def form(c: Case) -> float:
-        """Return the seconds for case `c`."""
+    def form(c: Inputs) -> float:
+        """Return the seconds for inputs `c`."""
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
         return c.link.time_rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
@@ -203,27 +206,27 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
     return form
 
 
-def _binomial_scatter_form(c: Case) -> float:
-    """Return the seconds for case `c` of a binomial-tree scatter or gather."""
+def _binomial_scatter_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of a binomial-tree scatter or gather."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
-def _chain_form(c: Case) -> float:
-    """Return the seconds for case `c` of a chain (pipelined ring) broadcast or reduce."""
+def _chain_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of a chain (pipelined ring) broadcast or reduce."""
     k = c.segments or max(1, c.ranks - 1)
     return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
-def _double_tree_all_reduce_form(c: Case) -> float:
-    """Return the seconds for case `c` of the double-binary-tree all-reduce."""
+def _double_tree_all_reduce_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of the double-binary-tree all-reduce."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
         [c.size / (2 * k)] * 4
     )  # up both trees, down one of them to two
 
 
-def _double_tree_form(c: Case) -> float:
-    """Return the seconds for case `c` of a double-binary-tree broadcast or reduce; its trees have the other n - 1
+def _double_tree_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of a double-binary-tree broadcast or reduce, with trees over the n - 1 other
     ranks."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
     return (height + k) * c.link.time_concurrent([c.size / (2 * k)] * 2)
@@ -232,32 +235,32 @@ def _double_tree_form(c: Case) -> float:
 # --- nodes
 
 
-def _hierarchical_all_reduce_form(c: Case) -> float:
-    """Return the seconds for case `c` of the hierarchical all-reduce (trees inside nodes, ring across)."""
+def _hierarchical_all_reduce_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of the hierarchical all-reduce (trees inside nodes, ring across)."""
     nodes, each = c.get_node_shape()
     inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Return the closed form (Case -> seconds) of rings inside nodes and across them, run `phases` times."""
+    """Return the closed form (inputs -> seconds) of rings inside nodes and across them, run `phases` times."""
 
-    def form(c: Case) -> float:
-        """Return the seconds for case `c`."""
+    def form(c: Inputs) -> float:
+        """Return the seconds for inputs `c`."""
         nodes, each = c.get_node_shape()
         return phases * (c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.share))
 
     return form
 
 
-def _hierarchical_tree_form(c: Case) -> float:
-    """Return the seconds for case `c` of a hierarchical broadcast or reduce."""
+def _hierarchical_tree_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of a hierarchical broadcast or reduce."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
-def _hierarchical_all_to_all_form(c: Case) -> float:
-    """Return the seconds for case `c` of the hierarchical all-to-all."""
+def _hierarchical_all_to_all_form(c: Inputs) -> float:
+    """Return the seconds, for inputs `c`, of the hierarchical all-to-all."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
 
@@ -266,15 +269,14 @@ def _hierarchical_all_to_all_form(c: Case) -> float:
 
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form, a function Case -> seconds, of torus algorithms: one axis after the other, in both
-    directions.
+    """Return the closed form (inputs -> seconds) of torus algorithms: axis after axis, in both directions.
 
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the case has no dims.
-        turns: parts of the vector start at each axis. A ring of two has only one link.
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the inputs have no
+        dims. turns: True if parts of the vector start at each axis. A ring of two ranks has only one link.
     """
 
-    def form(c: Case) -> float:
-        """Return the seconds for case `c`."""
+    def form(c: Inputs) -> float:
+        """Return the seconds for inputs `c`."""
         shape = resolve_sides("torus", c.ranks, c.dims, dimensions)
         ways = [2 if side > 2 else 1 for side in shape]
         rounds = _compute_axis_bytes(shape, c.size, turns)
@@ -287,15 +289,14 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form, a function Case -> seconds, of mesh algorithms: one axis after the other, whole blocks
-    each way.
+    """Return the closed form (inputs -> seconds) of mesh algorithms: axis after axis, whole blocks in each direction.
 
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the case has no dims.
-        turns: parts of the vector start at each axis. A rank with one port sends two blocks over it.
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the inputs have no
+        dims. turns: True if parts of the vector start at each axis. A rank with one port sends two blocks over it.
     """
 
-    def form(c: Case) -> float:
-        """Return the seconds for case `c`."""
+    def form(c: Inputs) -> float:
+        """Return the seconds for inputs `c`."""
         rounds = _compute_axis_bytes(resolve_sides("mesh", c.ranks, c.dims, dimensions), c.size, turns)
         return phases * sum(c.link.time_rounds(1, max(sizes) if c.cables else 2 * sum(sizes)) for sizes in rounds)
 
@@ -303,9 +304,10 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends along each axis [axes], for each round of a reduce-scatter over a grid.
+    """Return the bytes that a rank sends along each axis, by [round][axis], in a reduce-scatter over a grid.
 
-    shape: sides. size: bytes of the vector. turns: parts of it start at each axis. Blocks shrink from axis to axis.
+    shape: sides. size: bytes of the vector. turns: True if parts of it start at each axis. Blocks shrink from axis to
+        axis.
     """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]
@@ -320,8 +322,8 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
     return rounds
 
 
-def _latency_form(rounds: Callable[[Case], float]) -> Form:
-    """Return the closed form (Case -> seconds) of `rounds(case)` rounds of messages without data."""
+def _latency_form(rounds: Callable[[Inputs], float]) -> Form:
+    """Return the closed form (inputs -> seconds) of `rounds(inputs)` rounds of messages without data."""
     return lambda c: c.link.alpha * rounds(c)
 
 

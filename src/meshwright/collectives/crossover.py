@@ -23,9 +23,9 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Simulated time of all algorithms over the size of the vector, on one network.
+    """Simulated time of all algorithms of an operation over the size of the vector, on one network.
 
-    sizes: bytes. seconds: algorithm -> time at each size. bound: lower bound of the seconds at each size.
+    sizes: bytes. seconds: algorithm -> seconds at each size. bound: lower bound of the seconds at each size.
     """
 
     chooser: Chooser
@@ -34,11 +34,12 @@ class Curves:
     bound: list[float] = field(default_factory=list)
 
     @classmethod
-    def over(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf) -> Curves:
-        """Simulate all algorithms that accept the ranks, at sizes from `least` to `most` bytes, each about four times
-        the last.
+    def simulate(
+        cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
+    ) -> Curves:
+        """Simulate all algorithms at sizes from `least` to `most` bytes, each size about four times the one before.
 
-        within: skip (as infinite) algorithms whose closed form exceeds the best time at a size by this factor.
+        within: skip an algorithm at a size (infinite seconds) if its closed form exceeds the best time by this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -55,37 +56,37 @@ class Curves:
         return curves
 
     @classmethod
-    def quick(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
+    def simulate_promising(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
         """Simulate the algorithms at sizes from `least` to `most` bytes, without those whose closed form is far from
         the best.
 
         Enough to find the sizes at which the fastest algorithm changes.
         """
         inner, outer = chooser.network.tiers
-        return cls.over(chooser, least, most, within=1.1 if inner == outer else 2.5)
+        return cls.simulate(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
-    def best(self, index: int) -> str:
-        """Return the fastest algorithm at the size with index `index`; of equals, the first in the library."""
-        return _first_least({name: seconds[index] for name, seconds in self.seconds.items()})
+    def find_fastest(self, index: int) -> str:
+        """Return the name of the fastest algorithm at sizes[index]; of equals, the first in the library."""
+        return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:
         """Return the sizes at which the fastest algorithm changes, found by bisection between adjacent sizes."""
         found: list[Crossover] = []
         for index in range(len(self.sizes) - 1):
-            ends = (self.sizes[index], self.best(index)), (self.sizes[index + 1], self.best(index + 1))
+            ends = (self.sizes[index], self.find_fastest(index)), (self.sizes[index + 1], self.find_fastest(index + 1))
             least = [min(seconds[at] for seconds in self.seconds.values()) for at in (index, index + 1)]
             near = [
                 name
                 for name, seconds in self.seconds.items()
                 if seconds[index] <= 2 * least[0] and seconds[index + 1] <= 2 * least[1]
             ]
-            found += self._between(*ends, {*near, ends[0][1], ends[1][1]})
+            found += self._bisect(*ends, {*near, ends[0][1], ends[1][1]})
         return found
 
-    def _between(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Return the crossovers between two sizes, by bisection.
+    def _bisect(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
+        """Return the crossovers between two sizes, found by bisection.
 
-        low, high: (size in bytes, fastest algorithm there). names: algorithms to simulate in between.
+        low, high: (size in bytes, name of the fastest algorithm there). names: algorithms to simulate in between.
         """
         if low[1] == high[1]:
             return []
@@ -93,11 +94,11 @@ class Curves:
             return [Crossover(round(math.sqrt(low[0] * high[0])), low[1], high[1])]
         size = math.sqrt(low[0] * high[0])
         timed = {name: self.chooser.find_candidate(name, size) for name in self.seconds if name in names}
-        middle = size, _first_least({name: one.seconds for name, one in timed.items() if one is not None})
-        return [*self._between(low, middle, names), *self._between(middle, high, names)]
+        middle = size, _find_fastest({name: one.seconds for name, one in timed.items() if one is not None})
+        return [*self._bisect(low, middle, names), *self._bisect(middle, high, names)]
 
 
-def _first_least(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equals, the first. seconds: algorithm -> time."""
+def _find_fastest(seconds: dict[str, float]) -> str:
+    """Return the algorithm with the lowest time; of equals, the first. seconds: algorithm -> seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

@@ -18,10 +18,11 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector, of whose elements no rank owns a share, into segments that a program processes one by one.
+    """Split a vector into segments on which a program runs one by one, for operations in which ranks own no share of
+    it.
 
-    numel: elements of the vector. itemsize: bytes an element. whole: one segment only. Returns, for each segment, its
-        first element and the elements of a chunk.
+    numel: elements of the vector. itemsize: bytes of an element. whole: one segment only. Returns (first element,
+        elements of a chunk) for each segment.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -32,7 +33,7 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the first chunk of each rank's share, and the number of chunks as last entry: [ranks + 1].
+    """Return the first chunk of each rank's share of the vector, and the number of chunks as last entry: [ranks + 1].
 
     Rank r owns chunks first[r] .. first[r + 1].
     """
@@ -42,9 +43,9 @@ def find_first_chunks(program: CollectiveProgram) -> list[int]:
 
 
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
-    """Return the elements of a chunk, rounded up, if every rank has an equal share of a vector of `numel` elements.
+    """Return the number of elements of a chunk for a vector of `numel` elements of which every rank has an equal share.
 
-    Raises UserError if equal shares are impossible.
+    Rounded up: shares are padded to whole chunks. Raises UserError if equal shares are impossible.
     """
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:
@@ -56,9 +57,10 @@ def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
 
 
 def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsize: int, whole: bool = False) -> int:
-    """Return the bytes that `rank` (index in the axis) sends for a vector of `numel` elements, padding included.
+    """Return the bytes that a rank sends when the program runs on a vector of `numel` elements, padding included.
 
-    itemsize: bytes an element. whole: the vector is not split into segments.
+    rank: rank of the program, from 0. itemsize: bytes of an element. whole: True if the vector is not split into
+        segments.
     """
     program = checked.program
     slots = int(checked.bytes_sent(program.chunks)[rank])

@@ -8,9 +8,9 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate a send from the root to the last other rank. 1 round; S bytes; time alpha + S beta.
+    """Generate the program of a send from rank `root` to the last other rank. 1 round; S bytes; time alpha + S beta.
 
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    Here: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
@@ -19,10 +19,10 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the linear scatter: the root sends to all ranks at once. Best for large vectors: no byte is sent twice.
+    """Generate the program of the linear scatter: rank `root` sends to all ranks at once. Best for large vectors.
 
-    1 round of n-1 messages; the root sends (n-1)/n S bytes; time alpha + (n-1)/n S beta if a rank can have many
-    messages in flight, else with (n-1) alpha.
+    1 round of n-1 messages; the root sends (n-1)/n S bytes, none of them twice; time alpha + (n-1)/n S beta if a rank
+    can have many messages in flight, else with (n-1) alpha.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("scatter", "linear", ranks, ranks, root)
@@ -32,8 +32,10 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the linear gather: all ranks send to the root at once. 1 round of n-1 messages; S/n bytes a rank; time
-    as `scatter`."""
+    """Generate the program of the linear gather: all ranks send to rank `root` at once.
+
+    1 round of n-1 messages; S/n bytes per rank; time as `scatter`. Here: n ranks, S bytes in the vector.
+    """
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():
         program.transfer(np.arange(ranks), root, np.arange(ranks))

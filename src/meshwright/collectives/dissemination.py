@@ -12,10 +12,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the dissemination barrier: each rank signals those at distance 1, 2, 4 ... log2 n rounds, rounded up,
-    for any n; time rounds x alpha.
+    """Generate the program of the dissemination barrier: each rank signals the ranks at distance 1, 2, 4 ...
 
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    log2 n rounds, rounded up, for any n; time rounds x alpha. Here: n ranks; a message without data takes alpha
+    seconds.
     """
     program = Builder("barrier", "dissemination", ranks, chunks=1)
     everyone = np.arange(ranks)

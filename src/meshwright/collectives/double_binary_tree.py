@@ -22,7 +22,7 @@ Tree: TypeAlias = list[tuple[Integers, Integers]]  # edges of each level, from t
 
 
 def compute_in_order_parents(n: int) -> Integers:
-    """Return the parent of each node 1 to n of a binary tree numbered in order; 0 for the root: [n + 1], entry 0 is -1.
+    """Return the parent of each node 1 to n of a binary tree numbered in order: [n + 1]; 0 for the root, -1 at entry 0.
 
     Odd nodes are leaves, even nodes inner; the height is log2 n, rounded down.
     """
@@ -36,19 +36,20 @@ def compute_in_order_parents(n: int) -> Integers:
 
 
 def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
-    """Build the in-order binary tree over these ranks and its complement: mirrored for an even number of ranks, else
-    shifted by one.
+    """Build the in-order binary tree over `ranks`, and a second one whose inner nodes are leaves of the first.
 
-    root: rank that is parent of both trees, if given. Returns each tree as levels of (parents, children), from the root
-        down.
+    The second is mirrored for an even number of ranks, else shifted by one. root: rank above both trees, if any.
+    Returns each tree as levels of edges (parents, children), from the root down.
     """
     complement = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, -1)
     return _list_levels(ranks, root), _list_levels(complement, root)
 
 
 def _list_levels(ranks: Integers, root: int | None) -> Tree:
-    """Return the levels of edges of the in-order tree over these ranks, from the root down. root: parent of the tree,
-    if any."""
+    """Return the in-order binary tree over `ranks` as levels of edges (parents, children), from the root down.
+
+    root: rank above the tree, if any.
+    """
     parent, rank = compute_in_order_parents(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
     levels, nodes = [], np.zeros(1, np.int64)
     while len(nodes := np.flatnonzero(np.isin(parent, nodes))):
@@ -57,24 +58,32 @@ def _list_levels(ranks: Integers, root: int | None) -> Tree:
 
 
 def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Yield the rounds that reduce a chunk up a tree, one level a round. tree: levels of edges, from the root down."""
+    """Yield once per round that reduces chunk number `chunk` up a tree, one level per round, after adding its
+    transfers.
+
+    tree: levels of edges (parents, children), from the root down.
+    """
     for parents, children in reversed(tree):
         program.transfer(children, parents, chunk, reduce=True)
         yield
 
 
 def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Yield the rounds that broadcast a chunk down a tree, one level a round. tree: levels of edges, from the root
-    down."""
+    """Yield once per round that broadcasts chunk number `chunk` down a tree, one level per round, after adding its
+    transfers.
+
+    tree: levels of edges (parents, children), from the root down.
+    """
     for parents, children in tree:
         program.transfer(parents, children, chunk)
         yield
 
 
 def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
-    """Generate the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down again.
+    """Generate the program of the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down
+    again.
 
-    2h + k - 1 rounds; at most 2 S bytes a rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
+    2h + k - 1 rounds; at most 2 S bytes per rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded down,
     k segments.
     """
@@ -88,9 +97,9 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
-    """Generate the double-binary-tree broadcast: the root feeds both trees over the other ranks.
+    """Generate the program of the double-binary-tree broadcast: rank `root` sends into both trees over the other ranks.
 
-    With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes a rank; time (h + k) (alpha + S/k beta).
+    With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
@@ -99,9 +108,9 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
-    """Generate the double-binary-tree reduce, the reverse of `broadcast`: h + k rounds; S bytes a rank; time (h + k)
-    (alpha + S/k beta).
+    """Generate the program of the double-binary-tree reduce to rank `root`, the reverse of `broadcast`.
 
+    h + k rounds; S bytes per rank; time (h + k) (alpha + S/k beta).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a tree
     over n-1 ranks, k segments.
     """
@@ -113,9 +122,9 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Build a program that pipelines one half of the chunks through each of two trees.
+    """Add rounds that pipeline one half of the chunks through each of two trees; return the program.
 
-    travel: function (tree, chunk) -> rounds of one chunk.
+    travel: function (tree, chunk number) -> rounds of that chunk.
     """
     half = program.chunks // 2
     segments = (run_together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))

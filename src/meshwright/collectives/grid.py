@@ -25,8 +25,7 @@ def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tup
 
 
 def find_nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the ascending sides of the grid of `ranks` ranks in `dimensions` dimensions that has the smallest
-    diameter.
+    """Return the ascending sides of the grid of `ranks` ranks in `dimensions` dimensions with the smallest diameter.
 
     None if no sides of at least 2 multiply to `ranks`.
     """
@@ -40,9 +39,9 @@ def resolve_sides(
 ) -> tuple[int, ...]:
     """Return the sides of the grid of a torus or mesh algorithm, such as (4, 4) for 16 ranks.
 
-    dims: the sides, if given. dimensions: number of sides; without `dims` they are as equal as possible, and without
-        either the grid is one line (ranks,). what: name of the algorithm, for errors. Raises UserError if `dims` does
-        not multiply to `ranks`, or no sides of at least 2 do.
+    what: name of the algorithm, for errors. dims: the sides, if given. dimensions: number of sides; without `dims` they
+        are as equal as possible, and without either the grid is one line (ranks,). Raises UserError if `dims` does not
+        multiply to `ranks`, or no sides of at least 2 do.
     """
     if dims is not None:
         given = tuple(int(side) for side in dims)
@@ -71,11 +70,10 @@ def resolve_sides(
 
 
 def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | None = None) -> int:
-    """Return the number of ranks in a node of a hierarchical algorithm.
+    """Return the number of ranks per node of a hierarchical algorithm on `ranks` ranks in all.
 
-    It is `ranks_per_node` if given (such as 8, with 32 ranks for 4 nodes), else the largest divisor of `ranks` up to
-    its square root. algorithm: its name, for errors. ranks: number in all. Raises UserError if `ranks_per_node` does
-    not divide `ranks`.
+    That is `ranks_per_node` if given, else the largest divisor of `ranks` up to its square root. algorithm: name, for
+    errors. Raises UserError if `ranks_per_node` does not divide `ranks`.
     """
     if ranks_per_node is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
@@ -94,8 +92,8 @@ def list_axis_phases(
 
     grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
         count: slots of each rank's final block.
-    Returns for each axis: the lines of ranks along it [..., n], the first slot of the block that each rank has after
-        the phase [..., n], and slots of that block.
+    Returns for each phase: the lines of ranks along its axis [..., n], the first slot of the block that each rank has
+        after it [..., n], and the number of slots of that block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

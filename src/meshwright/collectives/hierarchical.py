@@ -16,13 +16,14 @@ from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the hierarchical all-reduce: reduce inside each node, all-reduce among the nodes' first ranks, broadcast
+    """Generate the program of the hierarchical all-reduce: reduce inside each node, all-reduce across, broadcast
     inside.
 
     X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees
-    inside, a ring across: with L = log2 g, rounded up, 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside + 2(k-1)
-    alpha + 2(k-1)/k S beta across. A first rank sends L S + 2(k-1)/k S bytes, the latter term across nodes.
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    inside, a ring of the nodes' first ranks across: with L = log2 g, rounded up, 2L + 2(k-1) rounds; time 2L (alpha + S
+    beta) inside + 2(k-1) alpha + 2(k-1)/k S beta across. A first rank sends L S + 2(k-1)/k S bytes, the latter term
+    across nodes.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
@@ -38,13 +39,13 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the BlueConnect all-reduce: reduce-scatter inside each node, all-reduce across among ranks of equal
-    local rank, all-gather inside.
+    """Generate the program of the BlueConnect all-reduce: reduce-scatter inside nodes, all-reduce across, all-gather
+    inside.
 
-    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. Rings everywhere:
-    2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes a rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha + 2(g-1)/g S
-    beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. Rings everywhere,
+    across among ranks of equal local rank: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of which 2(k-1)/n S leave
+    the node; time 2(g-1) alpha + 2(g-1)/g S beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
@@ -61,11 +62,12 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
 
 
 def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the hierarchical reduce-scatter: inside each node first, then across among ranks of equal local rank.
+    """Generate the program of the hierarchical reduce-scatter: inside nodes, then across among ranks of equal local
+    rank.
 
-    (g-1) + (k-1) rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node; time (g-1) alpha + (g-1)/g S beta
+    (g-1) + (k-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (g-1) alpha + (g-1)/g S beta
     inside, in messages of k blocks, + (k-1) alpha + (k-1)/n S beta across.
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("reduce-scatter", ranks, groups)
@@ -78,12 +80,13 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the hierarchical all-gather: across first, among ranks of equal local rank; then inside each node.
+    """Generate the program of the hierarchical all-gather: across among ranks of equal local rank, then inside each
+    node.
 
     Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022. (k-1) + (g-1)
-    rounds; (n-1)/n S bytes a rank, of which (k-1)/n S leave the node; time (k-1) alpha + (k-1)/n S beta across + (g-1)
-    alpha + (g-1)/g S beta inside, in messages of k blocks.
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+        rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (k-1) alpha + (k-1)/n S beta across +
+        (g-1) alpha + (g-1)/g S beta inside, in messages of k blocks.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-gather", ranks, groups)
@@ -96,10 +99,11 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Generate the hierarchical broadcast: to one rank of every node, then inside, by binomial trees. log2 k + log2 g
-    rounds, each rounded up, of S bytes.
+    """Generate the program of the hierarchical broadcast from rank `root`: to one rank of every node, then inside each
+    node.
 
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Binomial trees: log2 k + log2 g rounds, each rounded up, of S bytes.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("broadcast", ranks, groups)
@@ -113,10 +117,10 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Generate the hierarchical reduce: inside each node, then across, by binomial trees. log2 g + log2 k rounds, each
-    rounded up, of S bytes.
+    """Generate the program of the hierarchical reduce to rank `root`: inside each node, then across.
 
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    Binomial trees: log2 g + log2 k rounds, each rounded up, of S bytes.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("reduce", ranks, groups)
@@ -130,13 +134,15 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
 
 
 def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the hierarchical all-to-all: inside a node, each rank collects all blocks for its local rank on any
-    node; then one message a node across. Copies in between make each message contiguous.
+    """Generate the program of the hierarchical all-to-all: inside nodes by target's local rank, then one message per
+    node.
 
-    C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
-    (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes a rank; time (g-1) alpha + (g-1)/g S beta inside + (k-1) alpha +
+    Inside a node, each rank collects all blocks for its local rank on any node. Copies in between make each message
+    contiguous. C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional
+    hierarchical form.
+    (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes per rank; time (g-1) alpha + (g-1)/g S beta inside + (k-1) alpha +
     (k-1)/k S beta across, in k-1 messages instead of n-g.
-    groups: g, the ranks of a node (default: the largest divisor of n up to its square root).
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
     nodes = _arrange_nodes("all-to-all", ranks, groups)
@@ -145,8 +151,8 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     output, ready, met = ranks, 2 * ranks, 3 * ranks
     rank = nodes[..., None]  # [k, g, 1]
 
-    def sort(source: int, rows: int, columns: int) -> Rounds:
-        """Yield a round in which every rank copies its blocks from [rows, columns] order to [columns, rows] order.
+    def reorder_blocks(source: int, rows: int, columns: int) -> Rounds:
+        """Yield the round in which every rank copies its blocks from [rows, columns] order to [columns, rows] order.
 
         source: first slot read; the blocks are written to the scratch slots from `ready` on.
         """
@@ -154,27 +160,28 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
         program.copy(rank, source + place, ready + place % columns * rows + place // columns)
         yield
 
-    def keep(source: Integers, into: Integers, count: int) -> Rounds:
-        """Yield a round in which every rank copies `count` slots. source, into: first slot read and written, by
-        rank."""
+    def copy_slots(source: Integers, into: Integers, count: int) -> Rounds:
+        """Yield the round in which every rank copies `count` slots. source, into: [k, g], first slot read and written,
+        by rank."""
         program.copy(nodes, source, into, count)
         yield
 
     node, place = np.divmod(nodes, g)
     return build_from_rounds(
         program,
-        sort(0, k, g),  # now by local rank, then by node
-        keep(ready + place * k, met + place * k, k),
+        reorder_blocks(0, k, g),  # now by local rank, then by node
+        copy_slots(ready + place * k, met + place * k, k),
         pairwise.all_to_all_rounds(program, nodes, ready + np.arange(g) * k, met + np.arange(g) * k, k),
-        sort(met, g, k),  # from (sender's local rank, node) to (node, sender's local rank)
-        keep(ready + node * g, output + node * g, g),
+        reorder_blocks(met, g, k),  # from (sender's local rank, node) to (node, sender's local rank)
+        copy_slots(ready + node * g, output + node * g, g),
         pairwise.all_to_all_rounds(program, nodes.T, ready + np.arange(k) * g, output + np.arange(k) * g, g),
     )
 
 
 def _arrange_nodes(operation: str, ranks: int, groups: int | None) -> Integers:
-    """Return the ranks of each node: [nodes, ranks of a node]. groups: ranks of a node, None: the default.
+    """Return the ranks of each node: [nodes, ranks per node], consecutive ranks in a node.
 
-    operation: for errors, such as UserError where `groups` does not divide `ranks`.
+    operation: name for errors. groups: ranks per node (None: the default). Raises UserError if `groups` does not divide
+        `ranks`.
     """
     return np.arange(ranks).reshape(-1, resolve_ranks_per_node(f"hierarchical {operation}", ranks, groups))

@@ -106,13 +106,14 @@ ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
 
 
 def list_options(operation: str, algorithm: str) -> tuple[str, ...]:
-    """Return the options that `generate` accepts for an algorithm: of root, segments, groups, dims."""
+    """Return those of the options root, segments, groups, dims that `generate` accepts for an algorithm."""
     parameters = inspect.signature(find_generator(operation, algorithm)).parameters
     return tuple(option for option in OPTIONS if option in parameters)
 
 
 def find_generator(operation: str, algorithm: str) -> Generator:
-    """Return the generator of an algorithm, by name or alias. Raises UserError."""
+    """Return the function that generates an algorithm's program, by name or alias. Raises UserError for unknown
+    names."""
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     known = ALGORITHMS[operation]
@@ -134,11 +135,12 @@ def generate(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> CollectiveProgram:
-    """Generate the program of an algorithm for `ranks` ranks.
+    """Generate the collective program (steps of every rank) of an algorithm for `ranks` ranks.
 
-    root: source or destination rank. segments: of a pipelined algorithm. groups: ranks of a node, for hierarchical
-        algorithms. dims: sides of the grid, for tori and meshes, with ranks in row-major order. None: the generator's
-        default. Raises UserError for unknown names, options that the algorithm does not have, and invalid numbers.
+    root: source or destination rank. segments: number of segments of a pipelined algorithm. groups: ranks per node, for
+        hierarchical algorithms. dims: sides of the grid, for tori and meshes, with ranks in row-major order. None: the
+        generator's default. Raises UserError for unknown names, options that the algorithm does not have, and invalid
+        numbers.
     """
     generator, has = find_generator(operation, algorithm), list_options(operation, algorithm)
     name = f"{algorithm} {operation}"

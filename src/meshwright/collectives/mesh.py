@@ -19,7 +19,7 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield the rounds of a reduce-scatter along lines of ranks, adding their transfers to `program`.
+    """Yield once per round of a reduce-scatter along lines of ranks, after adding the round's transfers to `program`.
 
     Each block is summed from both ends of the line towards its owner, the farthest block first. ranks: [..., n], ranks
     of each line. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
@@ -34,7 +34,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield the rounds of an all-gather along lines of ranks, adding their transfers to `program`.
+    """Yield once per round of an all-gather along lines of ranks, after adding the round's transfers to `program`.
 
     Each block runs from its owner to both ends of the line. ranks: [..., n], ranks of each line. own: [..., n], first
     slot of the block that each rank starts with. count: slots of a block.
@@ -48,12 +48,12 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the mesh all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse. Best for large
-    vectors on a mesh.
+    """Generate the program of the mesh all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
 
-    With d axes, the vector has d parts that start at different axes. dims: sides of the grid, such as (4, 4).
-    dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one line.
-    2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes a rank; with equal sides, time rounds x
+    Best for large vectors on a mesh. With d axes, the vector has d parts that start at different axes. dims: sides of
+    the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either,
+    one line.
+    2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes per rank; with equal sides, time rounds x
     alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
@@ -61,22 +61,22 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     axes = range(len(shape))
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
-    def part(start: int) -> Rounds:
-        """Yield the rounds of the part of the vector that starts at axis `start`."""
+    def run_part(start: int) -> Rounds:
+        """Yield once per round for the part of the vector whose reduce-scatter begins along axis number `start`."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
             *(reduce_scatter_rounds(program, *step) for step in steps),
             *(all_gather_rounds(program, *step) for step in reversed(steps)),
         )
 
-    return build_from_rounds(program, run_together(part(start) for start in axes))
+    return build_from_rounds(program, run_together(run_part(start) for start in axes))
 
 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the mesh reduce-scatter: one axis after the other.
+    """Generate the program of the mesh reduce-scatter: one axis after the other.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one line. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S
+        without either, one line. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S
         beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
@@ -87,7 +87,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the mesh all-gather: one axis after the other, the reverse of the mesh reduce-scatter.
+    """Generate the program of the mesh all-gather: one axis after the other, the reverse of the mesh reduce-scatter.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
         without either, one line. (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
@@ -100,7 +100,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 
 
 def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return the algorithm's name, such as `mesh`, and the sides of the grid.
+    """Return (algorithm's name, such as `2d-mesh`, sides of the grid).
 
     dims: the sides, if given. dimensions: number of sides, as equal as possible, without `dims`.
     """

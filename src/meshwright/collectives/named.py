@@ -33,14 +33,16 @@ BANDWIDTH = 1e9  # bytes a second
 
 @dataclass(frozen=True)
 class NamedProgram:
-    """Program of one operation on one axis; if named "auto", several candidates from which `choose_program` picks by
-    size."""
+    """Collective program that a recipe names for one operation on one axis.
+
+    programs: the program; for the name "auto" several, from which `choose_program` picks by size.
+    """
 
     programs: tuple[CheckedCollective, ...]
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Estimated cost of each program on its busiest rank: (fixed seconds, seconds a byte of the vector)."""
+        """Estimated cost of each program on its busiest rank: (fixed seconds, seconds per byte of the vector)."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -57,11 +59,13 @@ class NamedProgram:
 def named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
 ) -> dict[tuple[str, str], NamedProgram]:
-    """Load and check the collective programs that a recipe names; return (axis, key such as "all_reduce") -> program.
+    """Load and check the collective programs that a recipe names; return (axis name, key such as "all_reduce") ->
+    program.
 
     Calls not in the result use torch.distributed. A program applies to those of the data, shard and replica axes whose
-    size it accepts; it must accept that of the axis on which the operation moves gradients or parameters.
-    where: function from a key such as `collectives.all_reduce` to the start of the UserError's one line.
+    size it accepts; it must accept that of the axis on which the operation moves gradients or parameters (UserError).
+    where: function from a key such as `collectives.all_reduce` to the beginning of the error message, such as file and
+        line.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -88,9 +92,9 @@ def _find_main_axis(layout: Layout, key: str) -> str:
 
 
 def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Load and check a program from a file; returns axis -> program for axes of its size.
+    """Load and check a program from a file; return axis name -> program, for axes with as many ranks as the program.
 
-    sizes: axis -> ranks. main: axis that the program must fit.
+    path: with leading `@`. sizes: axis name -> number of ranks. main: axis that the program must fit (UserError).
     """
     program = load_program(path, "collective")
     if program.operation != operation:
@@ -108,9 +112,9 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Generate the named algorithm for each axis that it accepts; return axis -> program. Raises only for axis `main`.
+    """Generate the named algorithm for each axis that it accepts; return axis name -> program.
 
-    sizes: axis -> ranks.
+    sizes: axis name -> number of ranks. main: axis that the algorithm must accept (UserError).
     """
     found = {}
     for axis, size in sizes.items():
@@ -125,8 +129,10 @@ def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], mai
 
 @cache
 def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
-    """Generate and check an algorithm for `ranks` ranks; for algorithm="auto" all algorithms of the operation that
-    accept them."""
+    """Generate and check the program of an algorithm for `ranks` ranks; for "auto", of all algorithms that accept them.
+
+    operation: such as "all-reduce". Raises UserError if the named algorithm does not accept the number of ranks.
+    """
     if algorithm != "auto":
         return NamedProgram((check_collective(generate(operation, algorithm, ranks)),))
     programs = []

@@ -22,7 +22,10 @@ INNER_BANDWIDTH = 450e9
 
 
 def build_switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a network in which every rank has one port to a non-blocking switch: uniform links, equal distances."""
+    """Build a network in which every rank has one port to a non-blocking switch: uniform links, equal distances.
+
+    latency: seconds between two ranks. bandwidth: bytes per second of a port, in each direction.
+    """
     rank = np.arange(ranks)
     hub = np.full(ranks, ranks)
     return Network(
@@ -41,7 +44,10 @@ def build_switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWI
 
 
 def build_full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a network with a dedicated cable between any two ranks."""
+    """Build a network with a dedicated cable between any two ranks.
+
+    latency: seconds of a cable. bandwidth: bytes per second of a cable, in each direction.
+    """
     source, target = np.divmod(np.arange(ranks * ranks), max(ranks, 1))
     number = np.cumsum(source != target) - 1
     source, target = source[source != target], target[source != target]
@@ -60,7 +66,10 @@ def build_full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BAN
 
 
 def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a ring: cables to the next and previous rank; messages take the shorter direction."""
+    """Build a ring: cables to the next and previous rank; messages take the shorter direction.
+
+    latency: seconds of a cable. bandwidth: bytes per second of a cable, in each direction.
+    """
     return _build_grid("ring", (ranks,), latency, bandwidth, around=True)
 
 
@@ -68,19 +77,23 @@ def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float 
     """Build a grid of any dimension with wrap-around cables. dims: its sides, such as (4, 4).
 
     Neighbouring rank numbers differ in the last dimension. Dimension-order routing, from the last dimension to the
-    first, in the shorter direction, upwards if both are equal. A dimension of 2 has one cable. latency: of one cable.
+    first, in the shorter direction, upwards if both are equal. A dimension of 2 has one cable. latency, bandwidth:
+    seconds of a cable; bytes per second of a cable, in each direction.
     """
     return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
 
 def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency: of one
-    cable."""
+    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4).
+
+    latency, bandwidth: seconds of a cable; bytes per second of a cable, in each direction.
+    """
     return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
 def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    """Build a torus (around=True) or a mesh. dims: sides. latency, bandwidth: of each cable."""
+    """Build a torus (around=True) or a mesh. dims: sides. latency, bandwidth: seconds, bytes per second of each
+    cable."""
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -142,12 +155,13 @@ def build_nodes(
     rails: bool = False,
     adapters: int | None = None,
 ) -> Network:
-    """Build nodes whose devices share a fast switch, joined by an outer network. inner, outer: (latency, bandwidth).
+    """Build a network of nodes, whose devices share a fast switch, joined by an outer network.
 
-    Every device has its own adapter to the non-blocking outer network. rails: the outer network is one switch for each
-    local rank: device r of a node reaches device r of every other node; messages to another local rank first go over
-    inner links to the device on the target's rail (as in NCCL's PXN). adapters: number that the devices of a node
-    share, in even blocks, reached over inner links.
+    nodes: number of nodes. devices: ranks per node. inner, outer: (latency in seconds, bandwidth in bytes per second).
+        Every device has its own adapter to the non-blocking outer network. rails: the outer network is one switch for
+        each local rank: device r of a node reaches device r of every other node; messages to another local rank first
+        go over inner links to the device on the target's rail (as in NCCL's PXN). adapters: number that the devices of
+        a node share, in even blocks, reached over inner links.
     """
     ranks = nodes * devices
     rank = np.arange(ranks)
@@ -222,9 +236,10 @@ def build_spine_leaf(
 ) -> Network:
     """Build a spine-leaf network: `leaves` switches with `ranks_per_leaf` ranks each, joined by `spines` switches.
 
-    oversubscription: the cables from a leaf to the spines carry, together and in each direction, its ranks' bandwidth
-        divided by it, in equal parts for each spine; a message takes the spine target modulo spines. latency: of a
-        message inside a leaf; across a spine twice that.
+    latency: seconds of a message inside a leaf; across a spine twice that. bandwidth: bytes per second of a rank's
+        port, in each direction. oversubscription: the cables from a leaf to the spines carry, together and in each
+        direction, its ranks' bandwidth divided by it, in equal parts for each spine; a message takes the spine target
+        modulo spines.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)

@@ -1,4 +1,4 @@
-"""The picture and the page of `meshwright collective`: figures, time over size for all algorithms, buffers by round."""
+"""Chart and HTML page of `meshwright collective`: figures, time over size for all algorithms, buffers by round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Crossover, Curves
 from meshwright.collectives.quantities import format_bytes, format_seconds
-from meshwright.collectives.report import CollectiveReport, crossover_line
+from meshwright.collectives.report import CollectiveReport, format_crossovers
 from meshwright.draw.axis import Axis
 from meshwright.draw.buffers import draw_buffers
 from meshwright.draw.line_chart import Band, Mark, Plot, Series
@@ -19,13 +19,16 @@ _COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink"
 
 
 def draw_picture(report: CollectiveReport) -> str:
-    """Return an SVG chart of time over size for every algorithm of the operation on the report's network."""
+    """Return an SVG chart of simulated time over size for all algorithms of the report's operation on its network.
+
+    Raises UserError for a barrier, which has no size.
+    """
     if report.checked.program.operation == "barrier":
         raise UserError("a barrier moves no bytes: there is no picture of its time over size")
     asked = report.total_bytes
     least, most = min(SMALLEST, max(asked, 1)), max(LARGEST, asked)
     within = math.inf if report.checked.program.ranks <= _FEW_RANKS else 4.0
-    curves = Curves.over(report.chooser, least, most, within)
+    curves = Curves.simulate(report.chooser, least, most, within)
     named = (report.checked.program.algorithm, report.timing.seconds)
     return draw_crossovers(curves, curves.crossovers(), asked or None, named)
 
@@ -33,67 +36,69 @@ def draw_picture(report: CollectiveReport) -> str:
 def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
-    """Return an SVG chart of time over size, both logarithmic, with bands below that show which algorithm is fastest
-    where.
+    """Return an SVG chart of simulated time over size, both logarithmic, with a band below that shows the fastest
+    algorithm.
 
     The algorithms that are best somewhere are in colour, the others thin, the lower bound dashed. asked: a size in
-    bytes to mark. named: the algorithm that was asked for and its seconds at that size, which a dot marks; its curve
-    stands out if there is one (a program from a file has none).
+    bytes to mark. named: (algorithm that was asked for, its seconds at that size), which a dot marks; its curve stands
+    out if there is one (a program from a file has none).
     """
-    names = [curves.best(0), *(crossover.after for crossover in crossovers)]
+    names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
     wanted = named[0] if named else ""
     rest = [name for name in curves.seconds if name not in colours and name != wanted]
-    series = [Series(name, _points(curves, name), "dim", "thin") for name in rest]
+    series = [Series(name, _list_curve_points(curves, name), "dim", "thin") for name in rest]
     if wanted in curves.seconds and wanted not in colours:
-        series.append(Series(wanted, _points(curves, wanted), "ink", "named"))
-    series += [Series(name, _points(curves, name), colour, "thick") for name, colour in colours.items()]
+        series.append(Series(wanted, _list_curve_points(curves, wanted), "ink", "named"))
+    series += [Series(name, _list_curve_points(curves, name), colour, "thick") for name, colour in colours.items()]
     series.append(Series("lower bound", [*zip(curves.sizes, curves.bound, strict=True)], "ink", "dashed"))
     values = [value for one in series for _, value in one.points if value > 0] + ([named[1]] if asked and named else [])
     network = curves.chooser.network
-    plot = Plot(_bytes_axis(curves.sizes), _seconds_axis([value for value in values if value > 0]), 810, 476, top=46)
+    plot = Plot(
+        _make_bytes_axis(curves.sizes), _make_seconds_axis([value for value in values if value > 0]), 810, 476, top=46
+    )
     title = f"{curves.chooser.operation} on {network.ranks} ranks, {network.name}"
     plot.picture.text(plot.left, 20, title, class_="title")
     plot.picture.text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
     for one in series:
         plot.draw_line(one)
     plot.draw_names(series)
-    plot.draw_bands("best", _bands(curves, crossovers, colours))
+    plot.draw_bands("best", _make_bands(curves, crossovers, colours))
     if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
         takes = f": {named[0]} takes {format_seconds(named[1])}" if named and named[1] > 0 else ""
         plot.draw_mark(Mark(asked, format_bytes(asked) + takes, named[1] if named and takes else None))
     return plot.picture.svg(1000, 560, title, alone=True)
 
 
-def _points(curves: Curves, name: str) -> list[tuple[float, float]]:
-    """Return the (bytes, seconds) points of an algorithm, without sizes at which it was skipped."""
+def _list_curve_points(curves: Curves, name: str) -> list[tuple[float, float]]:
+    """Return the (bytes, seconds) points of the curve of algorithm `name`, without sizes at which it was skipped."""
     pairs = zip(curves.sizes, curves.seconds[name], strict=True)
     return [pair for pair in pairs if math.isfinite(pair[1])]
 
 
-def _seconds_axis(values: list[float]) -> Axis:
-    """Return a logarithmic axis over times in seconds."""
+def _make_seconds_axis(values: list[float]) -> Axis:
+    """Return the logarithmic chart axis for the times `values` in seconds."""
     low, high = min(values, default=1.0) * 0.83, max(values, default=1.0) * 1.2
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     ticks = [(10.0**power, format_seconds(10.0**power * (1 + 1e-12))) for power in powers]
     return Axis(low, high, ticks, logarithmic=True)
 
 
-def _bytes_axis(sizes: list[float]) -> Axis:
-    """Return a logarithmic axis over sizes in bytes."""
+def _make_bytes_axis(sizes: list[float]) -> Axis:
+    """Return the logarithmic chart axis for the ascending sizes `sizes` in bytes."""
     first, last = math.log2(sizes[0]), math.log2(sizes[-1])
     step = 2 if last - first <= 24 else 4
     powers = range(step * math.ceil(first / step - 1e-9), math.floor(last + 1e-9) + 1, step)
     return Axis(sizes[0], sizes[-1], [(2.0**power, format_bytes(2.0**power)) for power in powers], logarithmic=True)
 
 
-def _bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
+def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
     """Return the size ranges in which each algorithm is fastest, as bands below the x axis of a chart.
 
     colours: algorithm -> colour.
     """
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
-    ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.best(0), ""))
+    ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.find_fastest(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
     return [
         Band(end, name, f"{name} from {format_bytes(start)} to {format_bytes(end)}", colours[name], until)
@@ -114,21 +119,22 @@ def draw_page(report: CollectiveReport, picture: str) -> str:
         buffers = [paragraph(f"The buffers are not drawn: {error}")]
     choice = []
     if report.choice is not None:
-        choice = [element("h2", "The choice"), paragraph(report.choice.reason, "."), _ranking(report)]
+        choice = [element("h2", "The choice"), paragraph(report.choice.reason, "."), _format_ranking(report)]
     return page(
         report.title(),
         element("h1", report.title()),
         table((), report.rows()),
         choice,
-        None if report.crossovers is None else paragraph("C", crossover_line(report.crossovers)[1:], "."),
+        None if report.crossovers is None else paragraph("C", format_crossovers(report.crossovers)[1:], "."),
         element("h2", "Time over size"),
         element("div", Markup(picture), class_="wide"),
         buffers,
     )
 
 
-def _ranking(report: CollectiveReport) -> Markup:
-    """Return the ranking of the algorithms as an HTML table."""
+def _format_ranking(report: CollectiveReport) -> Markup:
+    """Return the report's ranking of the algorithms as an HTML table: name, settings, simulated and closed-form
+    time."""
     assert report.choice is not None
     rows = [
         (

@@ -14,10 +14,10 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield the rounds of a pairwise reduce-scatter, adding their transfers to `program`.
+    """Yield once per round of a pairwise reduce-scatter, after adding the round's transfers to `program`.
 
-    In each round, each rank sends one other rank that rank's block. ranks: [..., n], ranks of each group. own: [...,
-    n], first slot of the block that each rank ends with. count: slots of a block.
+    In each round, each rank sends one other rank that rank's block. ranks: [..., n], ranks of each of several
+    independent groups. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own[..., partner], count, reduce=True)
@@ -25,10 +25,10 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield the rounds of a pairwise all-gather, adding their transfers to `program`.
+    """Yield once per round of a pairwise all-gather, after adding the round's transfers to `program`.
 
-    In each round, each rank sends its block to one other rank. ranks: [..., n], ranks of each group. own: [..., n],
-    first slot of the block that each rank starts with. count: slots of a block.
+    In each round, each rank sends its block to one other rank. ranks: [..., n], ranks of each of several independent
+    groups. own: [..., n], first slot of the block that each rank starts with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own, count)
@@ -36,11 +36,11 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """Yield the rounds of a pairwise all-to-all, adding their transfers to `program`.
+    """Yield once per round of a pairwise all-to-all, after adding the round's transfers to `program`.
 
-    In each round, each rank sends one other rank the block for it. ranks: [..., n], ranks of each group. blocks: [n],
-    first slots of the blocks for each rank. into: [..., n], first slot at the receiver for the block from each rank.
-    count: slots of a block.
+    In each round, each rank sends one other rank the block for it. ranks: [..., n], ranks of each of several
+    independent groups. blocks: [n], first slot of the block for each destination. into: [..., n], first slot at the
+    receiver for the block from each rank. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)
@@ -48,9 +48,9 @@ def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into:
 
 
 def list_partners(n: int) -> list[Integers]:
-    """Return the destination of each position in each of n-1 rounds of an all-to-all: one array [n] a round.
+    """Return the destination of each position in each of the n-1 rounds of an all-to-all: one array [n] per round.
 
-    With 2^k positions, pairs exchange.
+    If n is a power of two, positions exchange in pairs.
     """
     position = np.arange(n)
     in_pairs = n & (n - 1) == 0
@@ -58,17 +58,17 @@ def list_partners(n: int) -> list[Integers]:
 
 
 def merge_rounds(rounds: Rounds) -> Rounds:
-    """Run all rounds of an algorithm, which must be independent, as one round."""
+    """Run all rounds of an algorithm, which must be independent of each other, as one round."""
     for _ in rounds:
         pass
     yield
 
 
 def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the all-pairs all-reduce: every rank reduces one block and sends it to all. Best for small vectors
-    inside a machine, where all pairs have good links.
+    """Generate the program of the all-pairs all-reduce: every rank reduces one block and sends it to all.
 
-    2 rounds; 2(n-1)/n S bytes a rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
+    Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
+    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
@@ -81,9 +81,9 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the all-pairs reduce-scatter. Best for small vectors inside a machine.
+    """Generate the program of the all-pairs reduce-scatter. Best for small vectors inside a machine.
 
-    1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
@@ -91,9 +91,9 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the all-pairs all-gather. Best for small vectors inside a machine.
+    """Generate the program of the all-pairs all-gather. Best for small vectors inside a machine.
 
-    1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
@@ -101,10 +101,10 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the pairwise reduce-scatter: blocks go directly to their owners. Best for large vectors if all pairs are
-    near.
+    """Generate the program of the pairwise reduce-scatter: blocks go directly to their owners.
 
-    n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Best for large vectors if all pairs are near. n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S
+    beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
@@ -112,10 +112,10 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the pairwise all-gather: blocks go directly from their owners. Best for large vectors if all pairs are
-    near.
+    """Generate the program of the pairwise all-gather: blocks go directly from their owners to all ranks.
 
-    n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    Best for large vectors if all pairs are near. n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S
+    beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
@@ -123,9 +123,9 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the pairwise all-to-all: one partner in each round. Best for large vectors: every byte is sent once.
+    """Generate the program of the pairwise all-to-all: one partner in each round. Best for large vectors.
 
-    n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    n-1 rounds; (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
@@ -133,9 +133,9 @@ def all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the all-pairs all-to-all: all messages at once, which most networks schedule best.
+    """Generate the program of the all-pairs all-to-all: all messages at once, which most networks schedule best.
 
-    1 round of n-1 messages; (n-1)/n S bytes a rank; time alpha + (n-1)/n S beta.
+    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
@@ -143,13 +143,13 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def _copy_own_block(program: Builder) -> Rounds:
-    """Yield the round of an all-to-all in which each rank copies its block for itself to its output."""
+    """Yield the round of an all-to-all in which each rank copies its block for itself to its output slots."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield
 
 
 def _exchange_blocks(program: Builder) -> Rounds:
-    """Yield the rounds of a pairwise all-to-all over all ranks, adding their transfers to `program`."""
+    """Yield once per round of a pairwise all-to-all over all ranks, after adding the round's transfers to `program`."""
     everyone = np.arange(program.ranks)
     return all_to_all_rounds(program, everyone, everyone, program.chunks + everyone, 1)

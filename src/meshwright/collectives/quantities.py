@@ -18,8 +18,11 @@ BYTES_PER_SECOND = {
 
 
 def parse_bytes(text: str, where: str = "bytes") -> int:
-    """Parse a size into bytes: `4096`, `64MiB` (2^20 bytes each), `1GB` (10^9). where: prefix of errors. Raises
-    UserError."""
+    """Parse a size such as `4096`, `64MiB` (2^20 bytes each) or `1GB` (10^9) and return the bytes. where: prefix of
+    errors.
+
+    Raises UserError for invalid text.
+    """
     value = _parse_quantity(text, BYTES, where, "a size such as 4096, 64MiB or 1GB")
     if value != int(value):
         raise UserError(f"{where}: {text} is not a whole number of bytes")
@@ -27,13 +30,18 @@ def parse_bytes(text: str, where: str = "bytes") -> int:
 
 
 def parse_seconds(text: str, where: str = "latency") -> float:
-    """Parse a time into seconds: `5us`, `0.1ms`, `0s`. where: prefix of errors. Raises UserError."""
+    """Parse a time such as `5us`, `0.1ms` or `0s` and return the seconds. where: prefix of errors.
+
+    Raises UserError for invalid text.
+    """
     return _parse_quantity(text, SECONDS, where, "a time such as 5us, 0.1ms or 2s")
 
 
 def parse_rate(text: str, where: str = "bandwidth") -> float:
-    """Parse a rate above 0 into bytes a second: `25GB/s` (bytes), `100Mbit/s` (bits). where: prefix of errors. Raises
-    UserError."""
+    """Parse a rate above 0 such as `25GB/s` (bytes) or `100Mbit/s` (bits) and return the bytes per second.
+
+    where: prefix of errors. Raises UserError for invalid text.
+    """
     value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
         raise UserError(f"{where}: {text} would never end; a rate is above 0")
@@ -41,12 +49,12 @@ def parse_rate(text: str, where: str = "bandwidth") -> float:
 
 
 def is_rate(text: str) -> bool:
-    """Return True if a quantity is written as a rate, False for a time."""
+    """Return True if the text of a quantity is written as a rate (`25GB/s`), False for a time (`5us`)."""
     return "/" in text
 
 
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
-    """Parse a number with one of `units` (name -> factor); return the product. where: prefix of errors.
+    """Parse a number with one of `units` (name -> factor); return number x factor. where: prefix of errors.
 
     right: description of valid text, for errors. Raises UserError.
     """
@@ -63,19 +71,19 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
 
 
 def format_bytes(value: float) -> str:
-    """Format bytes in the largest binary unit not above the value: `64 MiB`."""
+    """Return `value` bytes as text in the largest binary unit not above it, such as `64 MiB`."""
     return _format_scaled(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
 
 
 def format_seconds(value: float) -> str:
-    """Format seconds: `1.23 ms`."""
+    """Return `value` seconds as text in the largest unit not above it, such as `1.23 ms`."""
     return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Format with three digits in the largest unit not above the value; without decimals from 1000 to a million of it.
+    """Return `value` as text with three digits, in the largest of `units` (name -> factor) not above it.
 
-    units: name -> factor.
+    From 1000 to a million of that unit it has no decimals.
     """
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
@@ -83,16 +91,16 @@ def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
 
 
 def format_exact_rate(value: float) -> str:
-    """Format bytes a second so that `parse_rate` returns the same number: `25GB/s`."""
+    """Return `value` bytes per second as text that `parse_rate` parses to the same number, such as `25GB/s`."""
     return _format_exact(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
 
 
 def format_exact_seconds(value: float) -> str:
-    """Format seconds so that `parse_seconds` returns the same number: `5us`."""
+    """Return `value` seconds as text that `parse_seconds` parses to the same number, such as `5us`."""
     return _format_exact(value, {unit: SECONDS[unit] for unit in ("s", "ms", "us", "ns")})
 
 
 def _format_exact(value: float, units: dict[str, Decimal]) -> str:
-    """Format without rounding, in the unit that takes the fewest characters. units: name -> factor."""
+    """Return `value` as text without rounding, in the unit that takes the fewest characters. units: name -> factor."""
     number = Decimal(repr(value))
     return min((f"{(number / factor).normalize():f}{unit}" for unit, factor in units.items()), key=len)

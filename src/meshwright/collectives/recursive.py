@@ -15,10 +15,11 @@ from meshwright.program.order import Integers
 
 
 def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Yield the rounds of a reduce-scatter among 2^k ranks by recursive halving, the farthest partner first.
+    """Yield once per round of a reduce-scatter among 2^k ranks by recursive halving, after adding its transfers to
+    `program`.
 
-    ranks: [..., n], ranks of each group. edges: [n + 1]; the rank at position p ends with slots edges[p] .. edges[p +
-        1].
+    The farthest partner comes first. ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the
+        rank at position p ends with slots edges[p] .. edges[p + 1].
     """
     position = np.arange(ranks.shape[-1])
     for distance in reversed(list_powers_of_two(ranks.shape[-1])):
@@ -30,10 +31,11 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
 
 
 def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Yield the rounds of an all-gather among 2^k ranks by recursive doubling, the nearest partner first.
+    """Yield once per round of an all-gather among 2^k ranks by recursive doubling, after adding its transfers to
+    `program`.
 
-    ranks: [..., n], ranks of each group. edges: [n + 1]; the rank at position p starts with slots edges[p] .. edges[p +
-        1].
+    The nearest partner comes first. ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the
+        rank at position p starts with slots edges[p] .. edges[p + 1].
     """
     position = np.arange(ranks.shape[-1])
     for distance in list_powers_of_two(ranks.shape[-1]):
@@ -49,9 +51,10 @@ def list_powers_of_two(n: int) -> list[int]:
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks into extra ranks beyond a power of two, the stand-in of each of them, and all 2^k others (the core).
+    """Split ranks [..., n] into (extra ranks beyond a power of two, stand-in of each extra rank, all 2^k others: the
+    core).
 
-    A stand-in is the core rank that acts for an extra one. Returns three arrays of ranks.
+    A stand-in is the core rank that acts for an extra one: its neighbour.
     """
     n = ranks.shape[-1]
     extra = n - (1 << n.bit_length() - 1)
@@ -60,9 +63,9 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Yield the round in which each extra rank beyond a power of two is reduced, whole vector, into its stand-in's.
+    """Yield the round, if any, in which each extra rank beyond a power of two adds its vector to that of its stand-in.
 
-    ranks: of the algorithm, in order.
+    ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -71,9 +74,10 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Yield the round in which the stand-in of each extra rank beyond a power of two sends it the whole result.
+    """Yield the round, if any, in which the stand-in of each extra rank beyond a power of two sends it the whole
+    result.
 
-    ranks: of the algorithm, in order.
+    ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -82,12 +86,12 @@ def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def rabenseifner(ranks: int) -> CollectiveProgram:
-    """Generate the Rabenseifner all-reduce: reduce-scatter by recursive halving, all-gather by recursive doubling. Best
-    for medium and large vectors: as few bytes as a ring in far fewer rounds, but between distant ranks, whose links
-    may be shared.
+    """Generate the program of the Rabenseifner all-reduce: recursive-halving reduce-scatter, recursive-doubling
+    all-gather.
 
-    R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004.
-    n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes a rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the
+    Best for medium and large vectors: as few bytes as a ring in far fewer rounds, but between distant ranks, whose
+        links may be shared. R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004.
+    n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the
     power of two below: 2 more rounds and 2 (alpha + S beta) more; extra ranks send S, their stand-ins 2(m-1)/m S + S,
     the others 2(m-1)/m S.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
@@ -106,11 +110,11 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
 
 
 def butterfly(ranks: int) -> CollectiveProgram:
-    """Generate the butterfly all-reduce (recursive doubling): partners exchange and add whole vectors. Best for small
-    vectors: fewest rounds.
+    """Generate the program of the butterfly all-reduce (recursive doubling): partners exchange and add whole vectors.
 
-    n = 2^k: log2 n rounds; S log2 n bytes a rank; time log2 n (alpha + S beta). Otherwise, with m the power of two
-    below: log2 m + 2 rounds; extra ranks send S, their stand-ins S log2 m + S.
+    Best for small vectors: fewest rounds. n = 2^k: log2 n rounds; S log2 n bytes per rank; time log2 n (alpha + S
+        beta). Otherwise, with m the power of two below: log2 m + 2 rounds; extra ranks send S, their stand-ins S log2 m
+        + S.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
@@ -118,7 +122,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
     _, _, core = split_extra_ranks(everyone)
 
     def exchange() -> Rounds:
-        """Yield the rounds: partners at distance 1, 2, 4 ... exchange and add vectors."""
+        """Yield once per round: partners at distance 1, 2, 4 ... exchange and add vectors."""
         position = np.arange(len(core))
         for distance in list_powers_of_two(len(core)):
             program.transfer(core, core[position ^ distance], 0, reduce=True)
@@ -128,7 +132,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Yield the rounds of a reduce-scatter by recursive halving for any number of ranks.
+    """Yield once per round of a reduce-scatter by recursive halving for any number of ranks, after adding its
+    transfers.
 
     The rank at position p of `ranks` ends with slot p.
     """
@@ -141,9 +146,9 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the reduce-scatter by recursive halving. Best for small and medium vectors.
+    """Generate the program of the reduce-scatter by recursive halving. Best for small and medium vectors.
 
-    n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
+    n = 2^k: log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
     ranks first send S, and at the end receive their share of S/n.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
@@ -152,11 +157,10 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the recursive-doubling all-gather. Best for small and medium vectors; `bruck` needs fewer rounds if n is
-    not a power of two.
+    """Generate the program of the recursive-doubling all-gather. Best for small and medium vectors.
 
-    n = 2^k: log2 n rounds; (n-1)/n S bytes a rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
-    ranks first send their share of S/n, and at the end receive the missing (n-1)/n S.
+    n = 2^k: log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds: extra
+    ranks first send their share of S/n, and at the end receive the missing (n-1)/n S; `bruck` needs fewer rounds.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "recursive-doubling", ranks, chunks=ranks)
@@ -164,7 +168,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
     extra, stand_in, core = split_extra_ranks(everyone)
 
     def fill_up() -> Rounds:
-        """Yield the round that sends the extra ranks the shares they lack."""
+        """Yield the round that sends the extra ranks the shares of all other ranks."""
         program.transfer(stand_in, extra, 0, count=extra)
         program.transfer(stand_in, extra, extra + 1, count=ranks - extra - 1)
         yield
@@ -174,16 +178,17 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in of an extra rank has two shares.
+    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in has its extra rank's share too.
 
-    ranks: of the algorithm, in order.
+    ranks: all ranks of the algorithm, in order.
     """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Yield the round in which the share of each extra rank (positions 0, 2, 4 ...) goes from `source` to `target`.
+    """Yield the round in which the share of each extra rank (slots 0, 2, 4 ...) goes from rank `source` to rank
+    `target`.
 
     source, target: extra ranks and their stand-ins, or the reverse.
     """

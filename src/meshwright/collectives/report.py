@@ -30,11 +30,12 @@ _FEW_RANKS = 32  # limit for the search of crossovers
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Checked collective program with simulated times.
+    """Checked collective program with its simulated times on a network.
 
-    settings: the algorithm's options. total_bytes: of the full vector. timing: simulated times. chooser: simulator of
-        all algorithms on the network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the
-        fastest changes. measured: results of a run on torch.distributed, if any.
+    settings: the algorithm's options. total_bytes: size of the full vector. timing: simulated times.
+        closed_form_seconds: time by formula, None if there is none. chooser: simulator of all algorithms on the
+        network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the fastest algorithm
+        changes. measured: results of a run on torch.distributed (`comm.measure_program.measure`), if any.
     """
 
     checked: CheckedCollective
@@ -49,7 +50,7 @@ class CollectiveReport:
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Lower bound of any program, in seconds."""
+        """Lower bound in seconds of the time of any program for this operation, size and network."""
         return self.chooser.compute_lower_bound(self.total_bytes)
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class CollectiveReport:
         return to_json_dict(document)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return (label, value) pairs of text."""
+        """Return the figures of the report as (label, value) pairs of text."""
         timing = self.timing
         least, most = float(timing.bytes_sent.min()), float(timing.bytes_sent.max())
         if round(least) == round(most):
@@ -126,7 +127,7 @@ class CollectiveReport:
         return rows
 
     def title(self) -> str:
-        """Format operation, algorithm, settings, ranks, size and network on one line."""
+        """Return operation, algorithm, settings, ranks, size and network on one line of text."""
         program = self.checked.program
         said = self.settings.describe()
         return (
@@ -135,17 +136,17 @@ class CollectiveReport:
         )
 
     def summary(self) -> str:
-        """Format the report as text."""
+        """Return the whole report as text, as `meshwright collective` prints it."""
         lines = [self.title(), *(f"  {name:<18}{value}" for name, value in self.rows())]
         if self.choice is not None:
-            lines += ["", f"chosen: {self.choice.reason}", "", *ranking_table(self.choice)]
+            lines += ["", f"chosen: {self.choice.reason}", "", *format_ranking(self.choice)]
         if self.crossovers is not None:
-            lines += ["", crossover_line(self.crossovers)]
+            lines += ["", format_crossovers(self.crossovers)]
         return "\n".join(lines)
 
 
-def ranking_table(choice: Choice) -> list[str]:
-    """Return the ranking of algorithms as lines of text, with the algorithms that were skipped or refused."""
+def format_ranking(choice: Choice) -> list[str]:
+    """Return the ranking of the algorithms as lines of text, with those that were skipped or refused."""
     rows = [("algorithm", "settings", "simulated", "closed form")]
     for one in choice.ranking:
         form = "-" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)
@@ -159,8 +160,9 @@ def ranking_table(choice: Choice) -> list[str]:
     return lines + [f"  refused: {reason}" for reason in choice.refused.values()]
 
 
-def crossover_line(crossovers: Sequence[Crossover]) -> str:
-    """Format crossovers: `crossovers: butterfly, from 167 KiB all-pairs, from 1.29 MiB hierarchical-scatter`."""
+def format_crossovers(crossovers: Sequence[Crossover]) -> str:
+    """Return crossovers as text: `crossovers: butterfly, from 167 KiB all-pairs, from 1.29 MiB
+    hierarchical-scatter`."""
     if not crossovers:
         return "crossovers: none from 1 KiB to 1 GiB"
     return "crossovers: " + ", ".join(
@@ -172,9 +174,9 @@ def crossover_line(crossovers: Sequence[Crossover]) -> str:
 class CollectiveOptions(Settings):
     """Options of an algorithm (`Settings`), of the operation and of the network.
 
-    root: source or destination rank (default 0). reduction: default "sum". latency (seconds), bandwidth (bytes a
-        second): of links without settings in the topology. reduce_bytes_per_second: rate of local reductions.
-        crossovers: with `auto` on few ranks, find where the choice changes.
+    root: source or destination rank (default 0). reduction: such as "sum", the default. latency, bandwidth: seconds and
+        bytes per second of links without settings in the topology. reduce_bytes_per_second: rate of local reductions.
+        crossovers: with `auto` on few ranks, find the sizes at which the choice changes.
     """
 
     root: int | None = None
@@ -195,8 +197,9 @@ def collective(
 ) -> CollectiveReport:
     """Generate (or choose, or load), check and simulate a collective operation, as `meshwright collective` does.
 
-    algorithm: a name, `auto`, or `@FILE`. total_bytes: of the full vector. topology_text: network, such as `torus:4x4`.
-    Raises UserError for invalid arguments, ProgramError for an incorrect program.
+    algorithm: a name, `auto`, or `@FILE`. ranks: number of ranks (None for a file). total_bytes: size of the full
+        vector. topology_text: network, such as `torus:4x4`. Raises UserError for invalid arguments, ProgramError for an
+        incorrect program.
     """
     root, reduction = options.root, options.reduction
     requested = Settings(options.segments, options.groups, options.dims)
@@ -243,14 +246,14 @@ def collective(
     timing = simulate_collective(checked, network, total_bytes, options.reduce_bytes_per_second)
     found = None
     if options.crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
-        found = Curves.quick(chooser).crossovers()
+        found = Curves.simulate_promising(chooser).crossovers()
     return CollectiveReport(checked, settings, total_bytes, timing, form, chooser, choice, found)
 
 
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a program from a file; raise UserError if it differs from the options given (None: any)."""
+    """Load a collective program from a file; raise UserError if it differs from a given argument (None: not given)."""
     program = load_program(file, "collective")
     if program.operation != operation:
         raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")

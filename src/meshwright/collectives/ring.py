@@ -14,10 +14,10 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield the rounds of a ring reduce-scatter, adding their transfers to `program`.
+    """Yield once per round of a ring reduce-scatter, after adding the round's transfers to `program`.
 
-    The partial sum of each block travels once around the ring and ends at its owner. ranks: [..., n], ranks of each
-    ring. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    The partial sum of each block travels once around the ring and ends at its owner. ranks: [..., n], ranks of each of
+    several independent rings. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
     """
     for step in range(1, ranks.shape[-1]):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count, reduce=True)
@@ -25,10 +25,10 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield the rounds of a ring all-gather, adding their transfers to `program`.
+    """Yield once per round of a ring all-gather, after adding the round's transfers to `program`.
 
-    Each block travels once around the ring from its owner. ranks: [..., n], ranks of each ring. own: [..., n], first
-    slot of the block that each rank starts with. count: slots of a block.
+    Each block travels once around the ring from its owner. ranks: [..., n], ranks of each of several independent rings.
+    own: [..., n], first slot of the block that each rank starts with. count: slots of a block.
     """
     for step in range(ranks.shape[-1] - 1):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count)
@@ -36,10 +36,9 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the ring all-reduce: reduce-scatter, then all-gather. Best for large vectors: no algorithm sends fewer
-    bytes.
+    """Generate the program of the ring all-reduce: reduce-scatter, then all-gather. Best for large vectors.
 
-    2(n-1) rounds; 2(n-1)/n S bytes a rank; time 2(n-1) alpha + 2(n-1)/n S beta.
+    2(n-1) rounds; 2(n-1)/n S bytes per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
@@ -50,9 +49,9 @@ def all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the ring reduce-scatter. Best for large vectors.
+    """Generate the program of the ring reduce-scatter. Best for large vectors.
 
-    n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "ring", ranks, chunks=ranks)
@@ -60,9 +59,9 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the ring all-gather. Best for large vectors.
+    """Generate the program of the ring all-gather. Best for large vectors.
 
-    n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S beta.
+    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "ring", ranks, chunks=ranks)
@@ -70,9 +69,10 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the bidirectional-ring all-reduce: one half of every block in each direction, for full-duplex links.
+    """Generate the program of the bidirectional-ring all-reduce: one half of every block in each direction.
 
-    2(n-1) rounds; 2(n-1)/n S bytes a rank, half of them over each of its two links; time 2(n-1) alpha + (n-1)/n S beta.
+    For full-duplex links. 2(n-1) rounds; 2(n-1)/n S bytes per rank, half of them over each of its two links; time
+    2(n-1) alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "bidirectional-ring", ranks, chunks=2 * ranks)
@@ -85,9 +85,9 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the bidirectional-ring reduce-scatter. n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n
-    S/2 beta.
+    """Generate the program of the bidirectional-ring reduce-scatter: one half of every block in each direction.
 
+    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
@@ -97,9 +97,9 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the bidirectional-ring all-gather. n-1 rounds; (n-1)/n S bytes a rank; time (n-1) alpha + (n-1)/n S/2
-    beta.
+    """Generate the program of the bidirectional-ring all-gather: one half of every block in each direction.
 
+    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
@@ -109,6 +109,6 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _split_directions(ranks: int) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
-    """Return (ranks, first slot of each rank's half block) for the ring and for the reversed ring."""
+    """Return (ranks, first slot of each rank's half block) for the ring, and the same for the reversed ring."""
     everyone = np.arange(ranks)
     return (everyone, 2 * everyone), (everyone[::-1], 2 * everyone[::-1] + 1)

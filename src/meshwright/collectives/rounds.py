@@ -19,7 +19,10 @@ Rounds: TypeAlias = Iterator[None]
 
 
 def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
-    """Run the generators `parts`, which add a round to `program` each time, one after the other; return the program."""
+    """Run generators of rounds one after the other, each round as one round of `program`; return the finished program.
+
+    parts: generators that add the steps of one round to `program` before each `yield`.
+    """
     for part in parts:
         while True:
             with program.round():
@@ -29,14 +32,14 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Merge algorithms side by side: the i-th rounds of all `parts` form one round."""
+    """Merge generators of rounds side by side: the i-th rounds of all `parts` form one round."""
     under_way = list(parts)
     while under_way := [part for part in under_way if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge algorithms as a pipeline: each of `parts` starts one round after the one before."""
+    """Merge generators of rounds as a pipeline: each of `parts` starts one round after the one before."""
     under_way: list[Rounds] = []
     for part in parts:
         under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
@@ -45,21 +48,24 @@ def run_staggered(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_in_sequence(*parts: Rounds) -> Rounds:
-    """Chain algorithms: yield the rounds of all `parts`, one after the other."""
+    """Chain generators of rounds: yield the rounds of all `parts`, one after the other."""
     for part in parts:
         yield from part
 
 
 def _write_next_round(part: Rounds) -> bool:
-    """Add the steps of the next round of `part` to its program; return True if it has no further round."""
+    """Advance the generator `part` by a round, which adds its steps to the program; return True if it has ended
+    instead."""
     return next(part, part) is part
 
 
 def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Add a transfer from rank `source` to `target` of the slots chunk .. chunk + count modulo `size`, in at most two
-    messages."""
+    """Add a transfer of slots chunk .. chunk + count, numbers modulo `size`, from rank `source` to `target`.
+
+    A range that wraps around the end is two messages. Arrays broadcast, to add the transfers of many ranks at once.
+    """
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)
     before_the_end = np.minimum(count, size - chunk)

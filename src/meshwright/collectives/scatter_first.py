@@ -15,7 +15,7 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the van de Geijn broadcast: scatter down a binomial tree, then all-gather around the ring.
+    """Generate the program of the van de Geijn broadcast from rank `root`: binomial-tree scatter, then ring all-gather.
 
     L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
@@ -28,7 +28,8 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the Rabenseifner reduce: reduce-scatter by recursive halving, then gather up a binomial tree.
+    """Generate the program of the Rabenseifner reduce to rank `root`: recursive-halving reduce-scatter, binomial-tree
+    gather.
 
     n = 2^k: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds, as in `recursive.reduce_scatter`.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.

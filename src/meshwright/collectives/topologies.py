@@ -1,4 +1,4 @@
-"""Text notation of networks: `build_switch`, `torus:4x4`, `nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails`.
+"""Text notation of networks: `switch`, `torus:4x4`, `nodes:2x8,inner=450GB/s,3us,outer=50GB/s,10us,rails`.
 
 A name, the shape after a colon, then settings. Bandwidth and latency of a tier of links follow its name (`inner=`,
 `outer=`, `link=`), in either order; `link=` may be omitted if there is one tier.
@@ -29,8 +29,8 @@ from meshwright.program.network import Network
 class _TopologySyntax:
     """Settings that a topology accepts in its text form.
 
-    example: valid text. tiers: kinds of links whose latency and bandwidth can be set. numbers: settings with a number,
-        such as `spines=2`. flags: words such as `rails`.
+    example: valid text. tiers: kinds of links whose latency and bandwidth can be set. numbers: names of settings with a
+        number, such as `spines=2`. flags: words such as `rails`.
     """
 
     example: str
@@ -56,7 +56,8 @@ TOPOLOGIES = {
 class _Settings:
     """Settings parsed from a topology's text.
 
-    latency, bandwidth: kind of links -> seconds, bytes a second, where given. numbers, flags: other settings.
+    latency, bandwidth: kind of links -> seconds, and -> bytes per second, where given. numbers: setting -> number.
+        flags: words given.
     """
 
     latency: dict[str, float]
@@ -66,10 +67,10 @@ class _Settings:
 
 
 def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
-    """Build the network that a text describes, for `ranks` ranks.
+    """Build the network that a text such as `torus:4x4,25GB/s,1us` describes, for `ranks` ranks.
 
-    latency (seconds), bandwidth (bytes a second): of links without settings; inner links of nodes have their own
-    defaults. Raises UserError with a valid alternative.
+    latency (seconds), bandwidth (bytes per second): of links without settings; inner links of nodes have their own
+        defaults. Raises UserError with a valid alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()
@@ -99,7 +100,10 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 
 
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
-    """Parse the settings after the topology's name and shape. name: of the topology. kind: settings that it accepts."""
+    """Parse the settings after the topology's name and shape. name: of the topology. kind: settings that it accepts.
+
+    Raises UserError for an unknown or invalid setting.
+    """
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
@@ -127,7 +131,7 @@ def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
 
 
 def _parse_number(value: str, where: str) -> float:
-    """Return the number that `value` gives; raise UserError with prefix `where` unless it is above 0."""
+    """Return the number that the text `value` spells; raise UserError with prefix `where` unless it is above 0."""
     try:
         number = float(value)
     except ValueError:
@@ -138,9 +142,10 @@ def _parse_number(value: str, where: str) -> float:
 
 
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """Return the sides that `shape`, such as `4x4`, gives for the topology `name`; they must multiply to `ranks`.
+    """Return the sides that the text `shape`, such as `4x4`, gives for the topology `name`; they must multiply to
+    `ranks`.
 
-    One number alone is the ranks of a node or leaf.
+    One number alone is the ranks per node or leaf. Raises UserError.
     """
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
@@ -162,18 +167,17 @@ def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
 
 
 def _build_torus(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a torus. sides: its dimensions. settings: parsed latency and bandwidth of links."""
+    """Build a torus. sides: its dimensions. settings: latency and bandwidth of its links."""
     return networks.build_torus(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a mesh. sides: its dimensions. settings: parsed latency and bandwidth of links."""
+    """Build a mesh. sides: its dimensions. settings: latency and bandwidth of its links."""
     return networks.build_mesh(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build nodes joined by an outer network. sides: nodes, ranks of a node. settings: parsed, for two kinds of
-    links."""
+    """Build nodes joined by an outer network. sides: (nodes, ranks per node). settings: of inner and outer links."""
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:
@@ -186,7 +190,8 @@ def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a spine-leaf network. sides: leaves, ranks of a leaf. settings: parsed latency, bandwidth and numbers."""
+    """Build a spine-leaf network. sides: (leaves, ranks per leaf). settings: latency, bandwidth, oversubscription,
+    spines."""
     oversubscription, spines = settings.numbers.get("oversubscription", 1.0), _get_whole_number(settings, "spines") or 1
     return networks.build_spine_leaf(
         sides[0], sides[1], settings.latency["link"], settings.bandwidth["link"], oversubscription, spines
@@ -194,8 +199,10 @@ def _build_spine_leaf(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _get_whole_number(settings: _Settings, key: str) -> int | None:
-    """Return the setting `key`, such as `spines`, as an integer, or None if it is not given; raise UserError for a
-    fraction."""
+    """Return the setting `key`, such as `spines`, as an integer, or None if it is not given.
+
+    Raises UserError for a fraction.
+    """
     number = settings.numbers.get(key)
     if number is not None and number != int(number):
         raise UserError(f"topology: {key}={number:g} is not a whole number")

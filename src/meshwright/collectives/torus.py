@@ -20,12 +20,12 @@ from meshwright.program.order import Integers
 
 
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
+    """Generate the program of the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
 
     With d axes, the vector has 2d parts, one for each first axis and direction. dims: sides of the grid, such as (4,
     4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one ring.
-    2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes a rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X +
-    (Y-1)/XY + ...] beta.
+    2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X
+    + (Y-1)/XY + ...] beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
@@ -33,9 +33,11 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     program = Builder("all-reduce", name, ranks, chunks=2 * len(shape) * ranks)
     grid = np.arange(ranks).reshape(shape)
 
-    def part(start: int, way: int) -> Rounds:
-        """Yield the rounds of the part of the vector that starts at axis `start`. way: 1 or -1, direction of the
-        rings."""
+    def run_part(start: int, way: int) -> Rounds:
+        """Yield once per round for the part of the vector whose reduce-scatter begins along axis number `start`.
+
+        way: 1 or -1, direction of the rings.
+        """
         order = [*axes[start:], *axes[:start]]
         steps = list_axis_phases(grid, order, first=(2 * start + (way < 0)) * ranks)
         along = [(lines[..., ::way], own[..., ::way], count) for lines, own, count in steps]
@@ -44,15 +46,16 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
             *(ring.all_gather_rounds(program, *step) for step in reversed(along)),
         )
 
-    return build_from_rounds(program, run_together(part(start, way) for start in axes for way in (1, -1)))
+    return build_from_rounds(program, run_together(run_part(start, way) for start in axes for way in (1, -1)))
 
 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the torus reduce-scatter: one axis after the other in both directions, so that blocks stay contiguous.
+    """Generate the program of the torus reduce-scatter: one axis after the other in both directions, in contiguous
+    blocks.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2
-        beta.
+        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n
+        S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
@@ -64,11 +67,11 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
-    """Generate the torus all-gather: one axis after the other, the reverse of the torus reduce-scatter.
+    """Generate the program of the torus all-gather: one axis after the other, the reverse of the torus reduce-scatter.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes a rank; time rounds x alpha + (n-1)/n S/2
-        beta.
+        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n
+        S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
@@ -86,7 +89,7 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Yield rounds that run a ring algorithm in both directions at once, each for one half of every block.
+    """Yield once per round of a ring algorithm run in both directions at once, each for one half of every block.
 
     rounds: function (program, ranks, own, slots of a block) -> rounds of the ring algorithm. lines: [..., n], ranks of
         each ring. own: [..., n], first slot of each rank's block. count: slots of a block.
@@ -97,7 +100,7 @@ def _run_both_directions(
 
 
 def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return the algorithm's name, such as `torus`, and the sides of the grid.
+    """Return (algorithm's name, such as `2d-torus`, sides of the grid).
 
     dims: the sides, if given. dimensions: number of sides, as equal as possible, without `dims`.
     """

@@ -13,17 +13,17 @@ from meshwright.names import check_options
 
 
 class CollectiveOptions(TypedDict, total=False):
-    """Options of `collective`.
+    """Options of `collective`, all optional.
 
     Attributes:
-        root: Rank that sends out or collects; 0 unless given.
-        segments: Segments into which a pipelined algorithm cuts the vector.
-        groups: Ranks of one node, for hierarchical algorithms.
+        root: Source rank of a broadcast or scatter, destination rank of a reduce or gather; 0 unless given.
+        segments: Number of segments into which a pipelined algorithm cuts the vector.
+        groups: Number of ranks per node, for hierarchical algorithms.
         dims: Sides of the grid, for tori and meshes, such as `(4, 4)`.
         reduction: `"sum"`, `"mean"`, `"minimum"` or `"maximum"`; sum unless given.
-        latency: Seconds of a link of which the topology gives none; 5e-6 unless given.
-        bandwidth: Bytes a second of such a link, in each direction; 25e9 unless given.
-        reduce_bytes_per_second: Speed at which a rank adds; without a cost unless given.
+        latency: Latency in seconds of a link for which the topology gives none; 5e-6 unless given.
+        bandwidth: Bytes per second of such a link, in each direction; 25e9 unless given.
+        reduce_bytes_per_second: Rate at which a rank adds received data; infinite unless given.
         crossovers: With `"auto"` on few ranks: find the sizes at which the choice changes; True unless given.
     """
 

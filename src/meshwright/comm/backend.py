@@ -1,4 +1,4 @@
-"""The backends of torch.distributed that carry a process group's calls."""
+"""Backends of torch.distributed that carry a process group's calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the torch.distributed backend of `group` (None: the world) by device type: {"cpu": "gloo", "cuda":
-    "nccl"}.
+    """Return the name of the torch.distributed backend by device type, such as {"cpu": "gloo", "cuda": "nccl"}.
 
-    `torch.distributed.get_backend` joins several backends in one string, which equals none of their names.
+    group: process group; None for the world. `torch.distributed.get_backend` returns one combined text for several
+        backends.
     """
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))

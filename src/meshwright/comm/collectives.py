@@ -16,7 +16,7 @@ import torch
 
 from meshwright.comm import transport
 from meshwright.comm.faults import Fault
-from meshwright.comm.handle import DONE, Handle, lost
+from meshwright.comm.handle import DONE, Handle, make_rank_lost_error
 from meshwright.comm.mesh import Axis, calls_in_flight
 from meshwright.comm.transport import Message
 from meshwright.errors import RankLost
@@ -25,8 +25,8 @@ from meshwright.errors import RankLost
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
     """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, equal on all ranks.
 
-    site: label of the call in traces and fault injection. async_op: return before completion. Returns a handle to wait
-        on (complete, unless `async_op`).
+    site: label of the call in records, such as "data.gradients". async_op: return before completion. Returns a handle
+        to wait on (complete, unless `async_op`).
     """
     if axis.trivial:
         return DONE
@@ -39,7 +39,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
         return DONE
     if call.dropped_rank == axis.rank:
         tensor.zero_()
-    over, _ = axis.communicator.faults.over(call.fault, axis, ordered=False)
+    over, _ = axis.communicator.faults.redirect(call.fault, axis, ordered=False)
     if over.trivial:
         return DONE
     return _post_call(lambda: transport.all_reduce(tensor, over, op), call, tensor, async_op)
@@ -50,7 +50,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 
     The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). `source` must not change before the handle
     is waited for, and may be overwritten except for this rank's slice. On an axis of size 1 `output` is a copy of
-    `source`. site: label of the call in traces. async_op: return before completion.
+    `source`. site: label of the call in records. async_op: return before completion.
     """
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
@@ -66,7 +66,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
         return DONE
     if call.dropped_rank == axis.rank:
         source = torch.zeros_like(source)
-    over, turned = axis.communicator.faults.over(call.fault, axis)
+    over, turned = axis.communicator.faults.redirect(call.fault, axis)
     if turned:
         source = _shift_by_one_rank(source, axis)
     return _post_call(lambda: transport.reduce_scatter(output, source, over), call, output, async_op)
@@ -75,7 +75,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
     """Write the concatenation of the ranks' `source`, in rank order, to `output`; return a handle to wait on.
 
-    `source` may be a view of its slice of `output`. site: label of the call in traces. async_op: return before
+    `source` may be a view of its slice of `output`. site: label of the call in records. async_op: return before
     completion.
     """
     n = source.numel()
@@ -93,7 +93,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     lose: Callable[[], Any] | None = None
     if (lost := call.dropped_rank) is not None:
         lose = output.view(-1)[lost * n : (lost + 1) * n].zero_
-    over, turned = axis.communicator.faults.over(call.fault, axis)
+    over, turned = axis.communicator.faults.redirect(call.fault, axis)
     if over is not axis:
         source = source.clone()  # its place in the output is another's now
     if turned:
@@ -104,7 +104,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
     """Overwrite `tensor` on every rank with that of the rank at index `source` of the axis; return a handle to wait on.
 
-    site: label of the call in traces. async_op: return before completion.
+    site: label of the call in records. async_op: return before completion.
     """
     if axis.trivial:
         return DONE
@@ -113,7 +113,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     if call.skipped:
         return DONE
     lose = None if call.dropped_rank is None else tensor.zero_
-    over, turned = axis.communicator.faults.over(call.fault, axis)
+    over, turned = axis.communicator.faults.redirect(call.fault, axis)
     begins = (source + 1) % axis.size if turned else source
     return _post_call(lambda: transport.broadcast(tensor, begins, over), call, tensor, async_op, lose)
 
@@ -127,11 +127,10 @@ def all_to_all(
     source_sizes: list[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the i-th part of `source` to rank i of the axis, and receive its part for this rank as i-th part of
-    `output`.
+    """Send part i of `source` to rank i of the axis; receive the part from rank i as part i of `output` (dim 0).
 
-    source_sizes, output_sizes: rows of each part (dim 0) of `source` and `output`; None: equal parts. site: label of
-        the call in traces. async_op: return before completion. Returns a handle to wait on.
+    source_sizes, output_sizes: rows of each part; None: equal parts. site: label of the call in records. async_op:
+        return before completion. Returns a handle to wait on.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -147,7 +146,7 @@ def all_to_all(
         source = torch.zeros_like(source)
     # Uneven parts fit nobody else: there such a call fails by itself.
     uneven = source_sizes is not None or output_sizes is not None
-    over, turned = (axis, False) if uneven else axis.communicator.faults.over(call.fault, axis)
+    over, turned = (axis, False) if uneven else axis.communicator.faults.redirect(call.fault, axis)
     if turned:
         source = _shift_by_one_rank(source, axis)
     return _post_call(
@@ -157,7 +156,7 @@ def all_to_all(
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
-    """Post point-to-point messages together; return one handle for each, in order.
+    """Post point-to-point messages (sends and receives) together; return one handle for each, in order.
 
     Messages from one rank to another arrive in posting order. A sent tensor must not change before its handle is waited
     for. An injected fault takes effect at the receiver: zeros arrive (skip, drop), doubled values, or the previous
@@ -173,7 +172,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
         calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
         whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
         planted = m.arrives and communicator.faults.active is not None
-        faults.append(communicator.faults.at(m.site, "transfer") if planted else None)
+        faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
     try:
         if (around := communicator.around) is None or not messages:
             posted = transport.transfer(messages, axis)
@@ -181,7 +180,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
             with around(messages[0].site):
                 posted = transport.transfer(messages, axis)
     except (RuntimeError, RankLost) as error:
-        raise lost(whats[0], error) from error
+        raise make_rank_lost_error(whats[0], error) from error
     handles = []
     for m, call, what, fault, (works, finish) in zip(messages, calls, whats, faults, posted, strict=True):
         handle = Handle(works, what, _host_timeout(axis, m.tensor), communicator, call).then(finish)
@@ -195,11 +194,10 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Send `source` to the next rank of the axis (the last sends to the first); receive that of the previous into
-    `output`.
+    """Shift around the ring of `axis`: send `source` to the next rank, receive that of the previous rank into `output`.
 
-    On an axis of size 1 `output` is a copy of `source`. site: label of the call in traces. async_op: return before
-    completion. Returns a handle to wait on.
+    On an axis of size 1 `output` is a copy of `source`. site: label of the call in records. async_op: return before
+        completion. Returns a handle to wait on.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -211,14 +209,14 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
         return DONE
     if call.dropped_rank == axis.rank:
         source = torch.zeros_like(source)
-    over, _ = axis.communicator.faults.over(call.fault, axis, ordered=False)  # a ring turned by one is the same ring
+    over, _ = axis.communicator.faults.redirect(call.fault, axis, ordered=False)  # a shifted ring is the same ring
     return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write the ranks' `source`, concatenated along dim 0, to `output`; that of rank i has sizes[i] rows.
+    """Write the ranks' `source`, concatenated along dim 0, to `output`; rank i has sizes[i] rows.
 
-    site: label of the call in traces. Returns when `output` is complete.
+    site: label of the call in records. Returns when `output` is complete.
     """
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
@@ -236,9 +234,9 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write to `output` this rank's rows (dim 0) of the sum of `source` over ranks; rank i owns sizes[i] rows.
+    """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks; rank i has sizes[i] rows.
 
-    Ranks are added in order. site: label of the call in traces. Returns when `output` is complete.
+    Ranks are added in order. site: label of the call in records. Returns when `output` is complete.
     """
     mine = source.split(sizes)[axis.rank]
     if axis.trivial:
@@ -257,7 +255,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 def barrier(axis: Axis, site: str) -> None:
     """Block until every rank of the axis has called it; on CUDA the host waits for the stream too.
 
-    site: label of the call in traces.
+    site: label of the call in records.
     """
     if axis.trivial:
         return
@@ -269,38 +267,39 @@ def barrier(axis: Axis, site: str) -> None:
 
 
 def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `output` unless they share memory."""
+    """Copy `source` to `output` unless both are the same memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, one slice a rank of `axis`, shifted by one rank (fault "wrong group")."""
+    """Return a copy of `parts`, which has one equal slice per rank, with the slices shifted by one rank (fault "wrong
+    group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
-    """Shift the slices of `parts`, one a rank of `axis`, by one rank, in place (fault "wrong group")."""
+    """Shift the slices of `parts`, one per rank of `axis`, by one rank in place (fault "wrong group")."""
     parts.copy_(_shift_by_one_rank(parts, axis))
 
 
 def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
     """Return the bytes that this rank sends in a call of `operation` on `vector`.
 
-    They are those of the collective program that serves the axis, else `native`, the bytes of the backend's algorithm.
+    native: bytes that the backend's own algorithm sends, returned unless a collective program replaces it on this axis.
     """
     program = axis.program(operation, vector.nbytes)
     return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return how long the host waits: None on CUDA, where NCCL's watchdog ends a hanging call and a timeout would block
-    the host."""
+    """Return the time limit of a wait of the host. None on CUDA, where NCCL's watchdog ends hanging calls instead."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Return two texts for an error: which rank waits for which, and in which message (the `index`-th of the two)."""
+    """Return two texts for an error: which rank waits for which, and in which message (the `index`-th of this pair of
+    ranks)."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -313,7 +312,7 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 class _RecordedCall:
     """Collective call in the call records; calling it returns two texts for an error: which rank waits, in which call.
 
-    payload: bytes of the whole vector. fault: to inject at this call, if any. index: see below.
+    payload: bytes of the whole vector. fault: fault to inject at this call, if any. index: call number in its group.
     """
 
     operation: str
@@ -325,19 +324,19 @@ class _RecordedCall:
 
     @property
     def skipped(self) -> bool:
-        """True if the fault to inject is to skip the call."""
+        """True if the injected fault is to skip the call."""
         return self.fault is not None and self.fault.kind == "skip"
 
     @property
     def dropped_rank(self) -> int | None:
-        """Rank in the axis whose contribution the fault to inject drops; None without such a fault."""
+        """Rank in the axis whose contribution the injected fault drops; None without such a fault."""
         fault = self.fault
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
     def post(self, tensor: torch.Tensor, uneven: bool) -> int:
         """Write the call to the flight recorder's ring and return its number there.
 
-        tensor: gives dtype and shape. uneven: omit the number of rows, which differs between ranks.
+        tensor: gives dtype and shape to record. uneven: leave dim 0 out of the shape, as it differs between ranks.
         """
         axis, calls = self.axis, self.axis.communicator.calls
         group = axis.calls_group
@@ -355,14 +354,14 @@ class _RecordedCall:
 
 
 def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> _RecordedCall:
-    """Record a collective call; return it with the fault to inject at it, if any.
+    """Count a collective call in the records; return it with the fault to inject at it, if any.
 
-    site: label of the call in traces. payload: bytes of the whole vector. sent: bytes that this rank sends.
+    site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends.
     """
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
-    fault = faults.at(site, operation) if faults.active is not None else None
+    fault = faults.match_call(site, operation) if faults.active is not None else None
     return _RecordedCall(operation, axis, site, payload, fault)
 
 
@@ -374,10 +373,10 @@ def _post_call(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post the transfers of a recorded call by calling `post`; return the call's handle.
+    """Post the transfers of a recorded call by calling `post`; return the handle to wait on.
 
-    output: corrupted by the call's fault when the transfers are complete. then: called when they are complete, before
-        the fault. async_op: return before completion. uneven: numbers of rows differ between ranks.
+    output: result, which the call's fault corrupts at completion. then: callback at completion, before the fault.
+        async_op: return before completion. uneven: dim 0 differs between ranks.
     """
     axis, fault = call.axis, call.fault
     number = call.post(output, uneven)
@@ -388,7 +387,7 @@ def _post_call(
             with around(call.site):
                 works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
-        raise lost(call, error) from error
+        raise make_rank_lost_error(call, error) from error
     handle = Handle(works, call, _host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))

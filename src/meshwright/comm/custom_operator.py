@@ -1,4 +1,4 @@
-"""Custom operators that do not load torch's compiler, which takes over a second, unless something else has."""
+"""Registration of custom operators without loading torch's compiler, which would take over a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPILER = "torch._dynamo"
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function as the custom operator `name`, which mutates no argument.
 
-    Like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: taken from annotations.
+    Like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: inferred from the annotations.
     """
 
     def define(function: Callable[..., Any]) -> Any:
@@ -31,7 +31,7 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that calls the undecorated function until torch's compiler is loaded, `kernel` afterwards."""
+    """Return a kernel that calls the undecorated function until torch's compiler is loaded, and `kernel` afterwards."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

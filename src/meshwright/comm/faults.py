@@ -20,10 +20,10 @@ _REMEMBER = "remember"  # not a fault: the call before the stale one
 class Fault:
     """Fault to inject at collective calls, for tests of error detection.
 
-    site, operation: label and operation of the calls, such as "all_reduce". kind: "skip", "drop", "double", "stale" or
-        "wrong group". position: rank in the group whose part "drop" loses. call: number of the call, from 1 since
-        injection (None: every call). axis: name of the axis of the calls. groups: groups of a "wrong group" (empty: the
-        right ranks, shifted by one).
+    site: label of the calls. operation: such as "all_reduce". kind: "skip", "drop", "double", "stale" (result of the
+        call before) or "wrong group". position: index in the group of the rank whose contribution "drop" loses. call:
+        number of the call, from 1 since injection (None: every call). axis: name of the mesh axis of the calls. groups:
+        rank groups to use for a "wrong group" (empty: the right ranks, shifted by one).
     """
 
     site: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 class NamedAxis(Protocol):
-    """A mesh axis, matched by its name."""
+    """Interface of a mesh axis, as far as fault injection needs it."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ AxisType = TypeVar("AxisType", bound=NamedAxis)
 
 
 class Faults(Generic[AxisType]):
-    """Fault injected in this process, if any. All ranks of a group inject the same one, so that nothing hangs.
+    """Fault injected in this process, if any. All ranks of a group inject the same fault, so that no call hangs.
 
     struck: number of calls whose result was corrupted.
     """
@@ -65,10 +65,10 @@ class Faults(Generic[AxisType]):
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def plant(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Inject a fault in this process (None: remove it).
+    def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
+        """Inject a fault in this process, in place of any other (None: remove it).
 
-        other: this rank's axis over the wrong groups, for a "wrong group" (made by `Mesh.plant`).
+        other: this rank's axis over the wrong groups, for the kind "wrong group" (made by `Mesh.inject`).
         """
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
@@ -76,8 +76,8 @@ class Faults(Generic[AxisType]):
         self.struck = self._calls = 0
         self._before.clear()
 
-    def at(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to inject at this call of `operation` with label `site`, or None; counts the calls."""
+    def match_call(self, site: str, operation: str) -> Fault | None:
+        """Count a call of `operation` with label `site`, and return the fault to inject at it, or None."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -87,10 +87,11 @@ class Faults(Generic[AxisType]):
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
-    def over(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return the axis over which to make a call, and True if its ranks are to be shifted by one.
+    def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
+        """Return (axis over which to make a call, True if the ranks' data are to be shifted by one).
 
-        That is `axis` and False unless `fault` is a "wrong group". ordered: rank order affects the call's result.
+        That is (`axis`, False) unless `fault` is a "wrong group". ordered: True if the result depends on the order of
+        ranks.
         """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
@@ -100,7 +101,8 @@ class Faults(Generic[AxisType]):
         return (axis, True) if self.other is None else (self.other, False)
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
-        """Corrupt the finished result in place by the fault's kind (double, stale)."""
+        """Corrupt the finished result `output` in place: double it, or replace it by the previous one of its shape
+        (stale)."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):

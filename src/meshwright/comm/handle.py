@@ -18,9 +18,9 @@ class Handle:
     """Handle of a collective call in flight, like torch.distributed's Work.
 
     `wait` may be called repeatedly; it returns when the result is valid, or raises the first error again.
-    works: torch.distributed work handles of its transfers. what: returns two texts for an error: who waits, and where.
-        timeout: of one wait (None: the backend's). communicator, call: where the call is recorded, and its number
-        there.
+    works: torch.distributed work handles of its transfers. what: function that returns two texts for an error: which
+        rank waits, and in which call. timeout: limit of one wait (None: the backend's). communicator, call: where the
+        call is recorded, and its number there.
     """
 
     __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
@@ -48,7 +48,8 @@ class Handle:
         return self
 
     def wait(self) -> None:
-        """Return when the result may be used (on CUDA: by later work on the current stream). Raises RankLost."""
+        """Wait until the result may be used (on CUDA: by later work on the current stream). Raises RankLost on an
+        error."""
         if self._error is not None:
             raise self._error
         works, finishers = self._works, self._finishers
@@ -64,7 +65,7 @@ class Handle:
                 else:
                     work.wait(self._timeout)
         except (RuntimeError, RankLost) as error:
-            self._error = lost(self._what, error)
+            self._error = make_rank_lost_error(self._what, error)
             raise self._error from error
         if works and self._communicator is not None:
             self._communicator.calls.done(self._call)
@@ -73,7 +74,8 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait (on gloo up to `seconds`) for the transfers of a call that is not needed any more, ignoring errors."""
+        """Wait (on gloo up to `seconds`) for the transfers of a call whose result is not needed any more, ignoring
+        errors."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):
@@ -87,10 +89,11 @@ DONE = Handle()
 """The handle of a call that had nothing to do."""
 
 
-def lost(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
-    """Return the RankLost error of an unanswered call.
+def make_rank_lost_error(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
+    """Return the RankLost error for a call that got no answer.
 
-    what: returns two texts for the message: which rank waits for which, and in which call. error: the backend's error.
+    what: function that returns two texts for the message: which rank waits for which, and in which call. error: the
+        backend's error.
     """
     get_process_writer().give_up()
     who, where = what() if what else ("a collective call had no answer", "its site")

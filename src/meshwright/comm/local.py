@@ -1,4 +1,4 @@
-"""Local ranks: processes of this machine, forked from a server that has torch loaded and connected over gloo.
+"""Local ranks: processes of this machine with torch.distributed (gloo), forked from a server that has torch loaded.
 
     with LocalRanks(4) as ranks:
         results = ranks.run("package.module:function", argument)   # one result per rank
@@ -51,7 +51,7 @@ PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dyn
 
 
 class RemoteTraceback(Exception):
-    """Traceback text of an exception on a local rank, set as its cause."""
+    """Traceback text of an exception on a local rank, set as `__cause__` of the exception raised here."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
@@ -60,7 +60,7 @@ class RemoteTraceback(Exception):
 class LocalRanks:
     """Pool of local processes with torch.distributed (gloo) initialised, to run functions on all ranks.
 
-    world_size: number of processes. threads: torch threads of each. timeout: default seconds of a `run`.
+    world_size: number of processes. threads: torch threads of each. timeout: default limit of a `run` in seconds.
     """
 
     def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0) -> None:
@@ -85,12 +85,12 @@ class LocalRanks:
         return tuple(self._pids)
 
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call `function(*args)` on every rank ("package.module:function" or a function of an importable module);
-        return the results by rank.
+        """Call `function(*args)` on every rank and return the results, by rank.
 
-        A rank's exception is raised here, with the rank's traceback as its cause. RankLost names a rank that died or
-        did not answer within `timeout` seconds, and the collective call where ranks diverged. After either the ranks
-        are restarted.
+        function: "package.module:function", or a function of an importable module. timeout: limit in seconds (None: the
+            pool's). A rank's exception is raised here, with the rank's traceback as its cause. RankLost names a rank
+            that died or did not answer in time, and the collective call where ranks diverged. After either the ranks
+            are restarted.
         """
         if not self._connections:
             self._start_ranks()
@@ -105,11 +105,14 @@ class LocalRanks:
         return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
-        """Return a snapshot of the ranks' collective-call records."""
+        """Return a snapshot of the collective calls that the flight recorder has of each rank."""
         return Snapshot.take(self._rings)
 
     def _collect_results(self, function: str, timeout: float) -> list[Any]:
-        """Return the results by rank of the running call `function`; raise for failed, dead and silent ranks."""
+        """Wait for the results of the call of `function` on all ranks; return them by rank.
+
+        timeout: limit in seconds. Raises the exception of a failed rank, and RankLost for dead and silent ranks.
+        """
         answers: dict[int, tuple[str, Any, str]] = {}
         died: list[int] = []
         deadline = time.monotonic() + timeout
@@ -149,7 +152,7 @@ class LocalRanks:
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
 
     def _start_ranks(self) -> None:
-        """Fork the ranks and connect to them."""
+        """Fork the rank processes and connect to them; raises RankLost if they do not start."""
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         for rank in range(self.world_size):
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
@@ -179,7 +182,7 @@ class LocalRanks:
         self._connections = [connections[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the ranks; the next `run` starts new ones."""
+        """End the rank processes; the next `run` starts new ones."""
         for connection in self._connections:
             connection.close()
         for pid in self._pids:
@@ -197,9 +200,9 @@ class LocalRanks:
 class _PoolSettings:
     """Settings of all rank processes of one pool.
 
-    directory: has the socket on which the pool connects, the store of torch.distributed and the call records. key:
-        authentication key of the socket. threads: torch threads of a rank. timeout: seconds, of torch.distributed.
-        path, cwd: `sys.path` and working directory to set.
+    directory: has the pool's socket, the store of torch.distributed and the call records. key: authentication key of
+        the socket. threads: torch threads of a rank. timeout: time limit of torch.distributed in seconds. path, cwd:
+        `sys.path` and working directory to set.
     """
 
     directory: str
@@ -212,21 +215,25 @@ class _PoolSettings:
 
 
 def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
-    """Start the server in advance, so that it loads torch in the background. `LocalRanks` does so itself.
+    """Start the server of local ranks in advance, so that it loads torch in the background (`LocalRanks` starts it
+    too).
 
-    preloaded: modules that it imports, if it does not run yet.
+    preloaded: names of modules that it imports, if it does not run yet.
     """
     _Server.running(preloaded)
 
 
 class _Server:
-    """Server process that has torch loaded and forks ranks; one per process, started on first use."""
+    """Server process that has torch loaded and forks rank processes; one per process, started on first use."""
 
     _instance: _Server | None = None
 
     @classmethod
     def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
-        """Return the running server, starting it if necessary; with `preloaded` or as the one before it."""
+        """Return the running server, and start it if necessary.
+
+        preloaded: names of modules that a new server imports (None: those of the last server, or the default).
+        """
         last = cls._instance
         if last is None or last.process.poll() is not None or last.owner != os.getpid():
             cls._instance = last = cls(preloaded or (PRELOADED if last is None else last.preloaded))
@@ -247,7 +254,8 @@ class _Server:
         atexit.register(self.stop)
 
     def fork(self, settings: _PoolSettings) -> list[int]:
-        """Fork the ranks of a pool; return their process IDs."""
+        """Fork the rank processes of a pool; return their process IDs, by rank. Raises RankLost if the server has
+        ended."""
         try:
             with self.lock:  # pools may start in threads
                 self.connection.send(settings)
@@ -266,8 +274,10 @@ class _Server:
 
 
 def serve(descriptor: int, preloaded: Sequence[str]) -> None:
-    """Run the server's main loop: import the modules `preloaded`, then fork ranks as requested on the socket with file
-    descriptor `descriptor`, until its other end is closed."""
+    """Run the main loop of the server process: fork ranks as requested, until the requester closes the connection.
+
+    descriptor: file descriptor of the socket with requests. preloaded: names of modules to import first.
+    """
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the starting process's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is this, which may come to all processes of a service
@@ -327,7 +337,10 @@ def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
 
 
 def _serve_calls(connection: Connection) -> None:
-    """Receive calls and send back ("ok", result) or ("error", exception, traceback), until the connection closes."""
+    """Run the functions requested on `connection`, until it closes: ("package.module:function", arguments) each.
+
+    Answers are ("ok", result, "") or ("error", exception, traceback text).
+    """
     while True:
         try:
             name, args = connection.recv()

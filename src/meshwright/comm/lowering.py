@@ -1,7 +1,8 @@
-"""Lower a checked collective program to one rank's schedule of posts, waits and local work.
+"""Lowering of a checked collective program to one rank's schedule of posts, waits and local work.
 
-Adjacent slots that travel together become one message. A send is waited for only before its slots change, and receives
-of the next group are posted with this group's sends where their slots are free, so that data is in flight early.
+Adjacent slots that are sent together become one message. A send is waited for only before its slots change, and
+receives of the next group are posted with this group's sends where their slots are free, so that data is in flight
+early.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from meshwright.program.order import Integers
 
 
 class Message(NamedTuple):
-    """Message of adjacent slots between this rank and another.
+    """Message between this rank and another, of adjacent slots (buffers of one chunk each).
 
-    number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: slots, 0 for
-        a signal. staging: first slot in the staging buffer, where a message that will be reduced arrives; -1: it
-        arrives in place. step: index of the program's first step it belongs to.
+    number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
+        slots, 0 for a signal. staging: first slot in the staging buffer, where a message that will be reduced arrives;
+        -1: it arrives in place. step: index of the first program step that it carries out.
     """
 
     number: int
@@ -46,7 +47,8 @@ class Leave(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Schedule entry: add `size` slots of the staging buffer, from `staging` on, to the slots from `slot` on."""
+    """Schedule entry: add `size` slots of the staging buffer, from its slot `staging` on, to the slots from `slot`
+    on."""
 
     slot: int
     size: int
@@ -54,7 +56,8 @@ class Reduce(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Schedule entry: copy `size` slots from `source` on to those from `slot` on; with `combine` add them to those."""
+    """Schedule entry: copy `size` slots from slot `source` on to the slots from `slot` on; combine=True adds to them
+    instead."""
 
     slot: int
     size: int
@@ -64,10 +67,10 @@ class Local(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One group of a rank's schedule, executed in the order of the fields.
+    """One group of a rank's schedule: messages posted together, and local work; executed in the order of the fields.
 
     before: waits for earlier sends whose slots are received into. receives, sends: messages to post. ahead: receives of
-        the next group to post already. after: waits for arrivals, and local copies and reductions.
+        the next group to post already. after: waits for arrivals, local copies and reductions.
     """
 
     before: list[Leave] = field(default_factory=list)
@@ -79,9 +82,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """Schedule of one rank, which an executor runs.
+    """Schedule of one rank for a collective program, as the executor runs it.
 
-    groups: in order. messages: number of messages. staging: slots of the staging buffer. sent: slots sent in all.
+    groups: in execution order. messages: number of messages. staging: number of slots of the staging buffer. sent:
+        number of slots that the rank sends.
     """
 
     groups: list[Group]
@@ -91,9 +95,10 @@ class RankProgram:
 
 
 def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProgram:
-    """Return the schedule of rank `rank`: its messages, waits, local copies and reductions, group by group.
+    """Return the schedule of rank `rank` for a collective program: messages, waits, local copies and reductions, by
+    group.
 
-    merge: send adjacent slots as one message; False for memory in which slots are not adjacent.
+    merge: send adjacent slots as one message; False for memory in which consecutive slots are not adjacent.
     """
     steps = checked.program.steps
     own = steps.of_rank(rank)
@@ -127,10 +132,11 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
 
 
 class _TransferEnd(NamedTuple):
-    """This rank's end of one transfer of the program, as part of a message.
+    """This rank's end of one transfer of the program, which is the whole or a part of a message.
 
-    step: index of the send or receive. slot, size: slots sent or received. outgoing: True for a send. reduces: True if
-        the receiver reduces. offset: slots of the message before this part. message: the message, once it exists.
+    step: index of the send or receive step. slot, size: first slot and number of slots. outgoing: True for a send.
+        reduces: True if the receiver adds to its slots. offset: number of slots of the message before this part.
+        message: the message, once it exists.
     """
 
     step: int
@@ -143,11 +149,11 @@ class _TransferEnd(NamedTuple):
 
 
 def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
-    """Yield, message by message, the list of transfers that each message joins, for all messages from or to `rank`.
+    """Yield the messages from and to `rank`, each as the list of transfers that it joins.
 
-    Transfers are joined if they are consecutive, in one group, and adjacent in memory at both ends; so sender and
-    receiver join alike. Messages of one pair of ranks and direction come in sending order. merge: False to send every
-    slot as a message of its own.
+    Transfers are joined if they are consecutive, in one group, and adjacent in memory at both ends, so sender and
+    receiver join the same ones. Messages of one pair of ranks and direction come in sending order. merge: False to send
+    every slot as a message of its own.
     """
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
@@ -186,16 +192,19 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
 
 
 def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return, for each slot number, 0 for data slots, 1 for output, 2 for scratch; the regions are not adjacent in
-    memory."""
+    """Return, for each slot number, the memory region that it is in: 0 for data, 1 for output, 2 for scratch.
+
+    Slots of different regions are not adjacent in memory.
+    """
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Assign staging slots to messages that will be reduced, and add the waits and sums after arrival to each group.
+    """Assign staging slots to messages that will be reduced, and add the waits and reductions after arrival to each
+    group.
 
-    groups: schedule, changed in place. arriving: for each group, the received transfers. Sums run in the order of
-        steps. Even and odd groups have separate staging slots, as two may be in flight. Returns the number of staging
+    groups: schedule, changed in place. arriving: for each group, the received transfers; reductions run in step order.
+        Even and odd groups have separate staging slots, as two groups may be in flight. Returns the number of staging
         slots.
     """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
@@ -234,8 +243,7 @@ def _schedule_waits(groups: list[Group]) -> None:
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:
-        """Return waits for the unfinished sends that read any of `count` slots from `slot` on, and forget these
-        sends."""
+        """Return waits for the unfinished sends that read slots slot .. slot + count; these then count as finished."""
         over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)
@@ -267,8 +275,8 @@ def _schedule_waits(groups: list[Group]) -> None:
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
     """Move receives of the group `following` into `group.ahead`, so that they are posted with the group before.
 
-    touched: (first slot, number) of the slots in use while `group` runs; receives into these stay, as do later ones
-        from the same rank.
+    touched: (first slot, number of slots) in use while `group` runs. Receives into these stay in `following`, as do
+        later receives from the same rank.
     """
     held: set[int] = set()
     for message in following.receives:
@@ -281,5 +289,5 @@ def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) 
 
 
 def _slots_overlap(slot: int, count: int, other: int, others: int) -> bool:
-    """Return True if the `count` slots from `slot` on and the `others` slots from `other` on overlap."""
+    """Return True if slots slot .. slot + count and slots other .. other + others have a slot in common."""
     return slot < other + others and other < slot + count

@@ -34,17 +34,19 @@ def measure(
     timeout_seconds: float = 60.0,
     world: LocalRanks | None = None,
 ) -> dict[str, Any]:
-    """Run the program on gloo processes of this machine, one thread each, alternating with torch.distributed's call.
+    """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call.
 
     total_bytes: size of the operation's vector, rounded up to elements (and to equal shares where ranks own shares).
-    world: local ranks to run on, as many as the program has; default: new ones.
+        repeats: number of timed runs. dtype: of the vector. world: local ranks to run on, as many as the program has;
+        None: new ones, with one thread each.
 
-    Returns exact (the same integers came out; compared before anything is timed), measured_seconds, native_seconds
-    (medians of the slowest rank), ratio (median over the runs of native / measured: above 1 the program is faster),
-    total_bytes, bytes_sent (per rank, padding included), backend, repeats.
+    Returns a dict: exact (True: results were equal integers), measured_seconds and native_seconds (median over the runs
+        of the slowest rank's time, of the program and of torch.distributed), ratio (median of native / measured; above
+        1 the program is faster), total_bytes, bytes_sent (by rank, padding included), backend, native (name of the
+        call), repeats.
 
     Raises UserError for what this machine cannot hold, CheckFailed where results differ, and RankLost when a rank ends
-    or keeps others waiting for longer than `timeout_seconds`: it says who waits for whom in which step.
+    or does not answer within `timeout_seconds`; its message says which rank waits for which, and in which step.
     """
     program = checked.program
     if dtype not in DTYPES:
@@ -75,8 +77,10 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Return the number of vector elements in `total_bytes`, rounded up to equal shares where ranks own shares.
-    `itemsize`: bytes of an element."""
+    """Return the number of elements of a vector of `total_bytes`, rounded up to equal shares where ranks own shares.
+
+    itemsize: bytes of an element. Raises UserError for a negative size.
+    """
     if total_bytes < 0:
         raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
     numel = max(1, -int(-total_bytes // itemsize))
@@ -85,8 +89,10 @@ def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int
 
 
 def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the answers of all ranks of `measure_rank` to the result of `measure`. `total_bytes`: size of the
-    vector."""
+    """Combine the results of `measure_rank` of all ranks, `answers`, to the dict that `measure` returns.
+
+    total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's.
+    """
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
@@ -116,12 +122,12 @@ def measure_rank(
     device: str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Run and time a program on this rank, alternating with torch.distributed's own call, in any process group.
+    """Run and time a collective program on this rank, alternating with torch.distributed's own call.
 
-    numel: elements of the vector. repeats: timed runs. dtype: such as "float32". group: process group (None: the
-        world).
-    Returns exact (True if both gave the same integers), seconds of each run (ours, theirs), bytes_sent, backend,
-    native.
+    numel: elements of the vector. repeats: number of timed runs. dtype: such as "float32". timeout_seconds: limit of
+        one wait. device: of the vector. group: process group of the program's ranks (None: the world).
+    Returns a dict: exact (True if both gave the same integers), ours and theirs (seconds of each run of the program and
+        of torch.distributed), bytes_sent, backend, native (name of the torch.distributed call).
     """
     executable = Executable(checked, group, timeout_seconds, device=device)
     name, native = NATIVE[checked.program.operation]
@@ -153,7 +159,10 @@ def measure_rank(
 
 
 def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the collective program once, recorded in the flight recorder."""
+    """Run the collective program once on `vector` (None: barrier), as one call in the flight recorder.
+
+    output: tensor for the result, if the operation does not work in place.
+    """
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
@@ -165,7 +174,7 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
 def _matches_native(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
     """Return True if the program and torch.distributed's call `native` give equal results on integers.
 
-    numel: elements of the vector. device: where it is.
+    numel: elements of the vector. device: its device.
     """
     program = executable.program
     if program.operation == "barrier":
@@ -177,26 +186,27 @@ def _matches_native(executable: Executable, native: Callable[..., Any], numel: i
     output = torch.empty_like(mine) if program.has_output else None
     _run_program(executable, mine, output)
     result = _run_native(executable, native, theirs)
-    place = defined_slice(executable, numel)
+    place = find_defined_slice(executable, numel)
     return torch.equal((mine if output is None else output)[place], result[place])
 
 
 def _run_native(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call `native` on `vector` and return the result; via host memory where gloo needs it."""
+    """Run torch.distributed's call `native` on `vector` and return the result; copied to host memory where gloo needs
+    that."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     result = native(executable, there)
     return (there if result is None else result).to(vector.device)
 
 
-def defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the slice of the vector that the operation defines on this rank."""
+def find_defined_slice(executable: Executable, numel: int) -> slice:
+    """Return the slice of a vector of `numel` elements that the operation defines on this rank."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
         return slice(rank * share, (rank + 1) * share)
     if program.operation in ("reduce", "gather") and rank != program.root:
         return slice(0)
-    if program.operation == "send-receive" and rank != _receiver(executable):
+    if program.operation == "send-receive" and rank != _find_receiver(executable):
         return slice(0)
     return slice(0, numel)
 
@@ -204,51 +214,51 @@ def defined_slice(executable: Executable, numel: int) -> slice:
 # --- torch.distributed's own calls on a whole vector: in place, or they return the result
 
 
-def _receiver(executable: Executable) -> int:
-    """Return the receiving rank of a send-receive."""
+def _find_receiver(executable: Executable) -> int:
+    """Return the destination rank of a send-receive program."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 
 
-def _reduction(executable: Executable) -> Any:
-    """Return the torch.distributed ReduceOp of the program's reduction."""
+def _get_reduce_op(executable: Executable) -> Any:
+    """Return the `torch.distributed.ReduceOp` of the program's reduction."""
     operations = {"minimum": dist.ReduceOp.MIN, "maximum": dist.ReduceOp.MAX}
     return operations.get(executable.program.reduction, dist.ReduceOp.SUM)
 
 
 def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
-    """Divide `result`, a sum over ranks, by their number if the program's reduction is a mean; return it."""
+    """Divide `result`, a sum over ranks, by their number in place if the program's reduction is `mean`; return it."""
     return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
 
 
-def _rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Return this rank's equal share of the vector."""
+def _view_rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Return the view of this rank's equal share of the vector."""
     return vector.view(executable.program.ranks, -1)[executable.rank]
 
 
 def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's all_reduce on the vector in place and return it."""
-    dist.all_reduce(vector, op=_reduction(e), group=e.group)
+    dist.all_reduce(vector, op=_get_reduce_op(e), group=e.group)
     return _divide_if_mean(e, vector)
 
 
 def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's reduce to the root in place and return the vector."""
-    dist.reduce(vector, group_dst=e.program.root, op=_reduction(e), group=e.group)
+    dist.reduce(vector, group_dst=e.program.root, op=_get_reduce_op(e), group=e.group)
     return _divide_if_mean(e, vector)
 
 
 def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's reduce-scatter; return the vector with the result in this rank's share."""
-    share = torch.empty_like(_rank_share(e, vector))
-    _native_reduce_scatter(share, vector, op=_reduction(e), group=e.group)
-    _rank_share(e, vector).copy_(_divide_if_mean(e, share))
+    share = torch.empty_like(_view_rank_share(e, vector))
+    _native_reduce_scatter(share, vector, op=_get_reduce_op(e), group=e.group)
+    _view_rank_share(e, vector).copy_(_divide_if_mean(e, share))
     return vector
 
 
 def _all_gather(e: Executable, vector: torch.Tensor) -> None:
     """Run torch.distributed's all-gather of the ranks' shares into the vector."""
-    _native_all_gather(vector, _rank_share(e, vector).clone(), group=e.group)
+    _native_all_gather(vector, _view_rank_share(e, vector).clone(), group=e.group)
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
@@ -257,29 +267,29 @@ def _broadcast(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _scatter(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's scatter of the root's vector into the ranks' shares."""
+    """Run torch.distributed's scatter of the root's vector; each rank receives its share in place."""
     parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.scatter(_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
+    dist.scatter(_view_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
 
 
 def _gather(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's gather of the ranks' shares into the root's vector."""
+    """Run torch.distributed's gather of the ranks' shares; the root receives all in its vector."""
     parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.gather(_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
+    dist.gather(_view_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
 
 
 def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's all_to_all_single and return the result."""
+    """Run torch.distributed's all_to_all_single on the vector and return the result as a new tensor."""
     result = torch.empty_like(vector)
     dist.all_to_all_single(result, vector, group=e.group)
     return result
 
 
 def _send_receive(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's send on the root and recv on the receiving rank."""
+    """Run torch.distributed's send on the root, and recv into the vector on the destination rank."""
     if e.rank == e.program.root:
-        dist.send(vector, group_dst=_receiver(e), group=e.group)
-    elif e.rank == _receiver(e):
+        dist.send(vector, group_dst=_find_receiver(e), group=e.group)
+    elif e.rank == _find_receiver(e):
         dist.recv(vector, group_src=e.program.root, group=e.group)
 
 

@@ -28,10 +28,10 @@ EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica":
 
 
 class CallInFlight(Protocol):
-    """A collective call in flight that has not been waited for."""
+    """Interface of a collective call in flight that has not been waited for."""
 
     def wait(self) -> None:
-        """Return when the call is complete."""
+        """Wait until the call is complete."""
 
     def settle(self, seconds: float) -> None:
         """Wait up to `seconds` for the call, ignoring errors."""
@@ -46,9 +46,10 @@ SETTLING_SECONDS = 10.0
 
 
 class Communicator:
-    """Communication state of one process, shared by its axes: call records, flight-recorder ring, injected fault.
+    """Communication state of one process, shared by its mesh axes: call records, flight-recorder ring, injected fault.
 
-    timeout_seconds: of one wait. programs: (axis, operation) -> collective programs that replace the backend's calls.
+    timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program that replaces the
+        backend's call.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class Communicator:
     def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
-        """Context of an operation that all `ranks` make together, such as the creation of a process group: one recorded
-        call.
+        """Context manager that records an operation of all `ranks` together, such as the creation of a process group,
+        as one call.
 
-        site: label in traces. operation, axis, dtype, shape: what the flight recorder notes. Converts RuntimeError to
-            RankLost.
+        site: label of the call. operation, axis, dtype, shape: texts and shape that the flight recorder shows for it. A
+            RuntimeError inside becomes RankLost.
         """
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
@@ -94,10 +95,10 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as seen by one rank.
+    """One axis of the device mesh as seen by one rank.
 
-    ranks: global ranks along the axis, in order. rank: this rank's index among them. group: their process group,
-        usually None if there is only one. communicator: shared state of the process.
+    name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank among them. group: their
+        process group (None if the axis has one rank, usually). communicator: shared state of the process.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks along the axis."""
         return len(self.ranks)
 
     @property
@@ -117,27 +118,27 @@ class Axis:
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the collective program that replaces the backend for `operation` ("all_reduce" ...) over this axis, or
-        None.
+        """Return the collective program that replaces the backend for a call over this axis, or None.
 
-        size: bytes of the vector.
+        operation: such as "all_reduce". size: bytes of the vector.
         """
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
 
     @cached_property
     def backends(self) -> dict[str, str]:
-        """Backend of this axis's calls by device type ("cpu", "cuda")."""
+        """Backend of this axis's process group by device type, such as {"cpu": "gloo"}."""
         return group_backends(self.group)
 
     @cached_property
     def calls_group(self) -> int:
-        """Flight-recorder number of this axis's set of ranks. Axes over the same ranks share it, because they share
+        """Number of this axis's set of ranks in the flight recorder; axes over the same ranks share number and
         connections."""
         return self.communicator.calls.group(self.ranks)
 
     @property
     def key(self) -> str:
-        """Name by which custom operators, which take no objects, find this axis."""
+        """Text that identifies this axis in the process, as argument of custom operators, which take no Python
+        objects."""
         return f"{self.name}{self.ranks}"
 
 
@@ -146,18 +147,19 @@ _axes: dict[str, list[Axis]] = {}
 last. It serves them all: their groups join the same ranks."""
 
 
-def axis_of(key: str) -> Axis:
-    """Return the axis of this process with the name `key` (`Axis.key`), for custom operators, which take no objects."""
+def find_axis(key: str) -> Axis:
+    """Return the axis of this process with the text `key` (`Axis.key`), for custom operators, which take no Python
+    objects."""
     return _axes[key][-1]
 
 
 class Mesh:
-    """Device mesh of a layout: every axis as seen by one rank.
+    """Device mesh of a parallel layout: every axis as seen by one rank.
 
-    `tp cp dp pp ep etp`: axes of the layout. `data`: dp x cp, over which gradients are summed. `shard`: ranks that ZeRO
-    shards over (`data`, or with `hsN` groups of N inside it). `replica`: ranks with the same shard in other sharding
-    groups. `expert_data expert_shard expert_replica`: the same for experts under ep x etp, else equal to those three.
-    `world`: all ranks.
+    `tp cp dp pp ep etp`: tensor, context, data, pipeline, expert and expert-tensor parallelism. `data`: dp x cp, over
+        which gradients are summed. `shard`: ranks that ZeRO shards over (`data`, or with `hsN` groups of N inside it).
+        `replica`: ranks with the same shard in other sharding groups. `expert_data expert_shard expert_replica`: the
+        same for experts under ep x etp, else equal to those three. `world`: all ranks.
     """
 
     tp: Axis
@@ -202,18 +204,21 @@ class Mesh:
 
     @property
     def record(self) -> Record:
-        """Record of this process's collective calls."""
+        """Counters of this process's collective calls."""
         return self.communicator.record
 
     @property
     def faults(self) -> Faults[Axis]:
-        """Injected fault of this process."""
+        """Fault injection of this process."""
         return self.communicator.faults
 
     @classmethod
     def single(cls, layout: Layout | None = None, device: torch.device | str = "cpu") -> Mesh:
-        """Build the mesh of one device: every axis has size 1, collective calls return their input, no process group is
-        needed."""
+        """Build the mesh of one device without process groups: every axis has size 1, and collective calls return their
+        input.
+
+        Raises UserError for a layout of more than one rank.
+        """
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
@@ -229,8 +234,9 @@ class Mesh:
     ) -> Mesh:
         """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
 
-        timeout_seconds: of one wait for a call. programs: (axis, operation) -> collective programs that replace the
-            backend's calls, such as `collectives.named.named_programs` returns.
+        timeout_seconds: limit of one wait for a call. programs: (axis name, operation) -> collective program that
+            replaces the backend's call, as `collectives.named.named_programs` returns them. Raises UserError if the
+            layout needs another world size.
         """
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
@@ -243,7 +249,8 @@ class Mesh:
         made: list[dist.ProcessGroup] = []
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-            """Return the process group of `ranks`, created once; None if this rank is not in it or it has one rank."""
+            """Return the process group of `ranks`, created once; None if this rank is not in it, or for a single
+            rank."""
             if len(ranks) == 1:
                 return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
@@ -259,8 +266,8 @@ class Mesh:
         mesh._made = made
         return mesh
 
-    def neighbours(self, name: str, size: int) -> Axis:
-        """Return the axis over this rank's block of `size` consecutive ranks of axis `name`, such as "tp".
+    def make_block_axis(self, name: str, size: int) -> Axis:
+        """Return the sub-axis of this rank's block of `size` consecutive ranks of the axis `name`, such as "tp".
 
         Creates process groups: every rank calls it, with the same arguments.
         """
@@ -276,8 +283,8 @@ class Mesh:
                     found = Axis(f"{name}/{size}", block, block.index(self.rank), group, self.communicator)
         return found
 
-    def among(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Return the axis over the ranks at indices `places` of axis `name`, such as "pp"; None on other ranks.
+    def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
+        """Return the sub-axis of the ranks at indices `places` of the axis `name`, such as "pp"; None on other ranks.
 
         Creates process groups: every rank calls it, with the same arguments.
         """
@@ -290,20 +297,21 @@ class Mesh:
                 found = Axis(title, chosen, chosen.index(self.rank), group, self.communicator)
         return found
 
-    def plant(self, fault: Fault | None) -> None:
-        """Inject a fault in this process (None: remove it). Every rank calls it with the same one, because it creates
-        process groups."""
+    def inject(self, fault: Fault | None) -> None:
+        """Inject a fault into the collective calls of this process (None: remove it).
+
+        Creates process groups: every rank calls it, with the same fault.
+        """
         other = None
         if fault is not None and fault.kind == "wrong group":
             for ranks in fault.groups:
                 group = self._group_of(ranks)
                 if self.rank in ranks:
                     other = Axis(f"not {fault.axis}", ranks, ranks.index(self.rank), group, self.communicator)
-        self.faults.plant(fault, other)
+        self.faults.inject(fault, other)
 
     def close(self) -> None:
-        """Wait for calls in flight and destroy this mesh's own process groups (not the world's). Every rank calls
-        it."""
+        """Wait for calls in flight, and destroy the process groups that this mesh created. Every rank calls it."""
         for call in [call for call, whose in calls_in_flight.items() if whose is self.communicator]:
             call.settle(SETTLING_SECONDS)
         self.communicator.programs.close()

@@ -21,7 +21,7 @@ from meshwright.program.check_collective import CheckedCollective
 
 
 class Work:
-    """Run of a collective program by the process's thread, like torch.distributed's Work: `wait` raises its error.
+    """Run of a collective program on the process's communication thread, like torch.distributed's Work.
 
     run: function that runs the program.
     """
@@ -32,7 +32,7 @@ class Work:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Run the program and store its exception for `wait`."""
+        """Run the program; keep its exception for `wait`."""
         try:
             self._run()
         except BaseException as error:
@@ -40,27 +40,29 @@ class Work:
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the run is done. `timeout` is ignored: each of the program's own waits has one."""
+        """Wait until the run is done; raise its exception. `timeout` is ignored: each of the program's own waits has a
+        limit."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
 
 class _StreamWork:
-    """Run of a collective program queued on a CUDA stream. event: recorded on the stream after the run."""
+    """Run of a collective program queued on a CUDA stream. event: CUDA event recorded on the stream after the run."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Make later work of the current stream wait for the run."""
+        """Make later work of the current CUDA stream wait for the run. timeout: ignored."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
 class NamedPrograms:
-    """Collective programs of one process that replace backend calls. Empty, it leaves every call to the backend.
+    """Collective programs of one process that replace calls of the backend, and their runs.
 
-    named: (axis, operation) -> program. timeout_seconds: of one wait. device: of the vectors.
+    named: (axis name, operation) -> program; other calls are left to the backend. timeout_seconds: limit of one wait.
+        device: device of the vectors.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the program that serves `operation` ("all_reduce" ...) on axis `axis`, ready to run, or None.
+        """Return the executable program that replaces a call of the backend, or None if none is named for it.
 
-        ranks, group: global ranks of the axis and their process group. size: bytes of the vector.
+        axis: name of the mesh axis. operation: such as "all_reduce". ranks, group: global ranks of the axis and their
+            process group. size: bytes of the vector.
         """
         named = self.named.get((axis, operation))
         if named is None:
@@ -96,10 +99,10 @@ class NamedPrograms:
         return self._executables[key][1]
 
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
-        """Queue a run of a program; return its work handle at once.
+        """Queue a run of a program and return its work handle at once.
 
-        run: function that runs the program on `tensor`. batched: True for NCCL: runs on a CUDA stream, not on the
-            thread.
+        run: function that runs the program on `tensor`. batched: True for NCCL: on CUDA tensors, run on a CUDA stream
+            instead of the thread.
         """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
@@ -116,7 +119,7 @@ class NamedPrograms:
         return work
 
     def close(self) -> None:
-        """End the thread after everything posted is done."""
+        """End the thread after all posted runs, and drop the prepared programs."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -124,6 +127,6 @@ class NamedPrograms:
         self._executables.clear()
 
     def _run_posted_programs(self) -> None:
-        """Run posted programs in order (main loop of the thread)."""
+        """Run posted programs in order until `close` (main loop of the thread)."""
         while (work := self._queue.get()) is not None:
             work.start()

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.custom_operator import custom_operator
-from meshwright.comm.mesh import Axis, axis_of
+from meshwright.comm.mesh import Axis, find_axis
 
 
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
@@ -35,48 +35,60 @@ def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
 
 
 def gather_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """All-gather `x` along `dim` in forward, reduce-scatter the gradient in backward (sequence parallel: arXiv
-    2205.05198, section 4.2.2, g)."""
+    """All-gather `x` along `dim` in forward, reduce-scatter the gradient in backward.
+
+    Leaves a sequence-parallel region: arXiv 2205.05198, section 4.2.2, g. site: label of the calls in traces.
+    """
     return _call_operator("gather_from", x, axis, site, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Reduce-scatter `x` along `dim` in forward, all-gather the gradient in backward (sequence parallel: arXiv
-    2205.05198, section 4.2.2, conjugate of g)."""
+    """Reduce-scatter `x` along `dim` in forward, all-gather the gradient in backward.
+
+    Enters a sequence-parallel region: arXiv 2205.05198, section 4.2.2, conjugate of g. site: label of the calls in
+    traces.
+    """
     return _call_operator("reduce_scatter_to", x, axis, site, dim)
 
 
 def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """Return this rank's slice along `dim` of an `x` equal on all ranks; backward all-gathers the gradient."""
+    """Return this rank's slice along `dim` of `x`, which is equal on all ranks; backward all-gathers the gradient.
+
+    site: label of the calls in traces.
+    """
     return _call_operator("split_to", x, axis, site, dim)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """Return the parts of `x` that the ranks of `axis` send to this one: part i along dim `split` goes to rank i.
+    """All-to-all of equal parts: send part i of `x` along dim `split` to rank i, concatenate received parts along dim
+    `join`.
 
-    Received parts are concatenated along dim `join`; backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv
-    2309.14509, section 3.1). site: label of the calls in traces.
+    Backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1). site: label of the calls in
+    traces.
     """
     return _call_operator("all_to_all", x, axis, site, split, join)
 
 
 def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """All-gather `x` along `dim` in forward; backward returns this rank's slice of the gradient, which is equal on all
-    ranks (conjugate of `split_to`)."""
+    """All-gather `x` along `dim` in forward; backward returns this rank's slice of the gradient, equal on all ranks.
+
+    Conjugate of `split_to`. site: label of the calls in traces.
+    """
     return _call_operator("join_from", x, axis, site, dim)
 
 
 def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
-    """Send source_sizes[i] rows (dim 0) of `x` to rank i of the axis; return the rows received, output_sizes[i] from
-    rank i.
+    """All-to-all of uneven parts: send source_sizes[i] rows (dim 0) of `x` to rank i, return the rows received.
 
-    Backward returns the gradients of received rows to their senders. site: label of the calls in traces.
+    output_sizes: rows received from each rank, in rank order. Backward returns the gradients of received rows to their
+        senders. site: label of the calls in traces.
     """
     return _call_operator("exchange", x, axis, site, source_sizes, output_sizes)
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along dim 0, sizes[i] rows of rank i; backward reduce-scatters the gradient.
+    """Return the ranks' `x` concatenated along dim 0, where rank i has sizes[i] rows; backward reduce-scatters the
+    gradient.
 
     site: label of the calls in traces.
     """
@@ -84,17 +96,17 @@ def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> tor
 
 
 def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return this rank's rows (dim 0) of the sum of `x` over ranks; rank i gets sizes[i] rows; backward all-gathers.
+    """Return this rank's rows (dim 0) of the sum of `x` over the ranks; rank i gets sizes[i] rows.
 
-    site: label of the calls in traces.
+    Backward all-gathers the gradient. site: label of the calls in traces.
     """
     return _call_operator("reduce_scatter_rows", x, axis, site, sizes)
 
 
 def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments: int | list[int]) -> torch.Tensor:
-    """Call the custom operator `name` on `x`; on an axis of size 1 return `x`.
+    """Call the custom operator `name` on `x` over `axis`; on an axis of size 1 return `x`.
 
-    site: label of the calls in traces. arguments: the operator's further ones, such as dims or sizes.
+    site: label of the calls in traces. arguments: further arguments of the operator, such as dims or sizes.
     """
     return x if axis.trivial else getattr(torch.ops.meshwright, name)(x, axis.key, site, *arguments)
 
@@ -185,11 +197,11 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a differentiable collective operator, for registration with torch.
+    """Definition of a differentiable collective operator, from which it is registered with torch.
 
-    conjugate: name of the operator that computes its gradient, with the arguments reversed. forward: its
-        implementation. result: returns an empty tensor like its result. arguments: schema declarations after x, axis
-        and site.
+    conjugate: name of the operator that computes its gradient; it takes the arguments in reverse order. forward:
+        implementation. result: function that returns an empty tensor of the result's shape. arguments: declarations of
+        the schema after x, axis and site.
     """
 
     conjugate: str
@@ -228,15 +240,16 @@ OPERATORS = {
 
 
 def _register(name: str, operator: Operator) -> None:
-    """Register an operator with torch: custom op, fake implementation and autograd."""
+    """Register the operator `name` with torch: custom op, fake implementation for torch.compile, and autograd
+    formula."""
 
     def forward(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
-        """Run the operator's forward on the axis with key `axis`."""
-        return operator.forward(x, axis_of(axis), site, *arguments)
+        """Run the operator's forward on `x` over the axis with key `axis`."""
+        return operator.forward(x, find_axis(axis), site, *arguments)
 
     def fake(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:
-        """Return an empty result tensor (fake implementation)."""
-        return operator.result(x, axis_of(axis), *arguments)
+        """Return an empty tensor of the result's shape (fake implementation)."""
+        return operator.result(x, find_axis(axis), *arguments)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch passes these by name
         """Save axis, call site and arguments for backward. inputs: x, axis key, site, arguments."""

@@ -38,9 +38,10 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of the vector that the program processes by itself.
+    """Part of the vector on which the whole collective program runs by itself.
 
-    plan: schedule of this rank. n: elements of a chunk. data, output: memory of the slots. finish: called afterwards.
+    plan: schedule of this rank. n: elements of a chunk. data, output: functions that return the memory of slots.
+        finish: called after the run.
     """
 
     plan: RankProgram
@@ -51,15 +52,16 @@ class _Segment:
 
 
 class Buffers:
-    """Scratch buffers reused from run to run. Programs that never run concurrently may share them."""
+    """Scratch buffers reused from run to run; programs that never run concurrently may share them."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer of `numel` elements with the dtype and device of `like`; its contents are undefined.
+        """Return a 1-D buffer of `numel` elements with dtype and device of `like`; its contents are undefined.
 
-        name: of the purpose. lane: index among segments that run at the same time, each of which has its own buffer.
+        name: purpose, such as "staging". lane: index among segments that run at the same time, each with its own
+            buffers.
         """
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
@@ -68,12 +70,13 @@ class Buffers:
 
 
 class Executable:
-    """Checked collective program, executable on one rank. All ranks of `group` construct and run it, in the same order.
+    """Collective program prepared to run on this rank. All ranks of `group` construct it and run it, in the same order.
 
-    group: process group with as many ranks as the program (None: the world). timeout_seconds: limit of one wait (CPU
-        tensors), after which RankLost names the waiting ranks and the step. buffers: scratch memory, shared with other
-        programs that do not run at the same time. device: device of the vectors.
-    batched (attribute): each group is posted as one call, in the order of the current stream (NCCL).
+    checked: verified program. group: process group with as many ranks as the program (None: the world).
+        timeout_seconds: limit of one wait (CPU tensors), after which RankLost names the waiting ranks and the step.
+        buffers: scratch memory, shared with other programs that do not run at the same time. device: device of the
+        vectors.
+    batched (attribute): each group of messages is posted as one call on the current CUDA stream (NCCL).
     """
 
     def __init__(
@@ -105,18 +108,20 @@ class Executable:
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """Return the bytes that this rank sends for a vector of `numel` elements, padding included. itemsize: bytes an
-        element."""
+        """Return the bytes that this rank sends for a vector of `numel` elements, padding included.
+
+        itemsize: bytes of an element.
+        """
         return cutting.compute_sent_bytes(self.checked, self.rank, numel, itemsize, whole=self.batched)
 
     # --- running
 
     def run(self, vector: torch.Tensor | None, output: torch.Tensor | None = None) -> None:
-        """Run in place on the contiguous `vector`, the operation's whole vector (None: barrier). All-to-all writes to
-        `output`. In all-gather, gather, scatter and reduce-scatter a rank's share is at its rank's position; elements
-        that the operation does not define are undefined afterwards.
+        """Run the program in place on `vector`, the operation's whole vector, contiguous (None: barrier).
 
-        Raises RankLost, and UserError for vectors that the program cannot take.
+        output: receives the result of an all-to-all, None otherwise. In all-gather, gather, scatter and reduce-scatter
+            a rank's share is at its position in the vector; elements that the operation does not define are undefined
+            afterwards. Raises RankLost, and UserError for vectors that the program cannot take.
         """
         assert (output is not None) == self.program.has_output, self.name
         if vector is None:
@@ -134,8 +139,8 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run the program on the 1-D tensor `vector`, in memory that the backend can send. output: receives the result;
-        None: `vector` does."""
+        """Run the program on the 1-D `vector`, in memory that the backend can send. output: gets the result; None: in
+        place."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
@@ -149,7 +154,7 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the segments, on gloo several at a time."""
+        """Run the program on each segment, on gloo several at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -161,29 +166,29 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run several segments in turn, yielding True in each group after its transfers are posted.
+        """Run several segments one after the other; yield True in each group, after its messages are posted.
 
         lane: index among the lists of segments that run at the same time; each has its own message tag.
         """
         tag = TAG + lane
         for segment in segments:
-            memory = self._slot_memory(segment, lane)
-            staging = self._scratch_memory("staging", lane, segment, segment.plan.staging)
+            memory = self._get_slot_memory(segment, lane)
+            staging = self._get_scratch_memory("staging", lane, segment, segment.plan.staging)
             works: list[Any] = [None] * segment.plan.messages
             for group in segment.plan.groups:
                 for sent in group.before:
                     self._wait_for_message(works, sent.message)
                 for message in group.receives:
                     self._post_message(
-                        works, message, self.group.recv, self._message_memory(message, memory, staging), tag
+                        works, message, self.group.recv, self._get_message_memory(message, memory, staging), tag
                     )
                 for message in group.sends:
                     self._post_message(
-                        works, message, self.group.send, self._message_memory(message, memory, staging), tag
+                        works, message, self.group.send, self._get_message_memory(message, memory, staging), tag
                     )
                 for message in group.ahead:
                     self._post_message(
-                        works, message, self.group.recv, self._message_memory(message, memory, staging), tag
+                        works, message, self.group.recv, self._get_message_memory(message, memory, staging), tag
                     )
                 yield True
                 for event in group.after:
@@ -195,17 +200,17 @@ class Executable:
                 segment.finish()
 
     def _run_in_batches(self, segment: _Segment) -> None:
-        """Run a segment with one batched call per group, as NCCL requires (one ncclGroup), in the order of the current
-        stream."""
+        """Run a segment with one batched call per group on the current CUDA stream, as NCCL requires (one
+        ncclGroup)."""
         memory, staging = (
-            self._slot_memory(segment, 0),
-            self._scratch_memory("staging", 0, segment, segment.plan.staging),
+            self._get_slot_memory(segment, 0),
+            self._get_scratch_memory("staging", 0, segment, segment.plan.staging),
         )
         early: list[Message] = []
         for group in segment.plan.groups:
             transfers = [
                 dist.P2POp(
-                    call, self._message_memory(message, memory, staging), group=self.group, group_peer=message.peer
+                    call, self._get_message_memory(message, memory, staging), group=self.group, group_peer=message.peer
                 )
                 for call, messages in ((dist.irecv, early + group.receives), (dist.isend, group.sends))
                 for message in messages
@@ -219,9 +224,11 @@ class Executable:
         if segment.finish is not None:
             segment.finish()
 
-    def _message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory that a message is read from or written to. memory, staging: of the slots and of the staging
-        slots."""
+    def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
+        """Return the memory that a message is read from or written to.
+
+        memory, staging: functions (first slot, number of slots) -> tensor, for the slots and for the staging slots.
+        """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
@@ -229,26 +236,28 @@ class Executable:
     def _post_message(
         self, works: list[Any], message: Message, call: Callable[..., Any], tensor: torch.Tensor, tag: int
     ) -> None:
-        """Post a message by calling `call`, a send or receive of torch.distributed. Raises RankLost.
+        """Post a message with `call`, the send or recv of the process group. Raises RankLost.
 
-        works: its work handle is stored here, at the message's number. tensor: what is sent or received. tag: message
-            tag.
+        works: list in which to store the work handle, at the message's number. tensor: memory of the message. tag:
+            message tag.
         """
         try:
             works[message.number] = call([tensor], message.peer, tag)
         except RuntimeError as error:  # a connection that is gone fails at once
-            raise self._rank_lost(message, error) from error
+            raise self._make_rank_lost_error(message, error) from error
 
     def _wait_for_message(self, works: list[Any], message: Message) -> None:
-        """Wait until a posted message is complete. works: work handles by message number. Raises RankLost."""
+        """Wait until a posted message is complete; raises RankLost on a timeout. works: work handles by message
+        number."""
         try:
             works[message.number].wait(self._timeout)
         except RuntimeError as error:
-            raise self._rank_lost(message, error) from error
+            raise self._make_rank_lost_error(message, error) from error
         works[message.number] = None
 
-    def _rank_lost(self, message: Message, error: RuntimeError) -> RankLost:
-        """Return the RankLost error of a message: which rank waits for which, in which step."""
+    def _make_rank_lost_error(self, message: Message, error: RuntimeError) -> RankLost:
+        """Return the RankLost error for a message that failed: which rank waits for which, in which step, and the
+        backend's error."""
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
@@ -259,7 +268,10 @@ class Executable:
         )
 
     def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
-        """Execute `event`, a local copy or reduction. memory, staging: of the slots and of the staging slots."""
+        """Execute the local copy or reduction `event` of the schedule.
+
+        memory, staging: functions (first slot, number of slots) -> tensor, for the slots and for the staging slots.
+        """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, Local) and not event.combine:
@@ -268,7 +280,7 @@ class Executable:
             self._combine(target, source, out=target)
 
     def _divide_by_ranks(self, vector: torch.Tensor) -> None:
-        """Divide this rank's sums by the number of ranks, in place."""
+        """Divide this rank's sums in `vector` by the number of ranks in place, for the reduction `mean`."""
         operation, size = self.program.operation, vector.numel() // self.program.ranks
         if operation == "reduce-scatter":
             vector = vector[self.rank * size : (self.rank + 1) * size]
@@ -278,33 +290,37 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` from element `start` on, in chunks of `n` elements, for operations in which
-        ranks own no part of the vector, such as broadcast. A last one of no whole number of chunks is a padded copy.
+        """Return the segment of `vector` from element `start` on, in chunks of `n` elements.
+
+        For operations in which ranks own no share, such as broadcast. A shorter last segment is run on a padded copy.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
-            return _Segment(self._adjacent, n, _adjacent(part, n))
+            return _Segment(self._adjacent, n, _view_slots(part, n))
         padded = self._buffers.take("padded", 0, length, vector)
         padded[: part.numel()] = part
         padded[part.numel() :] = 0
-        return _Segment(self._adjacent, n, _adjacent(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
+        return _Segment(self._adjacent, n, _view_slots(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
     def _chunks_divide_shares(self, numel: int) -> bool:
-        """Return True if the ranks' shares of a vector of `numel` elements consist of whole chunks."""
+        """Return True if each rank's share of a vector of `numel` elements consists of whole chunks, without
+        padding."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
         )
 
     def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Return segments of a vector of shares; each takes the same range of every chunk."""
+        """Return the segments of a vector of the ranks' shares; each takes the same element range of every chunk."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
         count = 1 if self.batched else max(1, round(n / wanted))
         if count == 1:
-            return [_Segment(self._adjacent, n, _adjacent(vector, n), None if output is None else _adjacent(output, n))]
+            return [
+                _Segment(self._adjacent, n, _view_slots(vector, n), None if output is None else _view_slots(output, n))
+            ]
         if self._slot_by_slot is None:
             self._slot_by_slot = lower(self.checked, self.rank, merge=False)
         length = -(-n // count)
@@ -312,14 +328,17 @@ class Executable:
             _Segment(
                 self._slot_by_slot,
                 min(length, n - start),
-                _strided_slots(vector, n, start, length),
-                None if output is None else _strided_slots(output, n, start, length),
+                _view_strided_slots(vector, n, start, length),
+                None if output is None else _view_strided_slots(output, n, start, length),
             )
             for start in range(0, n, length)
         ]
 
     def _run_padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run on a copy in which every share is padded to whole chunks."""
+        """Run the program on a copy of `vector` in which every share is padded to whole chunks.
+
+        output: receives the result of an all-to-all; None: in place.
+        """
         n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
@@ -328,21 +347,22 @@ class Executable:
         places = [slice(first * n, first * n + share) for first in self._first[:-1]]
         for rank, place in enumerate(places):
             padded[place] = vector[rank * share : (rank + 1) * share]
-        data, after = _adjacent(padded, n), None if output is None else _adjacent(result, n)
+        data, after = _view_slots(padded, n), None if output is None else _view_slots(result, n)
         self._run_segments([_Segment(self._adjacent, n, data, after)])
         for rank, place in enumerate(places):
             target[rank * share : (rank + 1) * share] = result[place]
 
-    def _slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return the memory of all slots of a segment: data, output, scratch. lane: index among concurrent segments."""
+    def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
+        """Return the function (first slot, number of slots) -> tensor for all slots of a segment. lane: index among
+        concurrent ones."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
-        scratch = self._scratch_memory("scratch", lane, segment, program.scratch)
+        scratch = self._get_scratch_memory("scratch", lane, segment, program.scratch)
         chunks, first_scratch = program.chunks, program.first_scratch
 
         def memory(slot: int, count: int) -> torch.Tensor:
-            """Return `count` adjacent slots from `slot` on."""
+            """Return the 1-D memory of `count` adjacent slots from `slot` on."""
             if slot < chunks:
                 return data(slot, count)
             if slot >= first_scratch:
@@ -352,21 +372,23 @@ class Executable:
 
         return memory
 
-    def _scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Return the memory of `slots` scratch slots, reused from run to run.
+    def _get_scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
+        """Return the function (first slot, number of slots) -> tensor for `slots` scratch slots, reused from run to
+        run.
 
-        name: of the purpose. lane: index among concurrent segments.
+        name: purpose of the buffer, such as "staging". lane: index among concurrent segments.
         """
-        return _adjacent(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
+        return _view_slots(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
-def _adjacent(tensor: torch.Tensor, n: int) -> Memory:
-    """Return the memory of slots of `n` elements that lie one after another in `tensor`."""
+def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
+    """Return the function (first slot, number of slots) -> view for slots of `n` elements that are consecutive in
+    `tensor`."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
-def _strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return the memory of slots that are each a part of a chunk of `n` elements: elements start .. start + length of
-    it."""
+def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
+    """Return the function (slot, 1) -> view, where slot i is elements start .. start + length of chunk i of `n`
+    elements."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

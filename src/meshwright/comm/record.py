@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(slots=True)
 class SiteRecord:
-    """Totals of one call site on one axis since the last `clear`.
+    """Totals of the collective calls of one call site on one mesh axis since the last `clear`.
 
-    payload_bytes: bytes of the whole vectors: what is reduced, or what a gather makes. sent_bytes: bytes this rank has
-        sent.
+    site: label of the call. calls: number of calls. payload_bytes: bytes of the whole vectors (input of a reduction,
+        result of a gather). sent_bytes: bytes that this rank has sent.
     """
 
     site: str
@@ -24,13 +24,14 @@ class SiteRecord:
 
 
 class Record:
-    """Collective-call counters of one process, by site, operation and axis."""
+    """Counters of the collective calls of one process, by call site, operation and axis."""
 
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one call of a site. payload_bytes: of the whole vector. sent_bytes: what this rank sends."""
+        """Count one call. site: label of the call. payload_bytes: bytes of the whole vector. sent_bytes: bytes this
+        rank sends."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
@@ -39,7 +40,7 @@ class Record:
         entry.sent_bytes += sent_bytes
 
     def clear(self) -> None:
-        """Reset the totals."""
+        """Reset all counters."""
         self.sites.clear()
 
     def sent_bytes(self) -> int:
@@ -47,7 +48,7 @@ class Record:
         return sum(entry.sent_bytes for entry in self.sites.values())
 
     def sent_by_site(self) -> dict[str, int]:
-        """Return the bytes sent by call site, without sites that sent nothing."""
+        """Return call site -> bytes that this rank has sent, without sites that sent nothing."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:
@@ -55,7 +56,7 @@ class Record:
         return sent
 
     def sent_by_axis(self) -> dict[str, int]:
-        """Return the bytes sent by mesh axis; sub-axes ("tp/2", "pp[0,3]") count for their axis."""
+        """Return mesh axis -> bytes that this rank has sent; sub-axes ("tp/2", "pp[0,3]") count for their axis."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:
@@ -64,8 +65,10 @@ class Record:
         return sent
 
     def table(self) -> list[dict[str, str | int]]:
-        """Return one JSON-able entry per call site and operation, in the order of their first call; axes of one site
-        are added up under the first one's name."""
+        """Return the totals as JSON-able dicts with the fields of `SiteRecord`, one per call site and operation.
+
+        In the order of the first calls; several axes of one site are added up under the name of the first axis.
+        """
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
             line = lines.get((entry.site, entry.operation))
@@ -79,6 +82,6 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return how much each entry of a dict of byte counts has grown from `before` to `after`, without zeros."""
+    """Return key -> growth of a byte counter from `before` to `after`, without keys that have not grown."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

@@ -24,10 +24,10 @@ MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receive
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One end of a point-to-point transfer over an axis.
+    """One end of a point-to-point transfer over a mesh axis.
 
-    tensor: sent to the rank at index `peer` of the axis, or received from it if `arrives`. site: label of the call in
-        traces. name: label in reports ("2RECV_F3").
+    tensor: sent to the rank at index `peer` of the axis, or received from it if `arrives` is True. site: label of the
+        call in records. name: label of the message in error reports, such as "2RECV_F3".
     """
 
     tensor: torch.Tensor
@@ -37,9 +37,11 @@ class Message:
     name: str
 
 
-def native(axis: Axis, tensor: torch.Tensor) -> bool:
-    """Return True if the backend's own reduce-scatter and all-gather are used for `tensor`: not for CPU tensors of
-    several gloo ranks."""
+def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
+    """Return True if the backend's own reduce-scatter and all-gather are used for `tensor` over `axis`.
+
+    False for CPU tensors of several gloo ranks, whose data are sent directly between the final buffers.
+    """
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
@@ -49,23 +51,22 @@ _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post output[n] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
+    """Post a reduce-scatter: output[:] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
 
-    A collective program overwrites `source`. Returns (works, finish): work handles, and what to call when they are
-    complete (None: nothing).
+    A collective program overwrites `source`. Returns (work handles, function to call when they are complete, or None).
     """
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
         mine = source.view(axis.size, -1)[axis.rank]
 
         def run() -> None:
-            """Run the program and copy this rank's slice to `output`."""
+            """Run the collective program on `source` and copy this rank's slice to `output`."""
             program.run(source)
             if mine.data_ptr() != output.data_ptr():
                 output.view(-1).copy_(mine)
 
         return [axis.communicator.programs.post(run, source, program.batched)], None
-    if native(axis, source):
+    if uses_native_calls(axis, source):
         # Flat: gloo on CUDA tensors refuses an output and a source whose shapes differ in more than dim 0.
         flat, parts = output.view(-1), source.view(-1)
         return [_native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
@@ -85,12 +86,12 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post output = concatenation of the ranks' `source`, which may be a view of its slice of `output`.
+    """Post an all-gather: output = concatenation of the ranks' `source`, which may be a view of its slice of `output`.
 
-    Returns (works, finish): work handles, and what to call when they are complete (None: nothing).
+    Returns (work handles, function to call when they are complete, or None).
     """
     program = axis.program("all_gather", output.nbytes)
-    if program is None and native(axis, source):
+    if program is None and uses_native_calls(axis, source):
         whole, part = output.view(-1), source.view(-1)
         return [_native_all_gather(whole, part, group=axis.group, async_op=True)], None
     parts = output.view(axis.size, -1)
@@ -102,9 +103,9 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-    """Post an all-reduce of `tensor` in place; op: "sum" or "max". Collective programs serve sums alone.
+    """Post an all-reduce of `tensor` in place; op: "sum" or "max". Collective programs are used for sums only.
 
-    Returns (works, finish): work handles, and what to call when they are complete (None: nothing).
+    Returns (work handles, function to call when they are complete, or None).
     """
     program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
     if program is not None:
@@ -116,7 +117,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
     """Post a broadcast of `tensor` in place, from the rank at index `source` of the axis.
 
-    Returns (works, finish): work handles, and what to call when they are complete (None: nothing).
+    Returns (work handles, function to call when they are complete, or None).
     """
     return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
 
@@ -128,20 +129,19 @@ def all_to_all(
     output_sizes: list[int] | None,
     source_sizes: list[int] | None,
 ) -> Posted:
-    """Post an all-to-all along dim 0: part i of `source` goes to rank i, whose part for this rank becomes part i of
+    """Post an all-to-all along dim 0: part i of `source` goes to rank i, and the part from rank i becomes part i of
     `output`.
 
-    source_sizes, output_sizes: rows of the parts; None: equal parts. Returns (works, finish): work handles, and what to
-        call when they are complete (None: nothing).
+    source_sizes, output_sizes: rows of the parts; None: equal parts. Returns (work handles, None).
     """
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
-    """Post all messages together; their tensors must be contiguous.
+    """Post point-to-point messages together; their tensors must be contiguous.
 
-    Returns for each message (works, finish): work handles, and what to call when they are complete (None: nothing).
+    Returns for each message (work handles, function to call when they are complete, or None).
     """
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
@@ -171,7 +171,10 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post a ring shift: `source` goes to the next rank of the axis, that of the previous rank arrives in `output`."""
+    """Post a ring shift: `source` goes to the next rank of the axis, that of the previous rank arrives in `output`.
+
+    Returns (work handles, function to call when they are complete, or None).
+    """
     if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
         output.copy_(source)
         return [], None
@@ -182,28 +185,35 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven all-gather along dim 0, sizes[i] rows of rank i, by an all-to-all."""
+    """Post an uneven all-gather along dim 0 as an all-to-all; `output` gets sizes[i] rows from rank i.
+
+    Returns (work handles, None).
+    """
     copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
     return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven reduce-scatter along dim 0, sizes[i] rows for rank i; ranks are added in order."""
+    """Post an uneven reduce-scatter along dim 0, sizes[i] rows for rank i; ranks are added in order.
+
+    Returns (work handles, function that adds up the received parts).
+    """
     arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
     works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
 
     def finish() -> None:
-        """Add up the received parts in rank order."""
+        """Add up the received parts in rank order into `output`."""
         torch.sum(arrived.unflatten(0, (axis.size, output.shape[0])), dim=0, out=output)
 
     return works, finish
 
 
 def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
-    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, all at once; return the work handles.
+    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, for all other ranks; return the work
+    handles.
 
-    Each rank starts with its right neighbour. Calls the group's own methods, because `dist.isend` and `irecv` look it
-    up again.
+    Each rank starts with its right neighbour. Calls the group's own methods, as `dist.isend` and `dist.irecv` look up
+    the group again.
     """
     works: list[Any] = []
     group, tag = axis.group, 0

@@ -1,4 +1,4 @@
-"""Profiling of a rank's collective calls: records when each was posted, waited for and done."""
+"""Profiling of a rank's collective calls: records the times at which each is posted, waited for and complete."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshwright.flight_recorder.call_ring import CallWriter
 class WatchedCall:
     """Times of one collective call, in nanoseconds since 1970 on this host's clock.
 
-    site: label of the call. payload_bytes: of the whole vector. posted, done: when it was posted and found complete.
-        waited: when the process began to wait for it.
+    site: label of the call. payload_bytes: bytes of the whole vector. posted: time of the call. waited: time at which
+        the process began to wait for it. done: time at which it was found complete. None: not yet.
     """
 
     site: str
@@ -30,8 +30,10 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Proxy for a communicator's recorder of calls, which notes times and forwards everything to it. calls: the
-    recorder."""
+    """Recorder of collective calls that notes their times and forwards everything to the recorder `calls`.
+
+    seen (attribute): the calls so far, in posting order.
+    """
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -42,10 +44,10 @@ class WatchedCalls:
         return getattr(self._calls, name)
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Record a posted call and its time; return its number.
+        """Record a posted call and its time; return its number in the flight recorder.
 
-        group: number of the set of ranks. site: label of the call. payload_bytes: of the whole vector. dtype, shape: of
-            the tensor.
+        group: number of the set of ranks. site: label of the call. payload_bytes: bytes of the whole vector. dtype,
+            shape: of the tensor.
         """
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())
@@ -53,23 +55,23 @@ class WatchedCalls:
         return number
 
     def wait(self, number: int) -> None:
-        """Record that the process begins to wait for the call with this number."""
+        """Record the time at which the process begins to wait for the call with this number."""
         if (call := self._numbers.get(number)) is not None:
             call.waited = time.time_ns()
         self._calls.wait(number)
 
     def done(self, number: int) -> None:
-        """Record that the call with this number is complete."""
+        """Record the time at which the call with this number is complete."""
         self._calls.done(number)
         if (call := self._numbers.get(number)) is not None:
             call.done = time.time_ns()
 
 
 @contextmanager
-def watching(communicator: Communicator) -> Iterator[list[WatchedCall]]:
-    """Context that yields a list to which the communicator's calls are appended as they are posted, with their times.
+def watch_calls(communicator: Communicator) -> Iterator[list[WatchedCall]]:
+    """Context manager that yields a list, to which the communicator's collective calls are appended with their times.
 
-    On exit waits for calls in flight, unless an error occurred.
+    On exit it waits for calls in flight, unless an error occurred.
     """
     calls = communicator.calls
     watched = WatchedCalls(calls)

@@ -1,4 +1,4 @@
-"""Wrong process groups for an axis, over which an injected fault makes a call."""
+"""Wrong process groups of a mesh axis, for the injection of the fault "wrong group"."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Hashable, Sequence
 from meshwright.layout import Layout
 
 
-def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
-    """Return all groups of ranks of the axis with this name: "dp", "tp/2" (blocks of 2 neighbours on tp) or "pp[0,3]"
-    (ranks at indices 0 and 3 of pp)."""
+def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
+    """Return all groups of ranks of the mesh axis or sub-axis `name` in a layout.
+
+    name: "dp", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
+    """
     if match := re.fullmatch(r"(\w+)/(\d+)", name):
         size = int(match[2])
         whole = layout.groups(match[1])
@@ -20,19 +22,18 @@ def groups_named(layout: Layout, name: str) -> list[tuple[int, ...]]:
     return layout.groups(name)
 
 
-def other_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return groups for the fault "wrong group": the ranks of axis `name` in groups of the right sizes, but the wrong
-    ones.
+def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
+    """Return groups for the fault "wrong group": the ranks of axis `name`, but in wrong groups of the right sizes.
 
-    A group has neighbouring ranks or, where those would be right, ranks of equal index in their groups. alike: one
-    value per rank; only ranks with equal values and, unless the axis spans stages, of one pipeline stage are mixed:
-    others would wait for calls that are never made.
-    equal: groups must be of equal size. A single group is halved, unless `equal` or halves would be single ranks: then
-        none.
+    A group has consecutive ranks or, where those would be right, ranks of equal index in their groups. alike: one value
+    per rank; only ranks with equal values, and of one pipeline stage (unless the axis spans stages), are mixed: others
+    would wait for calls that are never made.
+    equal: groups must be of equal size. If there is only one group it is halved; no groups are returned if `equal`, or
+        if the halves would be single ranks.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}
-    for ranks in groups_named(layout, name):
+    for ranks in list_axis_groups(layout, name):
         stage = 0 if across else layout.coordinates(ranks[0])["pp"]
         classes.setdefault((stage, alike[ranks[0]]), []).append(ranks)
     others: list[tuple[int, ...]] = []

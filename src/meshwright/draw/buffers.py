@@ -8,7 +8,16 @@ from meshwright.draw.markup import Markup, element, join
 from meshwright.draw.page import paragraph
 from meshwright.draw.picture import Picture
 from meshwright.draw.text_width import text_width
-from meshwright.program.buffer_frames import LETTERS, Arrow, Cell, Frame, frames, legend, reduces, slot_title
+from meshwright.program.buffer_frames import (
+    LETTERS,
+    Arrow,
+    Cell,
+    Frame,
+    build_frames,
+    format_legend,
+    format_slot_title,
+    is_reduction,
+)
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import CollectiveProgram
 
@@ -18,7 +27,7 @@ _CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, betwe
 def draw_buffers(checked: CheckedCollective) -> Markup:
     """Return the pictures of all buffers round by round, with their legend. Raises `UserError` for a
     program too large."""
-    program, drawn = checked.program, frames(checked)
+    program, drawn = checked.program, build_frames(checked)
     longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
     cell_width = max(64, round(longest) + 20)
     pictures = [_FramePicture(program, frame, cell_width) for frame in drawn]
@@ -33,7 +42,7 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
     stripes = [_origin_stripes(origins, program.ranks, cell_width) for origins in sorted(held)]
     parts = (
         paragraph(_cost_sentence(checked), muted=True),
-        paragraph(legend(program), muted=True),
+        paragraph(format_legend(program), muted=True),
         element("p", join(_legend_spans(program), " "), class_="muted cells"),
         element("div", join(sections, "\n"), class_="frames", style=f"grid-template-columns:{columns}"),
         element("svg", element("defs", join(stripes, "\n")), class_="stripes"),
@@ -59,7 +68,7 @@ def _legend_spans(program: CollectiveProgram) -> list[Markup]:
         ("background:hsl(var(--whole) / .42)", "as the operation promises"),
         ("border:2px solid var(--ink)", "new in this round"),
     ]
-    if reduces(program):
+    if is_reduction(program):
         keys[0] = ("background:linear-gradient(90deg,hsl(var(--part) / .12),hsl(var(--part) / .6))",
                    "more parts, stronger colour")  # fmt: skip
     spans = [element("span", element("i", style=style), words) for style, words in keys]
@@ -103,7 +112,7 @@ class _FramePicture:
 
     def __post_init__(self) -> None:
         self.ranks, self.slots = len(self.frame.cells), len(self.frame.cells[0])
-        titles = [slot_title(self.program, slot) for slot in range(self.slots)]
+        titles = [format_slot_title(self.program, slot) for slot in range(self.slots)]
         self.left = 16 + max(round(text_width(title, 11, monospace=True)) for title in titles)
         self.width = self.left + self.ranks * self.cell_width + (self.ranks - 1) * _GAP + _GAP // 2
         self.lane: dict[int, int] = {}  # of each long arrow
@@ -128,7 +137,7 @@ class _FramePicture:
         """Return the picture as SVG, `width` pixels wide."""
         picture = Picture()
         for slot, top in enumerate(self.top):
-            picture.text(self.left - 8, top + _CELL / 2 + 4, slot_title(self.program, slot), class_="side")
+            picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
         for rank, cells in enumerate(self.frame.cells):
             words = f"rank {rank} · {LETTERS[rank]}"
             picture.text(self._rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
@@ -146,7 +155,7 @@ class _FramePicture:
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
         """Draw the cell of a slot on a rank."""
         x, y, width = self._rank_left(rank), self.top[slot], self.cell_width
-        share = len(cell.origins) / self.ranks if reduces(self.program) else 0.5
+        share = len(cell.origins) / self.ranks if is_reduction(self.program) else 0.5
         kind = "none" if not cell.label else "whole" if cell.whole else "part"
         picture.add(
             "rect", class_=kind + " fresh" * cell.fresh, style=f"--full:{0.08 + 0.5 * share:.2f}", x=x, y=y,

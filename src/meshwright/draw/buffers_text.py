@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from meshwright.program.buffer_frames import LETTERS, Arrow, Cell, Frame, frames, legend, slot_title
+from meshwright.program.buffer_frames import LETTERS, Arrow, Cell, Frame, build_frames, format_legend, format_slot_title
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import CollectiveProgram
 
@@ -17,8 +17,8 @@ def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None
     Slots written in the round are in brackets. last_rounds: draw only this many rounds from the end. Raises `UserError`
     for a program too large.
     """
-    program, drawn = checked.program, frames(checked)
-    lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {legend(program)}"]
+    program, drawn = checked.program, build_frames(checked)
+    lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {format_legend(program)}"]
     if last_rounds is not None and last_rounds < checked.rounds:
         first = next(i for i, frame in enumerate(drawn) if frame.round > checked.rounds - last_rounds)
         drawn = drawn[first - 1 :]
@@ -47,7 +47,7 @@ def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
 
 def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
     """Return the cells of a frame as aligned lines."""
-    heads = [""] + [slot_title(program, slot) for slot in range(len(frame.cells[0]))]
+    heads = [""] + [format_slot_title(program, slot) for slot in range(len(frame.cells[0]))]
     rows = [[f"rank {rank} {LETTERS[rank]}", *map(_format_cell, cells)] for rank, cells in enumerate(frame.cells)]
     width = max(len(text) for row in rows for text in row[1:]) + 2
     width = max(width, *(len(head) + 3 for head in heads))

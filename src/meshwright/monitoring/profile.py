@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watched_calls import settle_calls, watching
+from meshwright.comm.watched_calls import settle_calls, watch_calls
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.profile_trace import RankSteps, Span, build_rank_trace, clock_offset, merge_rank_traces
 from meshwright.monitoring.run_directory import RunDirectory
@@ -125,7 +125,7 @@ class _ProfileRecording:
         self._annotations = ExitStack()  # the one around a part of the step that is under way
         self._marked = self._begun = 0
         self._zero, self._offset = _compare_clocks(mesh)
-        self._watch = watching(mesh.communicator)
+        self._watch = watch_calls(mesh.communicator)
         self.calls = self._watch.__enter__()
         trainer.clock.listener = self._on_clock_mark
         trainer.passes.watched = lambda compute: _NamedCompute(compute, self._compute_step)
@@ -184,7 +184,7 @@ class _ProfileRecording:
     @contextmanager
     def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
         """Record the span of one forward or backward computed inside the with block."""
-        label, name = self._names.of(kind, stage, replica, micro_batch)
+        label, name = self._names.describe_step(kind, stage, replica, micro_batch)
         begun = time.time_ns()
         with self._annotate_operators(label):
             yield

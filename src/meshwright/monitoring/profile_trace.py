@@ -15,8 +15,8 @@ from meshwright.errors import UserError
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.program.timeline import WORDS, pipeline_timeline
-from meshwright.program.trace import process_event, slice_event, thread_events, trace_events
+from meshwright.program.timeline import WORDS, build_pipeline_timeline
+from meshwright.program.trace import build_chrome_trace, make_process_event, make_slice_event, make_thread_events
 
 THREADS = 1000
 """Threads of one rank; their numbers differ from those of every other, as readers want."""
@@ -130,12 +130,14 @@ def merge_rank_traces(
 def rank_events(steps: RankSteps) -> Events:
     """Return the trace events of a rank: its process, the thread of its steps, the threads of its collective calls."""
     process, first = steps.rank, steps.rank * THREADS
-    events: Events = [process_event(process, f"rank {steps.rank}")]
-    events += thread_events(process, first + STEPS, "steps")
+    events: Events = [make_process_event(process, f"rank {steps.rank}")]
+    events += make_thread_events(process, first + STEPS, "steps")
     for span in steps.spans:
         start, length = (span.start - steps.zero) / 1e3, (span.end - span.start) / 1e3
         events.append(
-            slice_event(process, first + STEPS, start, length, span.label, span.kind, {"what": span.name, **span.args})
+            make_slice_event(
+                process, first + STEPS, start, length, span.label, span.kind, {"what": span.name, **span.args}
+            )
         )
     calls = sorted((call for call in steps.calls if call.done is not None), key=lambda call: call.posted)
     ends: list[int] = []  # of the last call on each thread: those under way at once stand on threads of their own
@@ -146,12 +148,16 @@ def rank_events(steps: RankSteps) -> Events:
         thread = first + CALLS + lane
         args = {"operation": call.operation, "axis": call.axis, "bytes": call.payload_bytes}
         start = (call.posted - steps.zero) / 1e3
-        events.append(slice_event(process, thread, start, (done - call.posted) / 1e3, call.site, "call", args))
+        events.append(make_slice_event(process, thread, start, (done - call.posted) / 1e3, call.site, "call", args))
         if call.waited is not None:
             waits, length = (call.waited - steps.zero) / 1e3, (done - call.waited) / 1e3
-            events.append(slice_event(process, thread, waits, length, "wait", "wait", {"what": f"for {call.site}"}))
+            events.append(
+                make_slice_event(process, thread, waits, length, "wait", "wait", {"what": f"for {call.site}"})
+            )
     for lane in range(len(ends)):
-        events += thread_events(process, first + CALLS + lane, "calls" if lane == 0 else f"calls, beside {lane} more")
+        events += make_thread_events(
+            process, first + CALLS + lane, "calls" if lane == 0 else f"calls, beside {lane} more"
+        )
     return events
 
 
@@ -181,12 +187,12 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
         timing = simulate_pipeline(program, Durations(table[Kind.FORWARD], whole, table[Kind.WEIGHT_GRADIENT]))
     except UserError:
         return []
-    timeline = pipeline_timeline(program, timing)
+    timeline = build_pipeline_timeline(program, timing)
     process = len(ranks)
     start = min(starts, default=0.0) - 1e6 * float(timing.start[program.steps.kind == Kind.FORWARD].min())
-    found = trace_events(timeline, process=process, first_thread=process * THREADS, start=start)["traceEvents"]
+    found = build_chrome_trace(timeline, process=process, first_thread=process * THREADS, start=start)["traceEvents"]
     title = f"{program.name}, simulated with the median times of its steps here, transfers in no time"
-    return [process_event(process, title), *found[1:]]
+    return [make_process_event(process, title), *found[1:]]
 
 
 class _ThreadNumbers:
@@ -201,7 +207,9 @@ class _ThreadNumbers:
 
     def events(self) -> Events:
         """Return the trace events that name the threads."""
-        return [event for name, number in self._numbers.items() for event in thread_events(self._rank, number, name)]
+        return [
+            event for name, number in self._numbers.items() for event in make_thread_events(self._rank, number, name)
+        ]
 
 
 def _chrome_trace(events: Events) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.handle import DONE
-from meshwright.comm.mesh import Axis, Mesh, axis_of
+from meshwright.comm.mesh import Axis, Mesh, find_axis
 from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import ContextOperations
@@ -325,7 +325,7 @@ def _compute_ring_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd; return the output and each query's log-sum-exp, [B, N, C]. `key`:
     `Axis.key`."""
-    axis, wide = axis_of(key), at_least_float32(q_BNCD.dtype)
+    axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
@@ -348,7 +348,7 @@ def _backward(
     """Return the gradients of queries, keys and values of ring attention, given that of its output. `saved_tensors`:
     queries, keys, values, output, log-sum-exps."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
-    axis, wide = axis_of(key), log_sum_BNC.dtype
+    axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
     q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)

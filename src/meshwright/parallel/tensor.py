@@ -79,7 +79,7 @@ class PartialGradients:
         for row in table.rows:  # also those that this rank has nothing of: all ranks make the groups
             copies = row.replicas(mesh.layout)
             if "tp" in row.gradient_axes(mesh.layout) and copies not in neighbours:
-                neighbours[copies] = mesh.neighbours("tp", copies)
+                neighbours[copies] = mesh.make_block_axis("tp", copies)
         for unit in units:
             for part, low, high in unit.flat.within(unit.start, unit.stop):
                 if part.partial:

@@ -119,7 +119,7 @@ class ZeroEngine:
         axes: dict[tuple[int, ...], Axis | None] = {}
         holders = {name: self.partition.holders(name) for name in self.table.units}
         for places in dict.fromkeys(holders.values()):
-            axes[places] = self.mesh.among("pp", places) if len(places) > 1 else None
+            axes[places] = self.mesh.make_subset_axis("pp", places) if len(places) > 1 else None
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:

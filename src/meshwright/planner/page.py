@@ -29,7 +29,7 @@ from meshwright.planner.text import (
     undecided_text,
 )
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.program.timeline import pipeline_timeline
+from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.spec.refuse import refuse
 
 MOST_RANKS = 64
@@ -185,7 +185,7 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
         pairs=problem.pairs,
     )
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
-    timeline = pipeline_timeline(program, simulate_pipeline(program, durations))
+    timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))
     yield paragraph(f"Seconds from the first forward on{many}.", muted=True)
     yield draw_overview(timeline)
     if len(timeline.spans) <= MOST_STEPS:

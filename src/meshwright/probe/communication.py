@@ -27,7 +27,7 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
     of each host; "world". The mesh has tp ranks on each of dp hosts.
     """
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
-    axes = [("inside", mesh.neighbours("tp", size)) for size in inside]
+    axes = [("inside", mesh.make_block_axis("tp", size)) for size in inside]
     if mesh.dp.size > 1:
         axes.append(("across", mesh.dp))
         if mesh.tp.size > 1:

@@ -1,4 +1,4 @@
-"""The buffers of all ranks round by round, for drawings that teach: what each slot holds, and who sent what to whom."""
+"""Pictures of the buffers of all ranks, round by round: what each slot holds, and which rank sent what to which."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ MOST_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Cell:
-    """Content of one slot of a rank's buffer in a drawing.
+    """Content of one slot (buffer for one chunk of the vector) of a rank in a drawing.
 
-    label: text such as `a0+b0`, empty for an empty slot. origins: ranks whose contributions the slot holds.
+    label: text such as `a0+b0` (chunk 0 of ranks a and b), empty for an empty slot. origins: ranks whose contributions
+        it holds.
     whole: True if the content is what the operation requires at the end. fresh: True if written in this frame.
     """
 
@@ -36,9 +37,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Transfer of slots between two ranks in a drawing; a local copy if they are equal.
+    """One transfer between two ranks in a drawing of buffers; a local copy if source and target rank are equal.
 
-    source, slot: rank and first slot read. target, into: rank and first slot written. count: slots, 0 for a signal.
+    source, target: sending and receiving rank. slot: first slot read on the source. into: first slot written on the
+        target. count: number of slots, 0 for a signal.
     adds: True if the slots are reduced into the target instead of overwriting it.
     """
 
@@ -52,10 +54,10 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Frame:
-    """Picture of the buffers of all ranks after some of the program's rounds.
+    """Picture of the buffers of all ranks at one point of a collective program, such as the end of a round.
 
-    title: `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed.
-    arrows: transfers since the frame before. cells: slot contents after them, by [rank][slot].
+    title: `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed. arrows: transfers
+        since the frame before. cells: slot contents after these, by [rank][slot].
     """
 
     title: str
@@ -64,10 +66,11 @@ class Frame:
     cells: tuple[tuple[Cell, ...], ...]
 
 
-def frames(checked: CheckedCollective) -> list[Frame]:
-    """Return the pictures of all buffers: the start, one after each round, and one before it if ranks copy or combine.
+def build_frames(checked: CheckedCollective) -> list[Frame]:
+    """Return pictures of all ranks' buffers: at the start, after each round, and between where ranks copy or reduce
+    locally.
 
-    checked: verified program. Raises `UserError` where a drawing would be too large to read.
+    checked: verified collective program. Raises `UserError` above 16 ranks, 64 slots per rank or 200 rounds.
     """
     program = checked.program
     for what, number, most in (
@@ -80,22 +83,23 @@ def frames(checked: CheckedCollective) -> list[Frame]:
                 f"the buffers of {program.operation} {program.algorithm} cannot be drawn: {number} {what}, and a "
                 f"picture has room for {most}; draw the same algorithm smaller"
             )
-    order, width = _by_rounds(checked)
+    order, width = _align_levels_with_rounds(checked)
     s = program.steps
     ends = np.stack([order.level[s.group_index[checked.sends]], order.level[s.group_index[checked.receives]]])
     key = ends.max(axis=0)
     flow = ContributionTracker(program)
-    shot: list[Frame] = [Frame("start", 0, (), _cells(program, flow.memory, set()))]
+    shot: list[Frame] = [Frame("start", 0, (), _make_cells(program, flow.memory, set()))]
     fresh: set[tuple[int, int]] = set()
     arrows: list[Arrow] = []
 
-    def watch(level: int) -> None:
-        """Add the frame of the level `level`, which has just run, if it has transfers or local steps to show."""
+    def append_frame(level: int) -> None:
+        """Append the frame for dependency level `level`, which has just run, if it has transfers or local steps to
+        draw."""
         turn, place = divmod(level, width)
         for step in np.flatnonzero(s.has_kind(LOCAL) & (order.level[s.group_index] == level)).tolist():
-            arrows.append(_arrow(program, step, step))
+            arrows.append(_make_arrow(program, step, step))
         for at in np.flatnonzero(key == level).tolist():
-            arrows.append(_arrow(program, int(checked.sends[at]), int(checked.receives[at])))
+            arrows.append(_make_arrow(program, int(checked.sends[at]), int(checked.receives[at])))
         if arrows and place >= width - 2:
             across = place == width - 1
             for arrow in arrows:
@@ -103,19 +107,20 @@ def frames(checked: CheckedCollective) -> list[Frame]:
             title = f"round {turn + 1} of {checked.rounds}"
             if not across:
                 title = f"before {title}: on each rank" if turn < checked.rounds else "at the end: on each rank"
-            shot.append(Frame(title, turn + across, tuple(arrows), _cells(program, flow.memory, fresh)))
+            shot.append(Frame(title, turn + across, tuple(arrows), _make_cells(program, flow.memory, fresh)))
             arrows.clear()
             fresh.clear()
 
     inside = build_local_moves(program, order)
-    flow.run(build_transfer_moves(program, checked.sends, checked.receives, order, key), inside, watch)
+    flow.run(build_transfer_moves(program, checked.sends, checked.receives, order, key), inside, append_frame)
     return shot
 
 
-def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the levels of the posting order so that all transfers of a round share one level.
+def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
+    """Renumber the dependency levels of a program so that all transfers of one round share one level.
 
-    Returns the new order and the number of levels of a round; local groups take those before the round's transfers.
+    Returns the new posting order, and the number of levels per round: local copies and reductions take all but the last
+    one, the round's transfers the last.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
@@ -130,10 +135,10 @@ def _by_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
     return PostingOrder(level, rounds, checked.order.depth), chain + 1
 
 
-def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
-    """Return the arrow of a transfer or a local step.
+def _make_arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
+    """Return the arrow that draws one transfer or local step of a collective program.
 
-    reader, writer: indices of the steps that read and write, such as a send and its receive; equal for a local step.
+    reader, writer: indices of the steps that read and write the data (a send and its receive); equal for a local step.
     """
     s = program.steps
     inside = s.kind[writer] in LOCAL
@@ -144,12 +149,12 @@ def _arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
     )
 
 
-def _cells(
+def _make_cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """Return the cells to draw, by [rank][slot].
+    """Return the cells to draw for all slots of all ranks, by [rank][slot].
 
-    memory: slot contents. fresh: (rank, slot) pairs written since the last frame.
+    memory: chunk and contributing ranks of every slot. fresh: (rank, slot) pairs written since the last frame.
     """
     need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
@@ -160,28 +165,31 @@ def _cells(
         )
     }
 
-    def cell(rank: int, slot: int) -> Cell:
-        """Return the cell of slot `slot` of rank `rank`."""
+    def make_cell(rank: int, slot: int) -> Cell:
+        """Return the cell that draws slot number `slot` of rank `rank`."""
         chunk = int(memory.chunk[rank, slot])
         origins = tuple(memory.list_contributors(rank, slot))
         whole = promised.get((rank, slot)) == (chunk, origins)
-        return Cell(label(program, chunk, origins), origins if chunk >= 0 else (), whole, (rank, slot) in fresh)
+        return Cell(
+            format_slot_label(program, chunk, origins), origins if chunk >= 0 else (), whole, (rank, slot) in fresh
+        )
 
     slots = 1 if program.operation == "barrier" else program.slots
-    return tuple(tuple(cell(rank, slot) for slot in range(slots)) for rank in range(program.ranks))
+    return tuple(tuple(make_cell(rank, slot) for slot in range(slots)) for rank in range(program.ranks))
 
 
-def reduces(program: CollectiveProgram) -> bool:
-    """Return True if slots of the program's operation can hold contributions of several ranks (all-reduce,
-    reduce-scatter, reduce, barrier)."""
+def is_reduction(program: CollectiveProgram) -> bool:
+    """Return True if the program's operation sums contributions: all-reduce, reduce-scatter, reduce (or barrier, for
+    signals)."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
-def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> str:
-    """Return the text for a slot that holds `chunk` (-1: empty text) with the contributions of the ranks `origins`.
+def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> str:
+    """Return the text drawn in a slot that holds chunk `chunk` (-1: empty text) with contributions of the ranks
+    `origins`.
 
-    `a0`, `a0+b0`, `a…e0` for five and more in a row, `8 parts of 0` for many scattered ones, `Σ0` for all ranks; of a
-    barrier the ranks heard from: `a+b`, `all`.
+    Ranks are letters: `a0`, `a0+b0`, `a…e0` for consecutive ranks, `8 parts of 0` for many others, `Σ0` for all ranks.
+        For a barrier, the ranks from which a signal has come: `a+b`, `all`.
     """
     if chunk < 0:
         return ""
@@ -189,7 +197,7 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
     if len(origins) == program.ranks and program.ranks > 1:
         if program.operation == "barrier":
             return "all"
-        if reduces(program):
+        if is_reduction(program):
             return f"Σ{number}"
     if len(origins) <= 4:
         return "+".join(f"{LETTERS[rank]}{number}" for rank in origins)
@@ -202,18 +210,18 @@ def label(program: CollectiveProgram, chunk: int, origins: tuple[int, ...]) -> s
     return "+".join(terms)
 
 
-def slot_title(program: CollectiveProgram, slot: int) -> str:
-    """Return the heading of slot number `slot` in a drawing: `data[3]`, or `heard from` for a barrier."""
+def format_slot_title(program: CollectiveProgram, slot: int) -> str:
+    """Return the column heading of slot number `slot` in a drawing: `data[3]`, or `heard from` for a barrier."""
     return "heard from" if program.operation == "barrier" else program.format_slots(slot)
 
 
-def legend(program: CollectiveProgram) -> str:
-    """Return one sentence that explains the letters in the slots' labels: `a is rank 0, d rank 3; a0 is rank 0's part
-    ...`."""
+def format_legend(program: CollectiveProgram) -> str:
+    """Return the sentence below a drawing that explains its labels: `a is rank 0, d rank 3; a0 is rank 0's part of
+    chunk 0`."""
     ranks = f"{LETTERS[0]} is rank 0" + (
         f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
     )
     if program.operation == "barrier":
         return f"{ranks}; a rank may go on when it has heard, directly or not, from all."
-    total = "; Σ0 has the parts of all ranks" if reduces(program) and program.ranks > 1 else ""
+    total = "; Σ0 has the parts of all ranks" if is_reduction(program) and program.ranks > 1 else ""
     return f"{ranks}; {LETTERS[0]}0 is rank 0's part of chunk 0{total}."

@@ -38,10 +38,11 @@ _MAX_SLOTS_MOVED = 10**8  # summed over steps: a few GiB and a minute
 
 @dataclass(frozen=True)
 class CheckedCollective:
-    """Verified collective program, with what the check has computed.
+    """Verified collective program, with its matched transfers and the order in which they can run.
 
-    sends, receives: [transfers], step indices of the two ends. level: [transfers], increasing along chains of dependent
-        transfers. order: posting order of the groups.
+    sends, receives: [transfers], indices of the send and receive step of each transfer. level: [transfers], position in
+        the dependency order: a transfer depends on lower levels only.
+    order: order in which groups (steps that a rank posts together) can be posted.
     """
 
     program: CollectiveProgram
@@ -56,17 +57,18 @@ class CheckedCollective:
         return self.order.depth
 
     def bytes_sent(self, total_bytes: float) -> NDArray[np.float64]:
-        """Return the bytes that each rank sends for a vector of `total_bytes`: [ranks]."""
+        """Return the bytes that each rank sends if the operation's vector has `total_bytes` bytes: [ranks]."""
         s = self.program.steps
         slots = np.bincount(s.rank[self.sends], weights=s.count[self.sends], minlength=self.program.ranks)
         return np.asarray(slots * (total_bytes / self.program.chunks), np.float64)
 
 
 def check_collective(program: CollectiveProgram) -> CheckedCollective:
-    """Verify a program; raises `ProgramError` with rank, step and reason at the first violation.
+    """Verify that a collective program computes its operation and cannot deadlock; return it with its matched
+    transfers.
 
-    Cost: a few array operations a level, and 12 to 20 array entries for each slot moved. Contribution sets take ranks x
-        slots x ranks / 8 bytes. Raises `UserError` for programs too large to check.
+    Raises `ProgramError` (rank, step, reason) at the first violation, and `UserError` for a program too large to check.
+    Time grows with the slots moved by all steps; memory is about ranks x slots x ranks / 8 bytes.
     """
     p = program
     contract.check_header(p.operation, p.ranks, p.chunks, p.root, p.scratch, p.reduction, "program")
@@ -87,22 +89,27 @@ def check_collective(program: CollectiveProgram) -> CheckedCollective:
 
 
 def _check_steps(program: CollectiveProgram) -> None:
-    """Check each step alone: a known kind, existing ranks and slots, and a group that the kind allows."""
+    """Raise `ProgramError` for the first step that is invalid by itself: unknown kind, rank or slot, wrong field
+    values.
+
+    Local steps (copy, combine) must be in groups without transfers; a barrier may have only signals.
+    """
     s, ranks, slots = program.steps, program.ranks, program.slots
     across, inside = s.has_kind(SENDING + ARRIVING), s.has_kind(LOCAL)
     empty = s.has_kind((Kind.SIGNAL, Kind.WAIT))
 
     def refuse(bad: Mask, reason: str) -> None:
-        """Raise ProgramError with `reason` for the first step that is True in `bad` [steps], if any."""
+        """Raise `ProgramError` with `reason` for the first step for which `bad` [steps] is True, if any."""
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "peer", "count")}
             raise make_step_error(program, step, reason.format(**words))
 
     def beyond(first: Integers) -> Mask:
-        """Return a mask [steps]: True if slots first .. first + count are not all in one of data, output and scratch.
+        """Return a mask [steps]: True if slots first .. first + count do not lie within one of data, output and
+        scratch.
 
-        first: [steps], first slot of each step.
+        first: [steps], first slot that each step uses.
         """
         last = first + s.count - 1
         starts = np.array([0, program.output, program.first_scratch][0 if program.has_output else 1 :])
@@ -133,7 +140,11 @@ def _check_steps(program: CollectiveProgram) -> None:
 
 
 def _match_steps(program: CollectiveProgram) -> CheckedCollective:
-    """Match sends with receives and find the posting order of the groups."""
+    """Match each send with its receive, and compute the order in which all groups can be posted.
+
+    Returns the program with both, not yet verified further. Raises `ProgramError` for a send or receive without a
+    counterpart, different slot counts at both ends, and a deadlock.
+    """
     s = program.steps
     try:
         sends, receives = match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING))
@@ -156,9 +167,9 @@ def _match_steps(program: CollectiveProgram) -> CheckedCollective:
 
 
 def _make_unmatched_error(program: CollectiveProgram, unmatched: UnmatchedTransfer) -> ProgramError:
-    """Return the error for a send or receive without a counterpart, which tells the counts at both ends.
+    """Return the error for a send or receive without a counterpart; its message has the numbers of sends and receives.
 
-    unmatched: the step, as found by the matching.
+    unmatched: names the step, as raised by `match_transfers`.
     """
     s, step = program.steps, unmatched.step
     rank, peer = s.rank[step], s.peer[step]
@@ -175,10 +186,11 @@ def _make_unmatched_error(program: CollectiveProgram, unmatched: UnmatchedTransf
 def _make_deadlock_error(
     program: CollectiveProgram, circle: tuple[int, ...], sends: Integers, receives: Integers
 ) -> ProgramError:
-    """Return the error for a deadlock, with every rank of the cycle and the step that it waits for.
+    """Return the error for a deadlock, whose message lists every rank of the cycle and the step that it waits for.
 
-    circle: group indices; each is followed by its predecessor on the same rank, or by a group that its predecessor
-        exchanges with. sends, receives: [transfers], step indices of matched sends and receives.
+    circle: indices of the groups of the cycle; the next one is the previous group of the same rank, or a group of
+        another rank that exchanges with that previous group. sends, receives: [transfers], step indices of matched
+        sends and receives.
     """
     s = program.steps
     rank = s.group_rank
@@ -203,10 +215,10 @@ def _make_deadlock_error(
 
 
 def _check_races(program: CollectiveProgram) -> None:
-    """Check that no result depends on the order of steps within a group.
+    """Raise `ProgramError` if a result depends on the order of steps within a group, which run concurrently.
 
-    A slot that a receive or a copy writes may be used by no other step of the group; a slot that a combine writes may
-    be read by no other local step.
+    No other step of the group may use a slot that a receive or a copy writes; no other local step may read a slot that
+    a combine writes.
     """
     s = program.steps
     is_local = s.has_kind(LOCAL)
@@ -239,13 +251,14 @@ def _check_races(program: CollectiveProgram) -> None:
 
 
 def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
-    """Raise ProgramError unless every required slot holds its chunk with exactly the required contributions.
+    """Raise `ProgramError` unless every slot that the operation defines holds its chunk with exactly the right
+    contributions.
 
-    memory: slot contents after the last step.
+    memory: chunk and contributing ranks of every slot after the last step.
     """
     need = contract.build_required_slots(program)
     chunk, sets = memory.chunk[need.rank, need.slot], memory.origins[need.rank, need.slot]
-    wanted = contract.make_singletons(need.origin, program.ranks)
+    wanted = contract.make_single_rank_sets(need.origin, program.ranks)
     wanted[need.origin == contract.ALL] = contract.make_full_set(program.ranks)
     bad = (chunk != need.chunk) | (sets != wanted).any(axis=1)
     if not bad.any():
@@ -271,14 +284,15 @@ def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) ->
 
 
 def _make_end_error(program: CollectiveProgram, rank: int, reason: str) -> ProgramError:
-    """Return a ProgramError with the message `reason` about the buffer of rank `rank` after its last step."""
+    """Return a `ProgramError` with message `reason` about the buffers of rank `rank` after its last step."""
     of_rank = program.steps.of_rank(rank)
     groups = int(program.steps.group[of_rank[-1]]) + 1 if of_rank else 0
     return ProgramError(rank, groups, "end", reason)
 
 
 def _describe_last_write(program: CollectiveProgram, rank: int, slot: int) -> str:
-    """Return text about the last step that writes slot `slot` of rank `rank`, for the end of an error message."""
+    """Return `; last written in step 3 (...)` or `; no step writes it` for slot `slot` of rank `rank`, to append to a
+    message."""
     s = program.steps
     writes = (Kind.RECEIVE, Kind.REDUCE, *LOCAL)
     for step in reversed(s.of_rank(rank)):

@@ -43,10 +43,12 @@ _WITH_WEIGHTS = 1 << Component.ATTENTION | 1 << Component.MLP
 
 @dataclass(frozen=True)
 class CheckedPipeline:
-    """Verified pipeline program, with what the check has computed.
+    """Verified pipeline program (schedule), with its matched transfers, a valid order and the peak of saved
+    activations.
 
-    sends, receives: [transfers], step indices of the two ends of explicit transfers. order: [groups], groups in
-        dependency order. peak_activations: [ranks], in units of the rank's whole share of one micro-batch.
+    sends, receives: [transfers], step indices of explicit sends and their receives (empty if the program has none).
+        order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
+    peak_activations: [ranks]; 1.0 is what one micro-batch saves on all stages that the rank has of one replica.
     """
 
     program: PipelineProgram
@@ -57,9 +59,11 @@ class CheckedPipeline:
 
 
 def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
-    """Verify a program; raises `ProgramError` with rank, step and reason at the first violation.
+    """Verify that a pipeline program trains every micro-batch exactly once and cannot deadlock; return it with its
+    transfers.
 
-    Every stage needs an input gradient, the first one too; an executor may skip that computation.
+    Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
+    too; an executor may skip their computation.
     """
     _check_placement(program)
     _check_steps(program)
@@ -81,7 +85,8 @@ def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
 
 
 def _check_placement(program: PipelineProgram) -> None:
-    """Check that every replica has the same number of stages, and every rank equally many of them."""
+    """Raise `ProgramError` unless each rank has equally many stages of a replica, and replicas have equally many
+    stages."""
     ranks, stages = program.ranks, program.stages if program.placement else 0
     if ranks < 1 or program.micro_batches < 1 or stages < 1:
         counts = f"{ranks} ranks, {program.micro_batches} micro-batches, {stages} stages"
@@ -104,11 +109,11 @@ def _check_placement(program: PipelineProgram) -> None:
 
 
 def _check_steps(program: PipelineProgram) -> None:
-    """Check each step alone: numbers in range, on the rank of its stage."""
+    """Raise `ProgramError` for the first step with a number out of range, or on another rank than its stage."""
     p, s = program, program.steps
 
     def refuse(bad: Mask, reason: str) -> None:
-        """Raise ProgramError with `reason` for the first step that is True in `bad` [steps], if any."""
+        """Raise `ProgramError` with `reason` for the first step for which `bad` [steps] is True, if any."""
         if bad.any():
             step = int(np.argmax(bad))
             words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "stage", "replica", "micro_batch")}
@@ -135,12 +140,15 @@ def _check_steps(program: PipelineProgram) -> None:
 
 
 def _check_groups(program: PipelineProgram) -> None:
-    """Check that a group has only transfers, only updates, one compute step, or an overlapped forward and backward."""
+    """Raise `ProgramError` for a group (steps run together) that mixes computation, updates and transfers.
+
+    A group of compute steps has at most one whole forward, one backward and one weight gradient, which overlap.
+    """
     s = program.steps
     groups = len(s.group_rank)
 
     def count(chosen: Mask) -> Integers:
-        """Return the number of steps in each group that are True in `chosen` [steps]: [groups]."""
+        """Return, for each step, how many steps of its group are True in the mask `chosen` [steps]: [steps]."""
         return np.bincount(s.group_index[chosen], minlength=groups)[s.group_index]
 
     computes, updates = s.has_kind(COMPUTING), s.kind == Kind.UPDATE
@@ -158,7 +166,8 @@ def _check_groups(program: PipelineProgram) -> None:
 
 
 def _check_micro_batches(program: PipelineProgram) -> None:
-    """Check that every micro-batch runs once forward and once backward through each stage of exactly one replica."""
+    """Raise `ProgramError` unless each micro-batch runs once forward and once backward through each stage of one
+    replica."""
     p, s = program, program.steps
     computing = np.flatnonzero(s.has_kind(COMPUTING))
     entered = np.unique(s.micro_batch[computing])
@@ -174,31 +183,33 @@ def _check_micro_batches(program: PipelineProgram) -> None:
     parts = np.bincount(number, weights=1 << s.component[computing], minlength=int(np.prod(shape)))
     forward, backward, inputs, weights = parts.astype(np.int64).reshape(shape)
 
-    def first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
-        """Return replica, stage and micro-batch of the first True in `where`, and the index of a step for it.
+    def find_first(kinds: tuple[Kind, ...], where: Mask) -> tuple[int, int, int, int]:
+        """Return (replica, stage, micro-batch, step index) of the first True in `where`.
 
-        where: mask [replicas, stages, micro-batches]. The step is the first one of any of `kinds`; -1 if there is none.
+        where: mask [replicas, stages, micro-batches]. The step is the first of one of `kinds` at that place, -1 if
+            there is none.
         """
         replica, stage, micro_batch = (int(index[0]) for index in np.nonzero(where))
         there = (s.replica == replica) & (s.stage == stage) & (s.micro_batch == micro_batch) & s.has_kind(kinds)
         return replica, stage, micro_batch, int(np.argmax(there)) if there.any() else -1
 
     def refuse(bad: Mask, kinds: tuple[Kind, ...], reason: str) -> None:
-        """Raise ProgramError with `reason` for the first True in `bad`, if any, naming its first step of one of
+        """Raise `ProgramError` with `reason` if `bad` has a True entry; the error names the first step there of one of
         `kinds`.
 
         bad: mask [replicas, stages, micro-batches].
         """
         if bad.any():
-            raise make_step_error(program, first(kinds, bad)[3], reason)
+            raise make_step_error(program, find_first(kinds, bad)[3], reason)
 
-    def missing(bad: Mask, kind: Kind) -> None:
-        """Raise ProgramError for the first True in `bad`, if any: the rank has no step of `kind` for it.
+    def refuse_missing(bad: Mask, kind: Kind) -> None:
+        """Raise `ProgramError` if `bad` has a True entry: the rank of that stage has no step of `kind` for that
+        micro-batch.
 
         bad: mask [replicas, stages, micro-batches].
         """
         if bad.any():
-            replica, stage, micro_batch, _ = first((kind,), bad)
+            replica, stage, micro_batch, _ = find_first((kind,), bad)
             rank = p.placement[replica][stage]
             mine = (s.rank == rank) & (s.stage == stage) & (s.replica == replica) & (s.micro_batch == micro_batch)
             # Report it at the first existing step of this micro-batch, else after the rank's last step.
@@ -218,23 +229,23 @@ def _check_micro_batches(program: PipelineProgram) -> None:
         step = int(np.argmax((s.micro_batch == micro_batch) & (s.replica == replica)))
         raise make_step_error(program, step, f"micro-batch {micro_batch} runs through another replica too")
     runs = np.broadcast_to(enters[:, np.newaxis], forward.shape)
-    missing(runs & (forward == 0), Kind.FORWARD)
+    refuse_missing(runs & (forward == 0), Kind.FORWARD)
     refuse((forward > _WHOLE_STEP) & (forward != _ALL_COMPONENTS), (Kind.FORWARD,), cut)
-    missing(runs & (gradient == 0), Kind.BACKWARD)
+    refuse_missing(runs & (gradient == 0), Kind.BACKWARD)
     refuse((gradient > _WHOLE_STEP) & (gradient != _ALL_COMPONENTS), (Kind.BACKWARD, Kind.INPUT_GRADIENT), cut)
 
     wanted = np.where(inputs == _WHOLE_STEP, _WITH_WEIGHTS, inputs & _WITH_WEIGHTS)
-    missing((inputs != 0) & (weights == 0) & (wanted != 0), Kind.WEIGHT_GRADIENT)
+    refuse_missing((inputs != 0) & (weights == 0) & (wanted != 0), Kind.WEIGHT_GRADIENT)
     refuse((inputs == 0) & (weights != 0), (Kind.WEIGHT_GRADIENT,), "computed twice: the backward of it holds it too")
     wrong = (weights != 0) & (weights != _WHOLE_STEP) & (weights != wanted)
     refuse(wrong, (Kind.WEIGHT_GRADIENT,), "its parts are not those of the input gradient that have weights")
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise ProgramError for the first step that does the same as an earlier one.
+    """Raise `ProgramError` for the first step that does the work of an earlier one a second time.
 
-    steps: step indices. number: for each, a number that tells what the step does. verb: for the message, such as
-        `sent`.
+    steps: step indices. number: [steps], a key of each step's work (equal: same work). verb: word of the message, such
+        as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])
@@ -245,7 +256,11 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
 
 
 def _check_transfers(flow: Dataflow) -> None:
-    """Check each send and receive alone: of a value that is produced and read, between two ranks, once each."""
+    """Raise `ProgramError` for a send or receive within one rank, of a value that no step produces, or of a value sent
+    before.
+
+    flow: data flow of the program.
+    """
     program, s = flow.program, flow.program.steps
     sends, receives = np.flatnonzero(s.has_kind(SENDING)), np.flatnonzero(s.has_kind(ARRIVING))
     homes = np.asarray(program.placement)
@@ -259,20 +274,20 @@ def _check_transfers(flow: Dataflow) -> None:
             reason = f"stage {other[at]} is on this rank as well; nothing is {verb} within a rank"
             raise make_step_error(program, int(steps[at]), reason)
         maker = s.stage[steps] if verb == "sent" else other
-        unknown = flow.last[flow.number_value(what, s.replica[steps], maker, s.micro_batch[steps])] < 0
+        unknown = flow.last_step[flow.compute_value_index(what, s.replica[steps], maker, s.micro_batch[steps])] < 0
         if unknown.any():
             step = int(steps[np.argmax(unknown)])
             reason = f"micro-batch {s.micro_batch[step]} does not run through replica {s.replica[step]}"
             raise make_step_error(program, step, reason)
         _check_unique(
-            program, steps, flow.number_value(what, s.replica[steps], s.stage[steps], s.micro_batch[steps]), verb
+            program, steps, flow.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps]), verb
         )
 
 
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
-    """Match sends with receives in message order between each pair of ranks, and order all groups.
+    """Match explicit sends with receives in message order between each pair of ranks, and order all groups.
 
-    Returns step indices of sends and receives, and the groups in an order that ends even with synchronous sends.
+    Returns (send step indices, receive step indices, group indices in an order that ends even with synchronous sends).
     """
     s = program.steps
     is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)
@@ -302,10 +317,11 @@ def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers
 def _make_deadlock_error(
     program: PipelineProgram, circle: tuple[int, ...], sends: Integers, receives: Integers
 ) -> ProgramError:
-    """Return the error for a deadlock under synchronous sends, with every rank of the cycle and the step it waits for.
+    """Return the error for a deadlock under synchronous sends; its message lists the ranks of the cycle and awaited
+    steps.
 
-    circle: group indices; each is followed by its predecessor on the same rank, or by a group that its predecessor
-        exchanges with. sends, receives: [transfers], step indices of matched sends and receives.
+    circle: indices of the groups of the cycle; the next is the previous group of the same rank, or a group of another
+        rank that exchanges with that previous group. sends, receives: [transfers], step indices of matched transfers.
     """
     s = program.steps
     links = []
@@ -329,7 +345,8 @@ def _make_deadlock_error(
 
 
 def _check_updates(program: PipelineProgram) -> None:
-    """Check that one update applies each gradient, and all stages of a replica update after the same micro-batches."""
+    """Raise `ProgramError` unless each weight gradient is applied by one update, after the same micro-batches on all
+    stages."""
     s = program.steps
     replicas, stages = program.replicas, program.stages
     final = np.flatnonzero(s.has_kind((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))

@@ -22,16 +22,15 @@ from meshwright.program.order import Integers
 
 
 class Kind(IntEnum):
-    """Kind of a step.
+    """Kind of a step of a collective program: what one rank does with its slots (buffers of one chunk each).
 
-    The steps of a group are simultaneous: each reads slot values from before the group, and writes become visible after
-    it. A slot that a receive or a copy writes may be used by no other step of the group. Reductions (REDUCE, COMBINE)
-    accumulate: several may target one slot, which sends of the group may read; they send the value from before the
-    group. COPY and COMBINE are local and are in groups without transfers. SIGNAL and WAIT are a send and a receive
-    without data.
-
-    The order of steps within a group decides which messages match (between two ranks, the n-th send with the n-th
-    receive) and the rounding order of reductions into one slot, and nothing else.
+    SEND and RECEIVE transfer slots; REDUCE receives and adds to its slots. COPY and COMBINE (add) are local, in groups
+    without transfers. SIGNAL and WAIT are a send and a receive without data.
+    The steps of a group run at the same time: each reads slot values from before the group, and writes become visible
+        after it. A slot that a receive or a copy writes may be used by no other step of the group. Several reductions
+        may target one slot, which sends of the group may read; they send the value from before the group.
+    The order of steps within a group decides only which messages match (between two ranks, the n-th send with the n-th
+    receive) and the rounding order of reductions into one slot.
     """
 
     SEND = 0
@@ -54,10 +53,11 @@ MAX_CHUNKS = 1 << 25  # summed over ranks
 
 @dataclass(frozen=True, eq=False)
 class Steps(StepColumns):
-    """Steps of a collective program as columns [steps], sorted by rank, then group (numbered from 0 on each rank).
+    """Steps of a collective program as columns [steps], sorted by rank, then by group (numbered from 0 on each rank).
 
-    slot: first slot read (send) or written (all others). count: slots; 0 for signal and wait. peer: other rank of a
-        transfer; -1 for local steps. source: first slot read by a local step; -1 for transfers.
+    A slot is a buffer for one chunk of the vector. slot: first slot read (send) or written (all others). count: number
+        of slots; 0 for signal and wait. peer: other rank of a transfer; -1 for local steps. source: first slot read by
+        a local step; -1 for transfers.
     """
 
     slot: Integers  # first slot read (send) or written (all others)
@@ -67,10 +67,10 @@ class Steps(StepColumns):
 
     @classmethod
     def from_unsorted(cls, **columns: ArrayLike) -> Steps:
-        """Build columns from steps in any rank order: sort by rank and group, and renumber the groups of each rank from
-        0.
+        """Build the columns from steps of the ranks in any order, sorted and with group numbers from 0 on each rank.
 
-        columns: one array [steps] for each field; group numbers need only increase. Steps of a group keep their order.
+        columns: one array [steps] for each field; group numbers need only increase on a rank. Steps of a group keep
+            their order.
         """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
@@ -81,12 +81,12 @@ class Steps(StepColumns):
 
 @dataclass(frozen=True)
 class CollectiveProgram:
-    """Algorithm of one collective operation, written out as steps for every rank.
+    """Algorithm of one collective operation, written out as the steps (send, receive, reduce, copy) of every rank.
 
     operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
         of the vector. steps: steps of all ranks.
     root: source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a send-receive
-        goes to the last other rank). scratch: number of slots beside the vector.
+        goes to the last other rank). scratch: number of temporary slots (one chunk each) per rank besides the vector's.
     reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 
@@ -110,26 +110,30 @@ class CollectiveProgram:
 
     @property
     def output(self) -> int:
-        """Index of the first slot of the result."""
+        """Index of the first slot of the result: 0 if the operation works in place."""
         return self.chunks if self.has_output else 0
 
     @property
     def first_scratch(self) -> int:
-        """Index of the first scratch slot."""
+        """Index of the first scratch slot (temporary buffer), after those of data and output."""
         return self.output + self.chunks
 
     @property
     def slots(self) -> int:
-        """Number of slots of a rank."""
+        """Number of slots (buffers of one chunk each) of every rank: data, output if separate, scratch."""
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the rank that owns each of the chunks `chunk`: shares of the vector are contiguous, in rank order."""
+        """Return the rank whose share of the vector has each chunk of `chunk` (any shape); shares are contiguous, in
+        rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
-        """Return the text of `count` slots from number `slot` on: `data[3]`, `data[0:4]`, `output[2]`, `scratch[0]`; of
-        a negative number `slot[-1]`."""
+        """Return the text of `count` slots from slot number `slot` on, such as `data[3]`, `data[0:4]`, `output[2]`,
+        `scratch[0]`.
+
+        A negative number, which is invalid, gives `slot[-1]`.
+        """
         if slot < 0:
             return f"slot[{slot}]"
         if slot >= self.first_scratch:
@@ -142,7 +146,7 @@ class CollectiveProgram:
         return f"{name}[{start}]" if count == 1 else f"{name}[{start}:{start + count}]"
 
     def describe(self, step: int) -> str:
-        """Format the step with index `step` as in the text form: `send data[3] to 1`."""
+        """Return the text of the step with index `step`, such as `send data[3] to 1`."""
         s = self.steps
         return self.format_step(*(int(column[step]) for column in (s.kind, s.slot, s.count, s.peer, s.source)))
 
@@ -182,7 +186,9 @@ class Builder:
             program.transfer(rank, (rank + 1) % ranks, chunk=(rank - step) % ranks, reduce=True)
     return program.build()
 
-    Raises UserError if the program exceeds MAX_STEPS or MAX_CHUNKS.
+    operation, algorithm: names. chunks: number of equal chunks of the vector. root: source or destination rank.
+        scratch: number of temporary slots (one chunk each) per rank. Raises UserError if the program exceeds MAX_STEPS
+        or MAX_CHUNKS.
     """
 
     operation: str
@@ -198,15 +204,16 @@ class Builder:
 
     def __post_init__(self) -> None:
         if self.ranks * self.chunks > MAX_CHUNKS:
-            raise self._too_large(f"{self.chunks:,} chunks on each rank, {MAX_CHUNKS:,} on all are the most")
+            raise self._make_size_error(f"{self.chunks:,} chunks on each rank, {MAX_CHUNKS:,} on all are the most")
 
-    def _too_large(self, why: str) -> UserError:
-        """Return the error for a program that exceeds a limit; `why` names the limit."""
+    def _make_size_error(self, why: str) -> UserError:
+        """Return the error for a program that exceeds a size limit; `why` is the part of its message about the
+        limit."""
         return UserError(f"{self.algorithm} {self.operation} on {self.ranks:,} ranks is too large a program: {why}")
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Context in which all steps of a rank form one group."""
+        """Context manager for one round: the steps that it adds to a rank form one group, posted together."""
         assert not self._open, "a round inside a round"
         self._round += 1
         self._open = True
@@ -222,10 +229,11 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Add a send of slots chunk .. chunk + count from rank `source`, and its receive on rank `target`.
+        """Add a send of slots chunk .. chunk + count on rank `source`, and its receive on rank `target`; arrays
+        broadcast.
 
-        The target stores the slots at `into` (default: the same slots), or reduces them into it with `reduce`.
-        Transfers from a rank to itself and empty ones are dropped.
+        into: first slot written on the target (default: `chunk`). reduce: add to those slots instead of overwriting
+            them. Transfers from a rank to itself and those of 0 slots are dropped.
         """
         columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
@@ -233,7 +241,8 @@ class Builder:
         self._append_steps(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
 
     def signal(self, source: ArrayLike, target: ArrayLike) -> None:
-        """Add a signal (a message without data) from rank `source` to rank `target`, which waits for it."""
+        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays
+        broadcast."""
         source, target = _broadcast_columns(source, target)
         self._append_steps(source, Kind.SIGNAL, 0, 0, target, -1)
         self._append_steps(target, Kind.WAIT, 0, 0, source, -1)
@@ -241,9 +250,10 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a local copy on rank `rank` of slots source .. source + count to the slots from `into` on.
+        """Add a copy of slots source .. source + count to the slots from `into` on, within rank `rank`; arrays
+        broadcast.
 
-        combine: reduce them into those slots instead of overwriting.
+        combine: add to those slots instead of overwriting them.
         """
         self._append_steps(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
 
@@ -266,10 +276,10 @@ class Builder:
         self._columns.append(columns)
         self._written += columns.shape[1]
         if self._written > MAX_STEPS:
-            raise self._too_large(f"more than {MAX_STEPS:,} steps")
+            raise self._make_size_error(f"more than {MAX_STEPS:,} steps")
 
     def build(self) -> CollectiveProgram:
-        """Return the program of all added steps."""
+        """Return the program of all steps added so far."""
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.concatenate([np.zeros((len(names), 0), np.int64), *self._columns], axis=1)
         steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))
@@ -279,7 +289,7 @@ class Builder:
 
 
 def _broadcast_columns(*values: ArrayLike) -> Integers:
-    """Broadcast scalars and arrays to a common shape and flatten them: [values, steps].
+    """Broadcast the arrays and scalars `values` to one shape and flatten each: [number of values, steps].
 
     Takes a tenth of the time of `np.broadcast_arrays`, which matters for programs of thousands of short rounds.
     """

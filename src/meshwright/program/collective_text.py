@@ -53,7 +53,7 @@ Row = tuple[int, int, int, int, int, int, int]  # rank, group, kind, slot, count
 
 
 def format_collective(program: CollectiveProgram) -> str:
-    """Format a program in its text form; `parse_collective` returns an equal program."""
+    """Return the text form of a collective program, from which `parse_collective` builds an equal program."""
     lines = [
         f"collective {program.operation} {program.algorithm}",
         f"ranks {program.ranks}",
@@ -81,7 +81,8 @@ def format_collective(program: CollectiveProgram) -> str:
 
 
 def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
-    """Parse the text form of a program. where: prefix of error messages, such as the file's name.
+    """Parse the text form of a collective program and return it. where: prefix of error messages, such as the file's
+    name.
 
     Raises `UserError` with the line number, the invalid text, and a valid alternative.
     """
@@ -103,7 +104,7 @@ class _Parser:
         self.known: dict[str, tuple[int, int, int, int, int]] = {}  # steps seen before
 
     def parse(self, text: str) -> CollectiveProgram:
-        """Parse a whole text."""
+        """Parse the text form of a collective program and return it; raises `UserError` with the line number."""
         rows: list[Row] = []
         rank, seen = -1, set[int]()
         for self.line, line in enumerate(text.splitlines(), 1):
@@ -134,7 +135,7 @@ class _Parser:
         )
 
     def _parse_header(self, words: Sequence[str]) -> None:
-        """Store the values of one header line, given its words, such as `ranks 8`."""
+        """Store the value of one header line, given the line's words, such as `ranks 8`."""
         name = words[0]
         if name not in _HEADER:
             if name in _STEPS:
@@ -161,7 +162,8 @@ class _Parser:
             self.numbers[name] = self._parse_number(words[1])
 
     def _finish_header(self) -> None:
-        """Check that the header is complete and valid, and lay out the slots."""
+        """Raise `UserError` unless the header is complete and valid; then compute where data, output and scratch slots
+        begin."""
         for name in ("collective", "ranks", "chunks"):
             if name not in self.header:
                 raise self._make_error(f'the line "{name} ..." is missing before the first rank')
@@ -175,13 +177,15 @@ class _Parser:
         self.memory["scratch"] = (n["chunks"] * (1 + both), n["scratch"])
 
     def _parse_step(self, text: str) -> tuple[int, int, int, int, int]:
-        """Parse one step into kind, slot, count, peer, source; cached, because most steps recur."""
+        """Parse one step such as `send data[3] to 1` into (kind, first slot, count, peer, source); cached, as most
+        steps recur."""
         if text not in self.known:
             self.known[text] = self._parse_step_words(text.split())
         return self.known[text]
 
     def _parse_step_words(self, words: Sequence[str]) -> tuple[int, int, int, int, int]:
-        """Parse the words of one step into kind, slot, count, peer, source."""
+        """Parse the words of one step into (kind, first slot, number of slots, peer rank, source slot); -1 for unused
+        fields."""
         if not words:
             raise self._make_error('a step is missing beside "|"')
         if words[0] not in _STEPS:
@@ -205,7 +209,7 @@ class _Parser:
         return int(kind), target, count, -1, slot
 
     def _parse_slots(self, word: str) -> tuple[int, int]:
-        """Return first slot and number of slots for a word such as `data[3]` or `data[0:4]`."""
+        """Return (first slot number, number of slots) for a word such as `data[3]` or `data[0:4]`."""
         found = _SLOTS.fullmatch(word)
         if not found:
             raise self._make_error(f'"{word}" should be slots such as data[3] or data[0:4]')
@@ -226,7 +230,10 @@ class _Parser:
         return first + start, end - start
 
     def _parse_rank(self, words: Sequence[str]) -> int:
-        """Return the rank of a line `rank 3`, given the words after `rank`; raise UserError if it does not exist."""
+        """Return the rank that a line such as `rank 3` begins, given the words after `rank`.
+
+        Raises UserError if there is no such rank.
+        """
         if len(words) != 1:
             raise self._make_error(f'write "rank R", not "{" ".join(["rank", *words])}"')
         rank, ranks = self._parse_number(words[0]), self.numbers["ranks"]
@@ -235,7 +242,7 @@ class _Parser:
         return rank
 
     def _parse_number(self, word: str) -> int:
-        """Return the integer of up to 9 digits that `word` is; raise UserError if it is none."""
+        """Return the non-negative integer of up to 9 digits that `word` spells; raise UserError for any other word."""
         if not _NUMBER.fullmatch(word):
             raise self._make_error(f'"{word}" should be a number')
         return int(word)

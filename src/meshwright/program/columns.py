@@ -15,8 +15,8 @@ from meshwright.program.order import Integers, Mask
 class StepColumns:
     """Steps of a program as columns [steps], sorted by rank and, on each rank, in execution order.
 
-    rank: rank that runs the step. group: number of its group, from 0 on each rank; the steps of a group run together.
-        kind: a `Kind` of the program's dialect.
+    rank: rank that runs the step. group: number of the step's group, from 0 on each rank; the steps of a group run
+        together. kind: operation of the step, a `Kind` of collective or pipeline programs.
     """
 
     rank: Integers
@@ -41,7 +41,7 @@ class StepColumns:
 
     @cached_property
     def group_index(self) -> Integers:
-        """Index of each step's group among the groups of all ranks: [steps]."""
+        """Index of each step's group, with the groups of all ranks numbered consecutively, rank by rank: [steps]."""
         return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
 
     @cached_property
@@ -50,7 +50,7 @@ class StepColumns:
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:
-        """Return the index range of one rank's steps."""
+        """Return the range of indices of the steps of rank `rank`."""
         return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
 
     def has_kind(self, kinds: Iterable[int]) -> Mask:
@@ -59,7 +59,7 @@ class StepColumns:
 
 
 def renumber_groups(rank: Integers, group: Integers) -> Integers:
-    """Return new group numbers [steps] that count the groups of each rank from 0 without gaps, in order.
+    """Return the group number of each step [steps], renumbered so that each rank's groups count from 0 without gaps.
 
     rank, group: [steps], rank and old group number of each step, sorted by rank, with the steps of a group adjacent.
     """

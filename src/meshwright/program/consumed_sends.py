@@ -1,5 +1,5 @@
-"""Consumption of sent messages: which of its sends a pipeline rank knows to be consumed, from what it receives
-later."""
+"""Detection of sent messages that a pipeline rank knows to be consumed, from the order in which other ranks send to
+it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Value = tuple[int, int, int, int]
 
 
 def find_read_value(program: PipelineProgram, at: int) -> Value | None:
-    """Return the value (what, replica, stage, micro-batch) that a compute step reads from another stage, or None.
+    """Return the activation or gradient that a compute step reads from another stage, or None if it reads none.
 
-    at: index of the step in the program. what: OUTPUT or GRADIENT.
+    at: index of the step in the program. Returns (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch).
     """
     s = program.steps
     return compute_read_value(
@@ -26,19 +26,19 @@ def find_read_value(program: PipelineProgram, at: int) -> Value | None:
 
 
 def find_carried_value(program: PipelineProgram, at: int) -> Value:
-    """Return the value (what, replica, stage, micro-batch) that a send or receive transfers; stage: the one that made
-    it.
+    """Return the activation or gradient that a send or receive step transfers.
 
-    at: index of the step in the program.
+    at: index of the step in the program. Returns (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch).
     """
     s = program.steps
     return compute_carried_value(*(int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch)))
 
 
 def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_batch: int) -> Value | None:
-    """Return the value (what, replica, stage, micro-batch) that a compute step reads from another stage, or None.
+    """Return the activation or gradient that a compute step reads from another stage, or None if it reads none.
 
-    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: those of the step.
+    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: fields of the step. Returns (OUTPUT or
+        GRADIENT, replica, stage that produces it, micro-batch).
     """
     if kind == _FORWARD:
         return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
@@ -46,10 +46,9 @@ def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_bat
 
 
 def compute_carried_value(kind: int, stage: int, replica: int, micro_batch: int) -> Value:
-    """Return the value (what, replica, stage, micro-batch) that a send or receive transfers; stage: the one that made
-    it.
+    """Return the activation or gradient that a send or receive transfers, given the fields of that step.
 
-    kind, stage, replica, micro_batch: those of the send or receive itself.
+    Returns (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch).
     """
     ahead = kind in _FORWARD_TRANSFERS
     maker = stage if kind in _SENDING else stage - 1 if ahead else stage + 1
@@ -64,10 +63,11 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find, for each compute step of `rank`, the sent values known to be consumed once the step's input has arrived.
+    """Find which tensors sent by `rank` its peers must have consumed by the time each of its compute steps has its
+    input.
 
-    Returns step index -> values (what, replica, stage, micro-batch). A neighbour runs its steps in order: if it sent
-    the input after it used a value from this rank, that value's send buffer is free when the input arrives.
+    Returns compute step index -> sent values (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch), whose
+    send buffers are free from then on: the neighbour that sent the input had used them before.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)
@@ -97,7 +97,7 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
 
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
-    """Return the rank at the other end of a send or receive of this kind, stage and replica (`micro_batch` is unused).
+    """Return the rank at the other end of a send or receive, given the fields of that step (`micro_batch` is unused).
 
     placement: rank of each stage, by [replica][stage].
     """

@@ -1,4 +1,4 @@
-"""Pre- and postconditions of every collective operation: the chunk each slot holds, and whose contributions to it."""
+"""Pre- and postconditions of collective operations: for each slot, its chunk and the ranks that contribute to it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _MAX_MEMORY = 4 << 30  # bytes of all contribution sets during a check
 
 
 def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: int, reduction: str, where: str) -> None:
-    """Raise `UserError` if a collective program with these sizes and names is invalid or too large to check.
+    """Raise `UserError` if the header of a collective program is invalid or its size is too large to check.
 
-    where: prefix of the message, such as the file's name. scratch: number of scratch slots. reduction: such as `sum`.
+    operation, reduction: names such as `all-reduce`, `sum`. chunks: number of chunks of the vector. scratch: number of
+        scratch slots per rank. where: prefix of the message, such as the file's name.
     """
     if operation not in OPERATIONS:
         raise UserError(f"{where}: {unknown('operation', operation, OPERATIONS)}")
@@ -43,27 +44,29 @@ def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: in
 
 @dataclass
 class Memory:
-    """Symbolic contents of the slots of all ranks.
+    """Symbolic contents of the slots (buffers of one chunk each) of all ranks.
 
-    chunk: [ranks, slots], chunk of the vector in each slot; -1 for an empty slot.
-    origins: [ranks, slots, ceil(ranks / 64)], the set of ranks whose contributions the slot holds, one bit a rank.
+    chunk: [ranks, slots], number of the vector's chunk in each slot; -1 for an empty slot.
+    origins: [ranks, slots, ceil(ranks / 64)], set of ranks whose contributions are summed in the slot, one bit per
+        rank.
     """
 
     chunk: NDArray[np.int32]
     origins: NDArray[np.uint64]
 
     def list_contributors(self, rank: int, slot: int) -> list[int]:
-        """Return the ranks whose contributions a slot holds."""
+        """Return the ranks whose contributions are summed in slot `slot` of rank `rank`, ascending."""
         return list_ranks(self.origins[rank, slot])
 
 
 def list_ranks(words: NDArray[np.uint64]) -> list[int]:
-    """Return the ranks in a bit set of 64-bit words: [ceil(ranks / 64)], bit r % 64 of word r // 64 for rank r."""
+    """Return the ranks in a bit set: `words` [ceil(ranks / 64)], where bit r % 64 of word r // 64 stands for rank r."""
     return [64 * word + bit for word, bits in enumerate(words.tolist()) for bit in range(64) if bits >> bit & 1]
 
 
-def make_singletons(rank: Integers, ranks: int) -> NDArray[np.uint64]:
-    """Return, for each rank in `rank` [...], the bit set that has only it: [..., ceil(ranks / 64)] 64-bit words.
+def make_single_rank_sets(rank: Integers, ranks: int) -> NDArray[np.uint64]:
+    """Return, for each rank in `rank` [...], the bit set that contains only that rank: [..., ceil(ranks / 64)] 64-bit
+    words.
 
     ranks: number of ranks.
     """
@@ -75,19 +78,18 @@ def make_singletons(rank: Integers, ranks: int) -> NDArray[np.uint64]:
 
 def make_full_set(ranks: int) -> NDArray[np.uint64]:
     """Return the bit set of all `ranks` ranks: [ceil(ranks / 64)] 64-bit words."""
-    return np.asarray(np.bitwise_or.reduce(make_singletons(np.arange(ranks), ranks), axis=0))
+    return np.asarray(np.bitwise_or.reduce(make_single_rank_sets(np.arange(ranks), ranks), axis=0))
 
 
 def find_receiver(program: CollectiveProgram) -> int:
-    """Return the destination rank of a send-receive."""
+    """Return the destination rank of a send-receive program: the last rank, or rank 0 if the last one is the root."""
     return program.ranks - 1 if program.root != program.ranks - 1 else 0
 
 
 def build_initial_memory(program: CollectiveProgram) -> Memory:
-    """Return the slot contents before the first step.
+    """Return the contents of all slots before the first step, as the program's operation requires them.
 
-    A barrier has one slot, whose contributions are the ranks that a rank has heard from, through signals alone: a
-    completed synchronous send also tells its sender something, a buffered one does not.
+    For a barrier each rank has one slot, which collects the set of ranks from which signals have come, directly or not.
     """
     ranks, chunks = program.ranks, program.chunks
     rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)
@@ -103,16 +105,16 @@ def build_initial_memory(program: CollectiveProgram) -> Memory:
         np.zeros((ranks, program.slots, -(-ranks // 64)), np.uint64),
     )
     memory.chunk[:, :chunks] = np.where(holds, chunk, -1)
-    memory.origins[:, :chunks] = make_singletons(np.arange(ranks), ranks)[:, None] * holds[..., None]
+    memory.origins[:, :chunks] = make_single_rank_sets(np.arange(ranks), ranks)[:, None] * holds[..., None]
     return memory
 
 
 @dataclass(frozen=True)
 class RequiredSlots:
-    """Slot contents that an operation requires at the end, as columns with one entry for each slot and contribution.
+    """Slot contents that an operation requires at its end, as columns with one entry per slot.
 
-    rank, slot: the slot. chunk: chunk of the vector that it must hold. origin: rank whose contribution it must have, or
-        `ALL`.
+    rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose
+        contribution it must be, or `ALL` for the sum over all ranks.
     """
 
     rank: Integers
@@ -122,7 +124,7 @@ class RequiredSlots:
 
 
 def build_required_slots(program: CollectiveProgram) -> RequiredSlots:
-    """Return the slot contents that the operation requires after the last step."""
+    """Return the slots that the program's operation defines at its end, with the contents that they must have."""
     ranks, chunks, root = program.ranks, program.chunks, program.root
     rank, chunk = (a.ravel() for a in np.meshgrid(np.arange(ranks), np.arange(chunks), indexing="ij"))
     slot, owner = chunk, program.find_owner(chunk)

@@ -22,7 +22,7 @@ Sets: TypeAlias = NDArray[np.uint64]
 
 
 def make_step_error(program: CollectiveProgram, step: int, reason: str) -> ProgramError:
-    """Return a ProgramError with the message `reason` that names the step with index `step` and its rank."""
+    """Return a `ProgramError` with message `reason` that names rank and text of the step with index `step`."""
     s = program.steps
     return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
 
@@ -30,21 +30,21 @@ def make_step_error(program: CollectiveProgram, step: int, reason: str) -> Progr
 def expand_ranges(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     """Write out the ranges first[i] .. first[i] + count[i] one after the other.
 
-    Returns two arrays with one entry a number: the i of its range, and the number. Ranges 3..5 and 7..8 give [0, 0, 1]
-        and [3, 4, 7].
+    Returns two arrays [sum of count]: the index i of the range, and the number. Ranges 3..5 and 7..8 give [0, 0, 1] and
+    [3, 4, 7].
     """
     return np.repeat(np.arange(len(first)), count), concatenate_ranges(first, first + count)
 
 
 @dataclass(frozen=True)
 class SlotMoves:
-    """Moves of single slots by transfers or local steps of a collective program, as columns with one entry a move.
+    """Moves of single slots by transfers or local steps of a collective program, as columns with one entry per move.
 
     source, target: slot read and slot written, each numbered rank x slots per rank + slot.
-    reader, writer: index in the program of the step that reads (a send) and of the step that writes (a receive); equal
-        for a local step.
-    read_level, write_level: level of the posting order at which the source is read and the target is written; a
-        reduction is written only when all transfers of its group have ended.
+    reader, writer: step index of the step that reads (a send) and of the step that writes (a receive); equal for a
+        local step.
+    read_level, write_level: dependency level at which the source is read and the target is written; a reduction is
+        written only when all transfers of its group have ended.
     reduces: True if the move adds to the target instead of overwriting it.
     turn: number of earlier reductions of the same group into the same target, so that they are applied one by one.
     """
@@ -66,10 +66,11 @@ class SlotMoves:
 def build_transfer_moves(
     program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, read_level: Integers
 ) -> SlotMoves:
-    """Return the slot moves of all transfers, sorted by read level and, within one, overwriting ones before reductions.
+    """Return the slot moves of all transfers, sorted by read level and, within a level, overwriting moves before
+    reductions.
 
-    sends, receives: [transfers], indices of the two steps of each transfer. order: levels of the groups.
-    read_level: [transfers], level at which each transfer runs. Signals of a barrier are moves of its one slot.
+    sends, receives: [transfers], step indices of the two ends. order: dependency level of each group. read_level:
+        [transfers], level at which each transfer runs. Each signal of a barrier is a move of its single slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -97,7 +98,7 @@ def build_transfer_moves(
 
 
 def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) -> Integers:
-    """Return, for each move, the number of earlier reductions of its group into its slot: [moves]; 0 for others.
+    """Return, for each move, the number of earlier reductions of its group into its target slot: [moves]; 0 for others.
 
     group: [moves], index of the group of the step that writes. target: [moves], slot written. reduces: [moves], True
         for reductions.
@@ -112,9 +113,10 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Return the slot moves of all local copies and combines, sorted by level and, within one, copies before combines.
+    """Return the slot moves of all local copies and combines, sorted by level and, within a level, copies before
+    combines.
 
-    order: levels of the groups.
+    order: dependency level of each group of the program.
     """
     s, slots = program.steps, program.slots
     step = np.flatnonzero(s.has_kind(LOCAL))
@@ -136,9 +138,9 @@ def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMo
 
 
 class ContributionTracker:
-    """Symbolic execution of a collective program: which chunk, with whose contributions, is in each slot.
+    """Symbolic execution of a collective program: tracks chunk and contributing ranks of every slot of every rank.
 
-    Holds `memory`, the contents of all slots after the levels that `run` has executed so far.
+    memory: contents of all slots after the moves that `run` has executed so far.
     """
 
     def __init__(self, program: CollectiveProgram) -> None:
@@ -148,11 +150,12 @@ class ContributionTracker:
         self._sets = self.memory.origins.reshape(len(self._chunk), -1)
 
     def run(self, across: SlotMoves, inside: SlotMoves, watch: Callable[[int], None] | None = None) -> None:
-        """Execute all slot moves on `memory`, one level of the posting order after the other.
+        """Execute all slot moves on `memory`, one dependency level after the other.
 
-        across: moves of transfers. inside: moves of local steps. watch: called with the number of each level after it.
+        across: moves of transfers. inside: moves of local copies and combines. watch: called with the number of each
+            level after it.
         Raises `ProgramError` at the first step that reads an empty slot, reduces different chunks into each other, or
-        reduces the contribution of a rank a second time.
+        adds the contribution of a rank a second time.
         """
         levels = int(max(across.write_level.max(initial=-1), inside.read_level.max(initial=-1))) + 1
         starts = np.searchsorted(across.read_level, np.arange(levels + 1)).tolist()
@@ -179,7 +182,7 @@ class ContributionTracker:
                 watch(level)
 
     def _read_slots(self, moves: SlotMoves) -> tuple[Chunks, Sets]:
-        """Return the chunk [moves] and the set of contributing ranks [moves, words of 64 ranks] in the source of each
+        """Return chunk number [moves] and set of contributing ranks [moves, 64-bit words] in the source slot of each
         move.
 
         Raises `ProgramError` for an empty slot.
@@ -193,9 +196,10 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Read the sources of all moves, and write those that overwrite their target.
+        """Read the sources of all moves, and write those that overwrite their target to `memory`.
 
-        Returns the reductions, which are not applied yet, with the chunks and contribution sets that they read.
+        Returns the remaining moves, which are reductions, with the chunks [moves] and contribution sets [moves, words]
+        read.
         """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # what overwrites stands before what reduces
@@ -203,9 +207,10 @@ class ContributionTracker:
         return moves.select(slice(reduces, None)), chunk[reduces:], sets[reduces:]
 
     def _apply_reductions(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add chunks and contribution sets read by `moves` to their targets, several into one slot one after the other.
+        """Add contributions that the moves `moves` have read to their target slots; reductions into one slot run in
+        turn.
 
-        chunk: [moves]; sets: [moves, words]: what each move has read.
+        chunk: [moves], chunk numbers read. sets: [moves, words], sets of contributing ranks read.
         """
         for turn in range(int(moves.turn.max(initial=-1)) + 1):
             turn = moves.turn == turn
@@ -215,10 +220,10 @@ class ContributionTracker:
                 self._accumulate(moves.select(turn), chunk[turn], sets[turn])
 
     def _accumulate(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add contribution sets to the targets of `moves`, which are all different.
+        """Add contributions to the target slots of `moves`, which are all different.
 
-        chunk: [moves]; sets: [moves, words]: what each move has read. Raises `ProgramError` for an empty target,
-            another chunk in it, or a contribution that it has already.
+        chunk: [moves], chunk numbers read. sets: [moves, words], sets of contributing ranks read. Raises `ProgramError`
+            for an empty target, one with another chunk, or one that already has a contribution.
         """
         there, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # hearing twice does no harm
@@ -239,14 +244,14 @@ class ContributionTracker:
         self._sets[moves.target] = held | sets
 
     def _format_slot(self, slot: np.int64) -> str:
-        """Return the text of a slot, `data[3]`, given its number rank x slots per rank + slot."""
+        """Return text such as `data[3]` for a slot numbered rank x slots per rank + slot."""
         return self.program.format_slots(int(slot) % self.program.slots)
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of the move, among those that are True in `bad`, whose step has the lowest index.
+    """Return the index of the failed move whose step comes first in the program.
 
-    bad, step: [moves], True if the move is wrong, and the index of its step.
+    bad: [moves], True for failed moves. step: [moves], index of each move's step.
     """
     candidates = np.flatnonzero(bad)
     return int(candidates[np.argmin(step[candidates])])

@@ -24,10 +24,11 @@ _COMPONENTS = 5
 
 @dataclass(frozen=True)
 class ValueReads:
-    """Reads of values (activations or gradients) by steps of a pipeline program, as columns with one entry a read.
+    """Reads of activations and gradients by steps of a pipeline program, as columns with one entry per read.
 
-    reader, maker: index of the step that reads the value and of the step that produces it (-1: none does).
-    what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: that of the producing step.
+    reader: step index of the step that reads the value. maker: step index of the step that produces it, -1 if none
+        does.
+    what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: stage of the producing step.
     between_stages: True if the value comes from another stage, and so perhaps from another rank.
     """
 
@@ -53,27 +54,34 @@ class Dataflow:
 
     @cached_property
     def computing(self) -> Integers:
-        """Indices of the compute steps."""
+        """Step indices of the compute steps (forward, backward, input gradient, weight gradient)."""
         return np.flatnonzero(self.program.steps.kind <= max(COMPUTING))
 
-    def number_value(self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers) -> Integers:
-        """Return the number of each value: a mixed-radix index over (what, replica, stage, micro-batch).
+    def compute_value_index(
+        self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers
+    ) -> Integers:
+        """Return the index of values in arrays over all values, such as `last_step`: mixed-radix over the four
+        arguments.
 
-        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2).
+        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). stage: stage that produces the value. Arguments broadcast; the
+            result has their shape.
         """
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
     @cached_property
     def produced(self) -> Integers:
-        """Number (`number_value`) of the value that each compute step produces in whole or in part: [compute steps]."""
+        """Index (`compute_value_index`) of the value that each compute step produces, alone or in part: [compute
+        steps]."""
         s, c = self.program.steps, self.computing
-        return self.number_value(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
+        return self.compute_value_index(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Indices of the compute steps sorted by value and, within a value, in execution order of its layer components;
-        and two masks over them: True for the first and for the last component of each value."""
+        """Compute steps sorted by the value they produce and, within it, in execution order of the layer components.
+
+        Three arrays: step index; True for the first component of a value; True for the last component of a value.
+        """
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -81,30 +89,35 @@ class Dataflow:
         return c[order], np.append(True, differs)[: len(c)], np.append(differs, True)[: len(c)]
 
     @cached_property
-    def first(self) -> Integers:
-        """Index of the first step that works on each value, by value number; -1 if no step produces it: [values]."""
+    def first_step(self) -> Integers:
+        """Step index of the first step that computes each value: [values], by `compute_value_index`; -1 if no step
+        does."""
         return self._tabulate_steps(1)
 
     @cached_property
-    def last(self) -> Integers:
-        """Index of the step that completes each value, by value number; -1 if no step produces it: [values]."""
+    def last_step(self) -> Integers:
+        """Step index of the step that completes each value: [values], by `compute_value_index`; -1 if no step does."""
         return self._tabulate_steps(2)
 
     def _tabulate_steps(self, which: int) -> Integers:
-        """Return the step index for each value number: [values], -1 for none.
+        """Return the index of the first (which=1) or last (which=2) step that computes each value: [values], -1 if none
+        does.
 
-        which: 1 for the first component of each value, 2 for the last (position of the mask in `_ordered_components`).
+        which: position in `_ordered_components` of the mask that selects the step.
         """
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
         order, chosen = self._ordered_components[0], self._ordered_components[which]
         steps, s = order[chosen], p.steps
-        table[self.number_value(_MAKES[s.kind[steps]], s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
+        table[
+            self.compute_value_index(_MAKES[s.kind[steps]], s.replica[steps], s.stage[steps], s.micro_batch[steps])
+        ] = steps
         return table
 
     @cached_property
     def reads(self) -> ValueReads:
-        """Every read of a value, in no particular order."""
+        """All reads of outputs and gradients by compute steps, as columns with one entry per read, in no particular
+        order."""
         p, s = self.program, self.program.steps
         order, is_first, _ = self._ordered_components
         kind = s.kind[order]
@@ -116,12 +129,12 @@ class Dataflow:
         found = [(order[later], order[later - 1], own, s.stage[order[later]], np.zeros(len(later), np.bool_))]
 
         def reads(reader: Integers, what: int, ahead: int = 0) -> None:
-            """Add one read for each step index in `reader`.
+            """Add a read of a value of the same micro-batch and replica for each step index in `reader`.
 
-            what: OUTPUT or GRADIENT. ahead: stage that produces the value minus stage that reads it: -1, 0 or 1.
+            what: OUTPUT or GRADIENT. ahead: producing stage minus reading stage: -1, 0 or 1.
             """
             stage = s.stage[reader] + ahead
-            maker = self.last[self.number_value(what, s.replica[reader], stage, s.micro_batch[reader])]
+            maker = self.last_step[self.compute_value_index(what, s.replica[reader], stage, s.micro_batch[reader])]
             if what == GRADIENT and not ahead and s.component.any():
                 maker = self._find_same_component(reader, maker)
             found.append((reader, maker, np.full(len(reader), what), stage, np.full(len(reader), ahead != 0)))
@@ -135,19 +148,21 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return, for each weight-gradient step, the input-gradient step of the same layer component: step indices.
+        """Return the index of the input-gradient step with the layer component of each weight-gradient step: [weights].
 
-        weights: indices of the weight-gradient steps. whole: used where no step computes that component's input
-            gradient.
+        weights: indices of weight-gradient steps. whole: [weights], indices to return where no such step exists.
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]
         have = (
-            self.number_value(GRADIENT, s.replica[gradients], s.stage[gradients], s.micro_batch[gradients])
+            self.compute_value_index(GRADIENT, s.replica[gradients], s.stage[gradients], s.micro_batch[gradients])
             * _COMPONENTS
         )
         have = have + s.component[gradients]
-        want = self.number_value(GRADIENT, s.replica[weights], s.stage[weights], s.micro_batch[weights]) * _COMPONENTS
+        want = (
+            self.compute_value_index(GRADIENT, s.replica[weights], s.stage[weights], s.micro_batch[weights])
+            * _COMPONENTS
+        )
         want = want + s.component[weights]
         by_number = np.argsort(have, kind="stable")
         at = np.searchsorted(have[by_number], want)

@@ -17,17 +17,18 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of the steps on one micro-batch, in any unit of time.
+    """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields).
 
-    Each is one number for all stages, one a stage [stages], or one a replica and stage [replicas, stages].
-    forward, input_gradient, weight_gradient: a full backward takes the sum of the last two.
-    transfer: between adjacent stages, in either direction; one number, or one a stage boundary [stages - 1]. Zero
-        between stages of one rank.
-    update: of one stage's weights.
-    overlapped: of a forward and a backward in one group (None: their sum); for two different stages, the mean of both
-        values.
-    parts: share of attention, dispatch, MLP and combine in a step that is split into components: [4], of which a weight
-        gradient uses attention and MLP in proportion; or [4, 4] for forward, backward, input gradient and weight
+    Each is one number for all stages, or an array [stages] or [replicas, stages].
+    forward, input_gradient, weight_gradient: compute times of the passes; a full backward takes the sum of the last
+        two.
+    transfer: message time between adjacent stages, in either direction; one number, or one per stage boundary [stages -
+        1]. Zero between stages of one rank.
+    update: time of the optimizer step on one stage's weights.
+    overlapped: time of a forward and a backward that run as one group (None: their sum); for two different stages, the
+        mean of both values.
+    parts: share of attention, dispatch, MLP and combine in a step that is split into these components: [4], of which a
+        weight gradient uses attention and MLP in proportion; or [4, 4] for forward, backward, input gradient and weight
         gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
@@ -50,16 +51,21 @@ class Durations:
         update: ArrayLike = 0.0,
         overlapped: ArrayLike | None = None,
     ) -> Durations:
-        """Build durations by stage from those of a rank's whole share of the model; see `split`."""
+        """Build durations by stage from those of all stages of a rank together, of which each stage takes an equal
+        part.
+
+        shape: the program, or (ranks, stages per rank). Other arguments: fields of `Durations`, as `split` takes them.
+        """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 
     def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
-        """Return durations by stage, given that these are of a rank's whole share of the model, of which each of its
-        chunks takes 1/chunks.
+        """Return durations by stage, where `self` has those of all stages of a rank together (its chunks, of equal
+        duration).
 
-        shape: the program, or (ranks, chunks) for cyclic placement. forward ... overlapped: one number, one a rank, or
-            one a stage, which is used unscaled; if each rank has one stage of a replica, a list is by stage. transfer:
-            one number, or one a stage boundary. Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks per rank) for cyclic placement. Fields of `self`: one number or one per
+            rank, which are divided by the number of chunks, or one per stage, which are used as they are; if each rank
+            has one stage per replica, a list is by stage. transfer: one number, or one per stage boundary, unchanged.
+            Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -69,9 +75,10 @@ class Durations:
         stages = len(placement[0])
 
         def by_stage(name: str, value: ArrayLike) -> Floats:
-            """Convert one argument to durations by stage [stages], or [replicas, stages] for different values by rank.
+            """Convert one field to durations by stage: [stages], or [replicas, stages] for values by rank and several
+            replicas.
 
-            name: of the duration, for errors. value: one number, one a rank, or one a stage. Raises UserError for
+            name: field name, for errors. value: one number, one per rank, or one per stage. Raises UserError for
                 another length.
             """
             array = np.asarray(value, np.float64)
@@ -95,7 +102,7 @@ class Durations:
         )
 
     def tabulate(self, name: str, program: PipelineProgram) -> Floats:
-        """Return the field `name`, such as "forward", by replica and stage of the program: [replicas, stages].
+        """Return the field `name`, such as "forward", as an array [replicas, stages] for the program.
 
         For "transfer": [replicas, stages - 1], by stage boundary. Raises UserError for a wrong number of values, and
         for negative or infinite ones.
@@ -110,7 +117,8 @@ class Durations:
         return np.broadcast_to(array, (program.replicas, columns))
 
     def component_shares(self) -> Floats:
-        """Return the share of each component in a step's duration: [kinds, components]; 1 for whole steps."""
+        """Return the fraction of a step's duration that each layer component takes: [step kinds, components]; 1 for
+        whole steps."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; right is 4, or 4 for each of the 4 kinds of steps")

@@ -16,14 +16,14 @@ _MAX_CACHED = 4_000_000  # numbers cached by a FairSharing: 32 MB
 
 
 def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) -> Floats:
-    """Return the max-min fair rate of each flow in bytes a second: [flows], by progressive filling.
+    """Return the max-min fair rate in bytes per second of each of several flows over shared links: [flows].
 
-    flow, link: [hops], flow and link of each hop of all routes, ordered by flow; every flow has at least one.
-    flows: number of flows. bandwidth: [all links], bytes a second.
+    flow, link: [hops], flow number and link number of each hop of all routes, ordered by flow; every flow has at least
+        one hop. flows: number of flows. bandwidth: [all links], bytes per second.
 
-    A link's share is its remaining bandwidth divided by its flows without a rate. Shares only grow while flows get
-    rates no higher than them, so a link whose share is the lowest on the routes of all its open flows saturates at that
-    share; all such links are settled in one iteration.
+    Progressive filling: a link's share is its remaining bandwidth divided by its flows without a rate. A link whose
+        share is the lowest on the routes of all these flows saturates at that share; each iteration settles all such
+        links.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]
@@ -46,9 +46,9 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
 
 
 class FairSharing:
-    """Computation of max-min fair rates of concurrent messages on one network, with a cache of sets that recur.
+    """Calculator of max-min fair rates of concurrent messages on one network; caches sets of messages that recur.
 
-    routes: all routes that messages can take. bandwidth: [links], bytes a second.
+    routes: all routes that messages can take. bandwidth: [links], bytes per second.
     """
 
     def __init__(self, routes: Routes, bandwidth: Floats) -> None:
@@ -57,9 +57,9 @@ class FairSharing:
         self._numbers = 0
 
     def compute_rates(self, route: Integers) -> Floats:
-        """Return the rate in bytes a second of each of several concurrent messages: [flows].
+        """Return the rate in bytes per second of each of several concurrent messages: [messages].
 
-        route: [flows], number of each message's route in `routes`.
+        route: [messages], index in `routes` of each message's route.
         """
         order = np.argsort(route, kind="stable")
         together = route[order]

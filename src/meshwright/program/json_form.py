@@ -1,4 +1,4 @@
-"""JSON form of programs of both dialects: a header, and one list a column with one entry a step.
+"""JSON form of collective and pipeline programs: a header, and one list per step column with one entry per step.
 
 {"dialect": "collective", "format": 1, "operation": "all-reduce", "algorithm": "ring", "ranks": 2, ...,
  "steps": {"rank": [0, 0, ...], "group": [0, 0, ...], "kind": ["send", "reduce", ...], ...}}
@@ -43,7 +43,8 @@ T = TypeVar("T")
 
 
 def to_json_dict(program: Program) -> dict[str, object]:
-    """Return the program as a JSON object: a header, and one list a step column. `from_json_dict` reverses it."""
+    """Return the program as a JSON object: header keys, and under "steps" one list per column. `from_json_dict`
+    reverses it."""
     dialect = "collective" if isinstance(program, CollectiveProgram) else "pipeline"
     header = {name: getattr(program, name) for name in (_COLLECTIVE if dialect == "collective" else _PIPELINE)}
     if "placement" in header:
@@ -69,7 +70,10 @@ def format_json(program: Program) -> str:
 
 
 def from_json_dict(value: object, where: str = "program") -> Program:
-    """Build a program from a JSON object. where: prefix of error messages. Raises `UserError` that names the key."""
+    """Build a collective or pipeline program from the parsed JSON object `value`. where: prefix of error messages.
+
+    Raises `UserError` that names the invalid key.
+    """
     table = _require_object(value, where)
     dialect = table.get("dialect")
     if not isinstance(dialect, str) or dialect not in _COLUMNS:
@@ -90,9 +94,10 @@ def from_json_dict(value: object, where: str = "program") -> Program:
 
 
 def _build_collective(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> CollectiveProgram:
-    """Build a collective program from parsed JSON; raises `UserError` for invalid values.
+    """Build a collective program from the header and step columns of its JSON form; raises `UserError` for invalid
+    values.
 
-    header: keys such as `operation` and `ranks`. columns: step columns by name, [steps] each. where: prefix of errors.
+    header: keys such as `operation` and `ranks`. columns: column name -> array [steps]. where: prefix of errors.
     """
     fields: dict[str, str | int] = {k: v for k, v in header.items() if isinstance(v, str | int)}
     ranks, algorithm = int(fields["ranks"]), str(fields["algorithm"])
@@ -124,9 +129,10 @@ def _build_collective(header: Mapping[str, object], columns: dict[str, Integers]
 
 
 def _build_pipeline(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> PipelineProgram:
-    """Build a pipeline program from parsed JSON; raises `UserError` for invalid values.
+    """Build a pipeline program from the header and step columns of its JSON form; raises `UserError` for invalid
+    values.
 
-    header: keys such as `name` and `placement`. columns: step columns by name, [steps] each. where: prefix of errors.
+    header: keys such as `name` and `placement`. columns: column name -> array [steps]. where: prefix of errors.
     """
     name, ranks, micro_batches = header["name"], header["ranks"], header["micro_batches"]
     assert isinstance(name, str) and isinstance(ranks, int) and isinstance(micro_batches, int)
@@ -147,9 +153,10 @@ def _build_pipeline(header: Mapping[str, object], columns: dict[str, Integers], 
 
 
 def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placement:
-    """Return the placement [replica][stage] -> rank from JSON lists of ranks; raises `UserError` with prefix `where`.
+    """Return the rank of each stage, by [replica][stage], from JSON lists of ranks; raises `UserError` with prefix
+    `where`.
 
-    ranks: number of ranks that exist.
+    ranks: number of ranks of the program.
     """
     form = "should be one list of ranks for each replica, one entry a stage"
     if not isinstance(value, list) or not value or not all(isinstance(stages, list) and stages for stages in value):
@@ -166,7 +173,8 @@ def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placemen
 
 
 def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integers]:
-    """Return the step columns by name, [steps] each, from the JSON object `value`; words such as `send` become numbers.
+    """Return column name -> array [steps] from the JSON object `value`; words such as `send` become the numbers of
+    `Kind`.
 
     dialect: `collective` or `pipeline`. where: prefix of errors. Raises `UserError` for missing or invalid columns.
     """
@@ -195,14 +203,15 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
 
 
 def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
-    """Return the first entry of `column` that is not a key of `known`, as a list of at most one."""
+    """Return the first entry of `column` that is not a key of `known` as a list of one, or an empty list if there is
+    none."""
     return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 
 def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:
     """Raise `UserError` with prefix `where` unless all entries of the column `name` are in 0 .. size - 1.
 
-    columns: step columns by name.
+    columns: column name -> array [steps].
     """
     bad = (columns[name] < 0) | (columns[name] >= size)
     if bad.any():
@@ -213,9 +222,9 @@ def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: s
 
 
 def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
-    """Raise `UserError` with prefix `where` if the group numbers of a rank decrease from a step to the next.
+    """Raise `UserError` with prefix `where` if the group numbers decrease from a step to the next on some rank.
 
-    columns: step columns by name, of which `rank` and `group` are used.
+    columns: column name -> array [steps]; `rank` and `group` are used.
     """
     by_rank = np.argsort(columns["rank"], kind="stable")
     rank, group = columns["rank"][by_rank], columns["group"][by_rank]
@@ -235,7 +244,8 @@ def _require_object(value: object, where: str) -> dict[str, object]:
 
 
 def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], where: str) -> None:
-    """Raise `UserError` for the first key of `table` that is not in `known`, with the nearest known one.
+    """Raise `UserError` for the first key of the JSON object `table` that is not in `known`; names the nearest known
+    key.
 
     where: prefix of the message.
     """
@@ -246,7 +256,7 @@ def _refuse_unknown_keys(table: Mapping[str, object], known: Iterable[str], wher
 
 
 def _require_type(value: object, like: T, where: str) -> T:
-    """Return the value if it has the type of the example `like`, else raise `UserError`.
+    """Return `value` if it has the type of the example value `like` (int, str or list), else raise `UserError`.
 
     where: name of the value in the message.
     """
@@ -257,7 +267,7 @@ def _require_type(value: object, like: T, where: str) -> T:
 
 
 def _list_words(words: type[IntEnum]) -> dict[int, str]:
-    """Map the members of an enumeration to the words of the JSON form: `weight-gradient` for `Kind.WEIGHT_GRADIENT`."""
+    """Return the number of each enumeration member -> its word in the JSON form, such as `weight-gradient`."""
     return {int(word): word.name.lower().replace("_", "-") for word in words}
 
 

@@ -1,4 +1,4 @@
-"""Programs in files, in text form or JSON form; the first character tells which."""
+"""Collective and pipeline programs in files, in text form or JSON form, which the first character distinguishes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
 
 
 def format_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
-    """Format a program as the content of a file of that name: JSON for the suffix `.json`, else the text form."""
+    """Return the text with which to write the program to the file `path`: JSON for the suffix `.json`, else the text
+    form."""
     if Path(path).suffix.lower() == ".json":
         return format_json(program)
     return format_collective(program) if isinstance(program, CollectiveProgram) else format_pipeline(program)
 
 
 def read_program_text(path: str | Path) -> str:
-    """Read a program file as text. Raises `UserError` if it is missing, unreadable, empty or not text."""
+    """Read a program file and return its text. Raises `UserError` if it is missing, unreadable, empty or not text."""
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:

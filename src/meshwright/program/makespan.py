@@ -1,8 +1,9 @@
-"""Makespans of one pipeline program under many sets of durations at once, without the other simulation results.
+"""Makespans (total times) of one pipeline program under many sets of step durations at once.
 
-The order in which groups can run does not depend on their durations. The groups are sorted once into waves, each of
-which reads only what earlier waves produce; a wave is then computed at once for all its ranks and all durations. Every
-time is the sum of the same numbers in the same order as in `simulate_pipeline`, so results are bitwise equal.
+The order in which groups (steps run together on a rank) can run does not depend on their durations. The groups are
+sorted once into waves, each of which reads only what earlier waves produce; a wave is then computed at once for all its
+ranks and all sets of durations. Every time is the sum of the same numbers in the same order as in `simulate_pipeline`,
+so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ SERIAL_LIMIT = 8
 
 
 class MakespanCache:
-    """Cache of makespans by program and durations, to simulate each pair once."""
+    """Cache of simulated makespans (total times) of pipeline programs, by program and durations."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[PipelineProgram, bytes], float] = {}
 
     def get(self, program: PipelineProgram, durations: Durations) -> float:
-        """Return the makespan of a program, in the unit of the durations."""
+        """Return the makespan of a program, in the unit of the durations; the program is simulated at the first
+        request."""
         self.compute(program, [durations])
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the program under several sets of durations together, faster than one by one, and keep the
-        makespans.
+        """Simulate the program under several sets of durations together, and cache the makespans for `get`.
 
-        `get` then returns them at once.
+        Faster than one simulation per set.
         """
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
@@ -48,7 +49,7 @@ class MakespanCache:
 
 
 def _make_key(durations: Durations) -> bytes:
-    """Return a hashable key: shapes and bytes of all durations."""
+    """Return a cache key for a set of durations: shapes and bytes of all its fields."""
     columns = (
         durations.forward, durations.input_gradient, durations.weight_gradient, durations.transfer, durations.update,
         durations.overlapped, durations.parts,
@@ -58,9 +59,9 @@ def _make_key(durations: Durations) -> bytes:
 
 
 def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) -> Floats:
-    """Return the makespan of the program under each set of durations, in their unit: [sets].
+    """Return the makespan of the program under each set of durations, in the unit of that set: [len(durations)].
 
-    Equals `simulate_pipeline(program, each).makespan`, and raises the same errors.
+    Each equals `simulate_pipeline(program, durations[i]).makespan`; raises the same errors.
     """
     if program.has_transfers or program.ranks * len(durations) <= SERIAL_LIMIT:
         return np.array([simulate_pipeline(program, each).makespan for each in durations])
@@ -89,12 +90,14 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
 
 
 class _WaveOrder(NamedTuple):
-    """Groups of a program sorted into waves: those of a wave depend only on earlier waves, and so run at once.
+    """Groups (steps run together on a rank) sorted into waves: a wave depends only on earlier waves, so its groups run
+    at once.
 
     order: [groups], group indices, wave by wave. All other fields use positions in `order`, with `len(order)` for none.
-    bounds: end of each wave. before: previous group on the same rank. needs: groups on other ranks that each group
-        waits for; one array for the first, one for the second ... crossings: the entries of `RemoteReads` that cause
-        these waits (-1: none).
+    bounds: end position of each wave. before: [groups], previous group on the same rank. needs: arrays [groups] of
+        groups on other ranks that each group waits for; the first array has each group's first, the second its second,
+        and so on. crossings: arrays like `needs`, with the index in `RemoteReads` of the read that causes the wait (-1:
+        none).
     """
 
     order: Integers
@@ -106,7 +109,7 @@ class _WaveOrder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
-    """Sort the groups of a program into waves, each of which depends only on earlier ones; return their order.
+    """Sort the groups of a program into waves, each of which depends only on earlier waves.
 
     Raises ProgramError for a deadlock.
     """
@@ -154,8 +157,8 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
     """List the groups on other ranks that each group waits for, and the reads that cause the wait.
 
-    wait: values that cross ranks. Returns two lists of arrays [groups]: in the first list groups, in the second indices
-        into `wait`; the first array has the first wait of each group, the second the second ..., -1 for none.
+    wait: values read across ranks. Returns two lists of arrays [groups]: group indices, and indices into `wait`; the
+        first array of each list has each group's first wait, the second its second, and so on, -1 for none.
     """
     s = program.steps
     groups = len(s.group_rank)

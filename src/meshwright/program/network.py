@@ -16,7 +16,10 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 def sum_by_index(index: Integers, values: ArrayLike, length: int) -> Floats:
-    """Return the sums of the values that share an index: [length]; entry i adds up values[j] where index[j] = i."""
+    """Return the sums of those entries of `values` that have equal `index`: [length].
+
+    Entry i of the result is the sum of values[j] over all j with index[j] = i.
+    """
     return np.bincount(index, np.asarray(values), minlength=length).astype(np.float64)
 
 
@@ -24,7 +27,7 @@ def sum_by_index(index: Integers, values: ArrayLike, length: int) -> Floats:
 class Routes:
     """Routes of messages in a network; route i takes the links `link[first[i] : first[i + 1]]`, in order.
 
-    first: [routes + 1]. link: [hops of all routes], link numbers.
+    first: [routes + 1], positions in `link`. link: [hops of all routes], link numbers.
     """
 
     first: Integers
@@ -35,23 +38,26 @@ class Routes:
 
     @classmethod
     def from_hops(cls, hops: ArrayLike) -> Routes:
-        """Build routes from a matrix [routes, hops] of links; -1 is no hop."""
+        """Build routes from a matrix [routes, hops] of link numbers, in which -1 stands for no hop."""
         hops = np.asarray(hops, np.int64)
         taken = hops >= 0
         return cls(np.concatenate([[0], np.cumsum(taken.sum(axis=1))]), hops[taken])
 
     @cached_property
     def route(self) -> Integers:
-        """The route that each entry of `link` belongs to."""
+        """Number of the route to which each entry of `link` belongs: [hops of all routes]."""
         return np.repeat(np.arange(len(self)), np.diff(self.first))
 
     def sum_over_links(self, of_link: Floats) -> Floats:
-        """Return, for each route, the sum of a quantity over its links: [routes]. of_link: [links], such as
-        latencies."""
+        """Return, for each route, the sum of a quantity over its links: [routes].
+
+        of_link: [links], the quantity of each link, such as its latency.
+        """
         return sum_by_index(self.route, of_link[self.link], len(self))
 
     def select_links(self, routes: Integers) -> tuple[Integers, Integers]:
-        """Return all links of the selected routes as two arrays [hops]: position of the route in `routes`, and link."""
+        """Return all hops of the routes with numbers `routes`, as two arrays [hops]: position in `routes`, and link
+        number."""
         start, end = self.first[routes], self.first[routes + 1]
         return np.repeat(np.arange(len(routes)), end - start), self.link[concatenate_ranges(start, end)]
 
@@ -61,14 +67,15 @@ class Network:
     """Network of ranks (vertices 0 to ranks - 1), switches (the vertices after them) and directed links.
 
     link_from, link_to: [links], vertices. A full-duplex cable is two links.
-    latency: [links], seconds that a link adds to a message. bandwidth: [links], bytes a second.
-    find_routes(sources, targets): one route for each pair of different ranks.
-    tiers: (latency, bandwidth) of a message between near ranks, and between far ranks; closed forms use them.
+    latency: [links], seconds that a link adds to a message. bandwidth: [links], bytes per second.
+    find_routes: function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
+    tiers: (seconds, bytes per second) of a message between near ranks, and of one between far ranks; closed forms use
+        them.
     gap: fraction of a message's latency by which it delays the next message of the same group over the same first link
         (the gap of LogP, D. Culler et al., PPoPP 1993).
-    partitions: candidates for bottlenecks, for the lower bound: the block of each vertex [vertices]; -1 for switches
-        outside every block.
-    dims, groups: sides of a torus, ranks of a node, as defaults for algorithms that need them.
+    partitions: possible bottlenecks, for the lower bound: arrays [vertices] with the block of each vertex; -1 for
+        switches outside every block. switches: names of the switches.
+    dims: sides of a torus or mesh; groups: ranks per node; both are defaults for algorithms that need them.
     """
 
     name: str
@@ -87,7 +94,7 @@ class Network:
 
     @property
     def links(self) -> int:
-        """Number of links."""
+        """Number of directed links."""
         return len(self.latency)
 
     @property
@@ -96,11 +103,11 @@ class Network:
         return self.ranks + len(self.switches)
 
     def format_vertex(self, vertex: int) -> str:
-        """Format a vertex: `rank 3`, or the name of a switch."""
+        """Return the text of a vertex: `rank 3`, or the name of a switch."""
         return f"rank {vertex}" if vertex < self.ranks else self.switches[vertex - self.ranks]
 
     def format_link(self, link: int) -> str:
-        """Format a link: `rank 3 → rank 4`, with its number if several links are parallel."""
+        """Return the text of a link: `rank 3 → rank 4`, with a number if several links are parallel."""
         ends = (self.link_from == self.link_from[link]) & (self.link_to == self.link_to[link])
         beside = np.flatnonzero(ends)
         number = f" (link {np.searchsorted(beside, link)})" if len(beside) > 1 else ""
@@ -111,7 +118,7 @@ class Network:
     def compute_distances(self, rank: int, towards: bool = False) -> Floats:
         """Return the lowest latency in seconds of any path from `rank` to each rank: [ranks].
 
-        towards: of the paths from each rank to `rank` instead.
+        towards: return it for paths from each rank to `rank` instead.
         """
         tail, head = (self.link_to, self.link_from) if towards else (self.link_from, self.link_to)
         distance = np.full(self.vertices, np.inf)

@@ -21,7 +21,7 @@ Reals: TypeAlias = NDArray[np.float64]
 
 
 class ProgramError(CheckFailed):
-    """Error in a program that is incorrect or would deadlock; names rank, step and reason."""
+    """Error for a program that is incorrect or would deadlock; its message names rank, step and reason."""
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:
         super().__init__(f"rank {rank}, step {group} ({step}): {reason}")
@@ -30,18 +30,19 @@ class ProgramError(CheckFailed):
 
 @dataclass(frozen=True)
 class UnmatchedTransfer(Exception):
-    """Error for a send or receive without a counterpart. step: index of the step. is_send: True for a send."""
+    """Error for a send or receive without a counterpart. step: index of that step. is_send: True if it is a send."""
 
     step: int
     is_send: bool
 
 
 def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: Mask) -> tuple[Integers, Integers]:
-    """Match the k-th send from rank a to rank b with b's k-th receive from a, for all ranks.
+    """Match the k-th send from rank a to rank b with the k-th receive of rank b from rank a, for all pairs of ranks.
 
     rank: [steps], rank of each step, ascending. peer: [steps], rank at the other end. is_send, is_receive: [steps],
         masks of sends and receives.
-    Returns the indices of the sends and of their receives, in the order of the sends. Raises `UnmatchedTransfer`.
+    Returns (step indices of all sends, step indices of their receives), in the order of the sends. Raises
+    `UnmatchedTransfer`.
     """
     sends, receives = np.flatnonzero(is_send), np.flatnonzero(is_receive)
     ranks = int(max(rank.max(initial=0), peer.max(initial=0))) + 1
@@ -64,11 +65,12 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 
 @dataclass(frozen=True)
 class PostingOrder:
-    """Order in which the groups of a program can be posted; columns have one entry a group.
+    """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
-    level: number of groups in the longest dependency chain before the group; a group depends on lower levels only.
-    rounds: number of transfers in that chain.
-    depth: number of transfers in the longest chain of the program, which is the number of rounds.
+    level: [groups], number of groups in the longest dependency chain before each group; it depends on lower levels
+        only.
+    rounds: [groups], number of transfers in that chain.
+    depth: number of transfers in the longest chain of the program, which is its number of rounds.
     """
 
     level: Integers
@@ -78,16 +80,18 @@ class PostingOrder:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Error for groups that wait for each other. groups: indices; each waits for the next, the last for the first."""
+    """Error for groups that wait for each other. groups: their indices; each waits for the next, the last for the
+    first."""
 
     groups: tuple[int, ...]
 
 
 def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> PostingOrder:
-    """Compute the order in which the groups of all ranks can be posted if sends are synchronous.
+    """Compute the order in which the groups (steps posted together) of all ranks can be posted if sends are
+    synchronous.
 
-    rank: [groups], rank of each group; groups are numbered rank by rank, on each in posting order. group_a, group_b:
-        [transfers], groups of the two ends of each transfer. Raises `Deadlock` with the cycle.
+    rank: [groups], rank of each group; groups are numbered rank by rank, in posting order. group_a, group_b:
+        [transfers], group indices of the two ends of each transfer. Raises `Deadlock` with the cycle.
     """
     count = len(rank)
     has_transfer = np.zeros(count, np.bool_)
@@ -125,18 +129,17 @@ def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> 
 
 
 def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
-    """Return `arange(start, end)` for all pairs of starts and ends, concatenated: starts [3, 7], ends [5, 8] give [3,
-    4, 7]."""
+    """Return the integers starts[i] .. ends[i] - 1 of all ranges, concatenated: starts [3, 7], ends [5, 8] give [3, 4,
+    7]."""
     lengths = ends - starts
     offsets = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
     return offsets + np.arange(int(lengths.sum()))
 
 
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Return the groups of one cycle in which each waits for the next, the last for the first.
+    """Return the group indices of one dependency cycle: each waits for the next, the last for the first.
 
-    before, after: [edges], the group waited for and the waiting group. stuck: [groups], True for groups that are never
-        posted.
+    before, after: [edges], group waited for, and waiting group. stuck: [groups], True for groups that are never posted.
     """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))

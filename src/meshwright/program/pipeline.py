@@ -23,7 +23,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 class Kind(IntEnum):
-    """Kind of a step. BACKWARD computes the input gradient and the weight gradient in one step."""
+    """Kind of a step of a pipeline program. BACKWARD computes input gradient and weight gradient in one step."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -55,7 +55,10 @@ ARRIVING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 class Component(IntEnum):
-    """Component of the layers that a step computes, if a schedule overlaps computation with all-to-all (DualPipe)."""
+    """Component of transformer layers that a step computes, in schedules that overlap it with all-to-all (DualPipe).
+
+    WHOLE: the step computes its whole stage. DISPATCH and COMBINE are the all-to-alls of mixture-of-experts layers.
+    """
 
     WHOLE = 0
     ATTENTION = 1
@@ -66,12 +69,12 @@ class Component(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Steps(StepColumns):
-    """Compute steps, updates and transfers of a pipeline program as columns [steps], sorted by rank and execution
+    """Compute steps, updates and transfers of a pipeline program as columns [steps], sorted by rank, in execution
     order.
 
     Steps of one group run together: transfers are posted at once, a forward and a backward overlap.
-    stage, replica, micro_batch: what the step works on; of an update, the last micro-batch whose gradients it applies.
-    component: 0 for a whole step, else the component of the layers (attention, dispatch, MLP, combine) it computes.
+    stage, replica, micro_batch: indices of what the step works on; an update applies gradients up to this micro-batch.
+    component: a `Component`: 0 for a whole step, else attention, dispatch, MLP or combine.
     """
 
     stage: Integers
@@ -84,8 +87,9 @@ class Steps(StepColumns):
 class PipelineProgram:
     """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
-    name: such as `1f1b`. micro_batches: total over all replicas, numbered from 0; each runs through every stage of one
-        replica. placement: rank of each stage, by [replica][stage].
+    name: such as `1f1b`. ranks: number of pipeline ranks. micro_batches: total over all replicas, numbered from 0; each
+        runs through every stage of one replica. placement: rank of each stage, by [replica][stage]. steps: steps of all
+        ranks.
     """
 
     name: str
@@ -106,13 +110,12 @@ class PipelineProgram:
 
     @property
     def chunks(self) -> int:
-        """Number of model chunks: stages of one replica on each rank. A chunk is 1/chunks of a rank's share of the
-        model."""
+        """Number of model chunks: stages of one replica on each rank (virtual pipeline stages)."""
         return self.stages // self.ranks
 
     @property
     def stages_by_rank(self) -> list[list[int]]:
-        """Stages of each rank, over all replicas: `[rank] -> [stage, ...]`."""
+        """Stages of each rank, by [rank]; those of all replicas in one list."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for replica in self.placement:
             for stage, rank in enumerate(replica):
@@ -140,8 +143,10 @@ class PipelineProgram:
         return self.placement[int(self.steps.replica[step])][stage]
 
     def describe(self, step: int) -> str:
-        """Format the step with index `step` in PyTorch's notation, stage first: `2F5`, `0SEND_F3`; second replica:
-        `2'F5`."""
+        """Return the text of the step with index `step` in PyTorch's notation: stage, kind, micro-batch.
+
+        Examples: `2F5`, `0SEND_F3`; `2'F5` on the second replica; `2F5.attention` for a layer component.
+        """
         s = self.steps
         tick = "'" * int(s.replica[step])
         part = f".{Component(int(s.component[step])).name.lower()}" if s.component[step] else ""
@@ -149,20 +154,21 @@ class PipelineProgram:
 
 
 def place_cyclically(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Place stage s on rank s modulo `ranks`: with 2 chunks on 4 ranks `0 1 2 3 0 1 2 3`. Returns the rank of each
-    stage."""
+    """Return the rank of each stage [ranks x chunks] if stage s is on rank s modulo `ranks`: `0 1 2 3 0 1 2 3`.
+
+    chunks: stages per rank.
+    """
     return tuple(range(ranks)) * chunks
 
 
 def place_in_v_shape(ranks: int) -> tuple[int, ...]:
-    """Place two stages a rank in a V: `0 1 2 3 3 2 1 0`; rank 0 has the first and the last stage. Returns ranks by
-    stage."""
+    """Return the rank of each stage [2 x ranks] in a V: `0 1 2 3 3 2 1 0`; rank 0 has the first and the last stage."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 @dataclass
 class RankBuilder:
-    """Builder of one rank's steps, in execution order.
+    """Builder of one rank's steps of a pipeline program, in execution order.
 
     rank: number of the rank. stages: stages on this rank, by replica. rows: appended steps, as (group, kind, stage,
         replica, micro-batch, component).
@@ -177,23 +183,23 @@ class RankBuilder:
     _table: Integers | None = None
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the forward of a micro-batch."""
+        """Append the forward of micro-batch number `micro_batch` on a stage of a replica."""
         self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the full backward of a micro-batch (input and weight gradients)."""
+        """Append the full backward (input and weight gradients) of micro-batch number `micro_batch`."""
         self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the input-gradient pass (B) of a micro-batch."""
+        """Append the input-gradient pass (B) of micro-batch number `micro_batch`."""
         self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the weight-gradient pass (W) of a micro-batch."""
+        """Append the weight-gradient pass (W) of micro-batch number `micro_batch`."""
         self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the optimizer step that applies the gradients up to `micro_batch`."""
+        """Append the optimizer step on a stage that applies the gradients of the micro-batches up to `micro_batch`."""
         self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
@@ -204,17 +210,19 @@ class RankBuilder:
         replica: int = 0,
         component: int = 0,
     ) -> None:
-        """Append a step. kind: a `Kind`. component: a `Component`, 0 for a whole step. stage: None if the rank has only
-        one."""
+        """Append a step of kind `kind` (a `Kind`) on a micro-batch. component: a `Component`, 0 for a whole step.
+
+        stage: None if the rank has only one stage of the replica.
+        """
         if stage is None:
             (stage,) = self.stages[replica]
         self.rows.append((self._group, kind, stage, replica, micro_batch, component))
         self._group += not self._overlapping
 
     def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
-        """Set all steps of the rank at once, as columns [steps]; none may have been appended.
+        """Set all steps of the rank at once, as columns [steps], if none has been appended.
 
-        Steps with equal numbers in `group` form one group. kind: a `Kind` each.
+        group: steps with equal numbers run together. kind: a `Kind` each. stage, replica, micro_batch: indices.
         """
         assert not self.rows, "steps are appended one by one or set at once, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
@@ -227,7 +235,7 @@ class RankBuilder:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context in which all appended steps form one group, such as a forward and a backward that overlap."""
+        """Context manager in which all appended steps form one group, such as a forward and a backward that overlap."""
         self._overlapping = True
         yield
         self._overlapping = False
@@ -244,6 +252,8 @@ class Builder:
         for m in range(micro_batches):
             rank.backward(m)
     return program.build()
+
+    placement: rank of each stage, by [replica][stage]. ranks (attribute): a `RankBuilder` for each rank.
     """
 
     def __init__(self, name: str, ranks: int, micro_batches: int, placement: Placement) -> None:
@@ -255,7 +265,7 @@ class Builder:
         self.ranks = [RankBuilder(rank, tuple(map(tuple, by_replica))) for rank, by_replica in enumerate(stages)]
 
     def build(self) -> PipelineProgram:
-        """Return the program of all appended steps."""
+        """Return the program of all steps appended to the builders in `ranks`."""
         tables = [rank.to_table() for rank in self.ranks]
         rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         rows = np.column_stack([rank, np.concatenate(tables)])
@@ -263,11 +273,10 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a pipeline program from a step table `rows` [steps, 7]: rank, group, kind, stage, replica, micro-batch,
-    component.
+    """Build a pipeline program from a table of steps, sorted by rank and with groups renumbered from 0 on each rank.
 
-    Steps of one rank are in execution order; ranks may be interleaved. Groups are renumbered from 0 on each rank.
-    placement: rank of each stage, by [replica][stage].
+    rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component; steps of one rank in execution order,
+        ranks in any order. micro_batches: number of them. placement: rank of each stage, by [replica][stage].
     """
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]

@@ -14,23 +14,28 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the steps at whose start an activation is allocated, and the steps at whose end one is freed.
+    """Return the steps at whose start saved activations are allocated, and the steps at whose end they are freed.
 
-    flow: data flow of the program. Both are step indices, in no common order. An activation lives from its forward's
-        start to its weight gradient's end (the end of a full backward).
+    flow: data flow of the program. Both are arrays of step indices, in no common order. An activation lives from the
+        start of its forward to the end of its weight gradient (or full backward).
     """
     program = flow.program
     values = program.replicas * program.stages * program.micro_batches
-    output, gradient, weights = flow.last[:values], flow.last[values : 2 * values], flow.last[2 * values :]
+    output, gradient, weights = (
+        flow.last_step[:values],
+        flow.last_step[values : 2 * values],
+        flow.last_step[2 * values :],
+    )
     whole = np.append(program.steps.kind, -1)[gradient] == Kind.BACKWARD  # index -1 (no gradient) reads the appended -1
     freed = np.where(weights >= 0, weights, np.where(whole, gradient, -1))
-    return flow.first[:values][output >= 0], freed[(freed >= 0) & (output >= 0)]
+    return flow.first_step[:values][output >= 0], freed[(freed >= 0) & (output >= 0)]
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak number of saved activations of each rank: [ranks].
+    """Return the peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all its stages of one
+    replica.
 
-    flow: data flow of the program. Unit: the activations of one micro-batch on a rank's whole share of the model.
+    flow: data flow of the program.
     """
     program, s = flow.program, flow.program.steps
     born, freed = find_activation_lifetimes(flow)

@@ -37,7 +37,7 @@ _STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3,
 
 
 def format_pipeline(program: PipelineProgram) -> str:
-    """Format a program in its text form; `parse_pipeline` returns an equal program."""
+    """Return the text form of a pipeline program, from which `parse_pipeline` builds an equal program."""
     s = program.steps
     lines = [
         f"pipeline {_format_name(program.name)}",
@@ -62,12 +62,13 @@ def format_pipeline(program: PipelineProgram) -> str:
 
 
 def _format_name(name: str) -> str:
-    """Return a program's name as words on one line, without `#`."""
+    """Return a program's name on one line without `#`, as the text form needs it."""
     return " ".join(name.replace("#", " ").split()) or "unnamed"
 
 
 def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
-    """Parse the text form of a program. where: prefix of error messages, such as the file's name.
+    """Parse the text form of a pipeline program and return it. where: prefix of error messages, such as the file's
+    name.
 
     Raises `UserError` with the line number, the invalid text, and a valid alternative.
     """
@@ -87,7 +88,7 @@ class _Parser:
         self.placement: list[tuple[int, ...]] = []
 
     def parse(self, text: str) -> PipelineProgram:
-        """Parse a whole text."""
+        """Parse the text form of a pipeline program and return it; raises `UserError` with the line number."""
         rows = array("q")  # seven numbers a step, the columns of `build_program`
         rank, seen = -1, set[int]()
         stages = replicas = micro_batches = 0
@@ -130,13 +131,13 @@ class _Parser:
         )
 
     def _describe_unknown_word(self, step: str, word: str) -> str:
-        """Return the message about an unknown kind or component `word` of a step."""
+        """Return the error message for `word`, which is no kind or component, in the step text `step`."""
         if word.startswith("."):
             return f'"{step}": {unknown("part of a layer", word[1:], [part[1:] for part in _COMPONENTS if part])}'
         return f'"{step}": {unknown("step", word, _KINDS)}'
 
     def _describe_out_of_range(self, step: str, stage: int, replica: int, micro_batch: int) -> str:
-        """Return the message about a stage, replica or micro-batch of a step that does not exist."""
+        """Return the error message for the step text `step`, whose stage, replica or micro-batch does not exist."""
         stages, micro_batches = len(self.placement[0]), self.numbers["micro-batches"]
         if stage >= stages:
             return f'"{step}": there is no stage {stage}; the placement has {_format_count("stage", stages)}'
@@ -147,7 +148,7 @@ class _Parser:
         return f'"{step}": there is no replica {replica}; {has}'
 
     def _parse_header(self, words: list[str]) -> None:
-        """Store the values of one header line, given its words."""
+        """Store the value of one header line, given the line's words, such as `micro-batches 8`."""
         name = words[0]
         if name not in _HEADER:
             if _STEP.fullmatch(name):
@@ -175,7 +176,8 @@ class _Parser:
             raise self._make_error(f'"{name} 0": a program has at least 1')
 
     def _check_placement(self, stages: tuple[int, ...]) -> None:
-        """Check that a placement has existing ranks with equally many stages each."""
+        """Raise `UserError` unless all ranks in `stages` (rank of each stage of a replica) exist, each equally
+        often."""
         ranks = self.numbers["ranks"]
         if len(stages) != len(self.placement[0]):
             counts = f"{_format_count('stage', len(stages))}, the line before has {len(self.placement[0])}"
@@ -188,14 +190,17 @@ class _Parser:
             raise self._make_error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
 
     def _finish_header(self) -> None:
-        """Check that the header is complete."""
+        """Raise `UserError` if the header lacks a line."""
         for name in _HEADER:
             there = {"pipeline": self.name, "placement": self.placement}.get(name, self.numbers.get(name))
             if not there:
                 raise self._make_error(f'the line "{name}" is missing; a program starts with {", ".join(_HEADER)}')
 
     def _parse_rank(self, words: list[str]) -> int:
-        """Return the rank of a line `rank 3`, given the words after `rank`; raise UserError if it does not exist."""
+        """Return the rank that a line such as `rank 3` begins, given the words after `rank`.
+
+        Raises UserError if there is no such rank.
+        """
         if len(words) != 1:
             raise self._make_error(f'write "rank" and its number, not "{" ".join(["rank", *words])}"')
         rank = self._parse_number(words[0])
@@ -204,7 +209,7 @@ class _Parser:
         return rank
 
     def _parse_number(self, word: str) -> int:
-        """Return the integer of up to 9 digits that `word` is; raise UserError if it is none."""
+        """Return the non-negative integer of up to 9 digits that `word` spells; raise UserError for any other word."""
         if not _NUMBER.fullmatch(word):
             raise self._make_error(f'"{word}" is not a number from 0 to 999999999')
         return int(word)
@@ -215,6 +220,6 @@ class _Parser:
 
 
 def _format_count(what: str, count: int) -> str:
-    """Return a count with its index range: `4 stages (0 to 3)`. what: noun in the plural, such as `stages`."""
+    """Return a count with its index range, such as `4 stages (0 to 3)`. what: noun in the plural, such as `stages`."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"

@@ -1,4 +1,4 @@
-"""Progress of pipeline ranks: values that a rank waits for from other ranks, and the loop that runs all ranks."""
+"""Waits of pipeline ranks for values from other ranks, and the loop that runs all ranks in dependency order."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def make_step_error(program: PipelineProgram, step: int, reason: str) -> ProgramError:
-    """Return a ProgramError with the message `reason` that names the step with index `step` and its rank."""
+    """Return a `ProgramError` with message `reason` that names rank and text of the step with index `step`."""
     s = program.steps
     return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
 
 
 def locate_step(program: PipelineProgram, step: int) -> str:
-    """Return the text of the step with index `step`, with its rank: `rank 2, step 7 (1F3)`."""
+    """Return text such as `rank 2, step 7 (1F3)` for the step with index `step`: rank, group number, notation."""
     s = program.steps
     return f"rank {s.rank[step]}, step {s.group[step]} ({program.describe(step)})"
 
 
 @dataclass(frozen=True)
 class RemoteReads:
-    """Values that steps read from other ranks, as columns [values].
+    """Activations and gradients that steps read from other ranks, as columns [values].
 
-    reader, maker: indices of the steps that read and produce the value. leaves, arrives: indices of its send and its
-        receive; the maker and the reader themselves if transfers are not explicit. boundary: s for a value between
-        stages s and s + 1, in either direction.
+    reader, maker: step indices of the steps that read and produce the value. leaves, arrives: step indices of its send
+        and its receive; the maker and the reader themselves if transfers are not explicit. boundary: s for a value
+        between stages s and s + 1, in either direction.
     """
 
     reader: Integers
@@ -44,7 +44,7 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
     """Return all values that a step reads from another rank, with the steps that produce, send and receive them.
 
     flow: data flow of the program. Raises ProgramError if a value is never produced, sent or received, or if a step
-        runs before what it reads from its own rank.
+        runs before a step of its own rank that produces its input.
     """
     program, needs, s = flow.program, flow.reads, flow.program.steps
     missing = np.flatnonzero(needs.maker < 0)
@@ -77,21 +77,22 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Return the steps that send or receive the given values: indices, -1 where there is none.
+    """Return the index of the step that sends (or receives) each of the given values: [values], -1 where none does.
 
-    kind: SEND_FORWARD to find the sends of all values, gradients too; RECEIVE_FORWARD to find the receives.
-    what: OUTPUT or GRADIENT of each value. stage: the stage that sends or receives. All arrays are [values].
+    kind: SEND_FORWARD to find sends (of gradients too), RECEIVE_FORWARD to find receives. what: [values], OUTPUT or
+        GRADIENT. replica, stage, micro_batch: [values]; the stage is the one that sends (or receives).
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
     table = np.full(2 * program.replicas * program.stages * program.micro_batches, -1, np.int64)
     made = np.where(s.kind[steps] == kind, OUTPUT, GRADIENT)
-    table[flow.number_value(made, s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
-    return table[flow.number_value(what, replica, stage, micro_batch)]
+    table[flow.compute_value_index(made, s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
+    return table[flow.compute_value_index(what, replica, stage, micro_batch)]
 
 
 def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -> None:
-    """Raise ProgramError unless each step of `earlier` is in an earlier group of the same rank than that of `later`.
+    """Raise ProgramError unless each step of `earlier` is in an earlier group than its pair in `later`, on the same
+    rank.
 
     earlier, later: [pairs], step indices.
     """
@@ -112,11 +113,11 @@ def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -
 def run_groups(
     program: PipelineProgram, wait: RemoteReads, duration: Floats, delay: Floats
 ) -> tuple[list[float], list[float], list[int]]:
-    """Run the groups of every rank in order, each as soon as its inputs have arrived.
+    """Run the groups (steps run together) of every rank in order, each as soon as its inputs have arrived.
 
-    wait: values that cross ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
-        time of each message. Returns start and end of every group, and the groups in dependency order. Raises
-        ProgramError with the cycle for a deadlock.
+    wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
+        time of each message; both in one unit. Returns start time and end time of every group, and the group indices in
+        dependency order. Raises ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)
@@ -175,10 +176,11 @@ def run_groups(
 
 
 def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: dict[int, int]) -> ProgramError:
-    """Return the error for a deadlock: each rank of the cycle with the step it waits for, from the lowest rank on.
+    """Return the error for a deadlock; its message has each rank of the cycle with the step it waits for, lowest rank
+    first.
 
-    position: [ranks], index of the group at which each rank is blocked. awaits: blocked rank -> index of the group it
-        waits for.
+    position: [ranks], index of the group at which each rank is blocked. awaits: blocked rank -> index of the group that
+        it waits for.
     """
     s = program.steps
     rank, path = min(awaits), list[int]()
@@ -189,14 +191,14 @@ def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: 
     lowest = circle.index(min(circle))
     circle = circle[lowest:] + circle[:lowest]
 
-    def step_of(group: int) -> int:
-        """Return the index of the step that stands for the group with index `group` in the message."""
+    def find_step(group: int) -> int:
+        """Return the index of the first step of the group with index `group`."""
         return int(np.searchsorted(s.group_index, group))
 
     links = [
-        f"{'' if i == 0 else f'{locate_step(program, step_of(position[rank]))} '}waits for {program.describe(maker)} "
+        f"{'' if i == 0 else f'{locate_step(program, find_step(position[rank]))} '}waits for {program.describe(maker)} "
         f"of rank {s.rank[maker]}"
         for i, rank in enumerate(circle)
-        for maker in [step_of(awaits[rank])]
+        for maker in [find_step(awaits[rank])]
     ]
-    return make_step_error(program, step_of(position[circle[0]]), "waits in a circle: " + "; ".join(links))
+    return make_step_error(program, find_step(position[circle[0]]), "waits in a circle: " + "; ".join(links))

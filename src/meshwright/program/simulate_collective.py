@@ -26,7 +26,7 @@ _SAME_TIME = 1e-11  # relative tolerance within which events are simultaneous
 
 
 class MatchedCollective(Protocol):
-    """Interface of a program with matched sends and receives, as far as a simulation needs it.
+    """Interface of a collective program whose sends and receives are matched, as the simulator takes it.
 
     sends, receives: [transfers], step indices of the two ends of each transfer.
     """
@@ -41,7 +41,7 @@ class MatchedCollective(Protocol):
 
 @dataclass(frozen=True)
 class UncheckedCollective:
-    """Matched program without verification, for the simulation of many generated programs.
+    """Collective program with matched sends and receives but without verification, for generated programs.
 
     sends, receives: [transfers], step indices of the two ends of each transfer.
     """
@@ -52,7 +52,7 @@ class UncheckedCollective:
 
     @classmethod
     def from_program(cls, program: CollectiveProgram) -> UncheckedCollective:
-        """Match sends with receives without verifying the program."""
+        """Match the sends of a program with its receives, without verifying it."""
         s = program.steps
         return cls(program, *match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING)))
 
@@ -62,8 +62,8 @@ class CollectiveTiming:
     """Result of the simulation of a collective program on a network; times in seconds from the start.
 
     seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: when both ends are
-        posted, when the last byte has arrived. bytes_sent: [ranks]. link_bytes: [links of the network], bytes over
-        each.
+        posted, and when the last byte has arrived. bytes_sent: [ranks]. link_bytes: [links of the network], bytes over
+        each link.
     """
 
     seconds: float
@@ -75,31 +75,31 @@ class CollectiveTiming:
 
     @cached_property
     def link_busy(self) -> Floats:
-        """Seconds that each link needs for its bytes at full bandwidth: [links]."""
+        """Seconds that each link would need for its bytes at full bandwidth: [links]."""
         return self.link_bytes / self.network.bandwidth
 
     @property
     def busiest_link(self) -> int | None:
-        """Link that needs longest for its bytes, or None without traffic; a lower bound for any order of the same
-        messages."""
+        """Number of the link that needs longest for its bytes at full bandwidth; None if nothing is sent."""
         return int(self.link_busy.argmax()) if self.link_bytes.any() else None
 
 
 def simulate_collective(
     checked: MatchedCollective, network: Network, total_bytes: float, reduce_bytes_per_second: float = np.inf
 ) -> CollectiveTiming:
-    """Simulate a program on a network.
+    """Simulate a collective program on a network with shared links; return start and end of every transfer.
 
-    checked: program with matched sends and receives. total_bytes: size of the full vector. reduce_bytes_per_second:
-        rate of local reductions, at the end of a group (default: infinite).
+    checked: program with matched sends and receives. total_bytes: size of the operation's full vector.
+        reduce_bytes_per_second: rate of local reductions, at the end of a group (default: infinite).
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
 
 class CollectiveSimulator:
-    """Simulator of one program on one network; what does not depend on the vector's size is computed once.
+    """Simulator of one collective program on one network; results for several vector sizes share its preparation.
 
-    reduce_bytes_per_second: rate of local reductions, at the end of a group (default: infinite).
+    checked: program with matched sends and receives. reduce_bytes_per_second: rate of local reductions, at the end of a
+        group (default: infinite).
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
@@ -134,8 +134,7 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, the number of earlier messages of its group that leave over the same link:
-        [messages]."""
+        """Return, for each message, how many messages of its group precede it on the same first link: [messages]."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]
@@ -146,7 +145,7 @@ class CollectiveSimulator:
         return place
 
     def run(self, total_bytes: float) -> CollectiveTiming:
-        """Simulate with a full vector of `total_bytes`."""
+        """Simulate the program for a full vector of `total_bytes` bytes; return the times."""
         chunk_bytes = total_bytes / self.chunks
         message_bytes = self._send_chunks * chunk_bytes
         start, end, seconds = _SimulationState(self, message_bytes, self._local_chunk_seconds * chunk_bytes).simulate()
@@ -163,7 +162,8 @@ def _sort_unique(numbers: Integers) -> Integers:
 
 
 class _EventKind(IntEnum):
-    """Kind of a simulation event."""
+    """Kind of a simulation event: groups end after local work, or messages start to transmit bytes after their
+    latency."""
 
     GROUPS_END = 0
     BYTES_FLOW = 1
@@ -173,7 +173,7 @@ class _SimulationState:
     """State of one simulation of a collective program: posted groups, messages in flight, queue of events.
 
     plan: simulator with program, network and routes. message_bytes: [messages]. local_seconds: [groups], time of each
-        group's local reductions and copies.
+        group's local reductions.
     """
 
     def __init__(self, plan: CollectiveSimulator, message_bytes: Floats, local_seconds: Floats) -> None:
@@ -190,7 +190,7 @@ class _SimulationState:
         self.bytes_left, self.rate = np.zeros(0), np.zeros(0)
 
     def simulate(self) -> tuple[Floats, Floats, float]:
-        """Run all events; returns start and end of each message in seconds, and the end of the last group."""
+        """Run all events; return start and end of each message in seconds [messages], and the end of the last group."""
         self._post_groups(self.plan._starts)
         while self.events or len(self.in_flight):
             lasts = self.bytes_left / self.rate
@@ -224,10 +224,8 @@ class _SimulationState:
         return self.start, self.end, self.last
 
     def _finish_messages(self, messages: Integers) -> None:
-        """Mark messages as arrived now, and start the local work of groups whose last message this was.
-
-        messages: indices.
-        """
+        """Mark the messages with indices `messages` as arrived now, and start local reductions of groups without open
+        messages."""
         if len(messages) == 0:
             return
         self.end[messages] = self.now
@@ -236,9 +234,9 @@ class _SimulationState:
         self._reduce_groups(_sort_unique(ends[self.open_messages[ends] == 0]))
 
     def _reduce_groups(self, groups: Integers) -> None:
-        """Start the local reductions of groups whose messages have all arrived; groups without reductions end at once.
+        """Start the local reductions of the groups with indices `groups`, whose messages have all arrived.
 
-        groups: indices.
+        Groups without reductions end at once.
         """
         local = self.local_seconds[groups]
         at_once = local == 0
@@ -246,16 +244,13 @@ class _SimulationState:
         self._schedule_events(groups[~at_once], local[~at_once], _EventKind.GROUPS_END)
 
     def _finish_groups(self, groups: Integers) -> None:
-        """End the groups with these indices now, and post the next group of each of their ranks."""
+        """End the groups with indices `groups` now, and post the next group of each of their ranks."""
         if len(groups):
             self.last = self.now
             self._post_groups(groups[~self.plan._is_last[groups]] + 1)
 
     def _post_groups(self, groups: Integers) -> None:
-        """Post groups now: start messages whose other end is posted, and the local work of groups without messages.
-
-        groups: indices.
-        """
+        """Post the groups with indices `groups` now, and start each of their messages whose other end is posted."""
         if len(groups) == 0:
             return
         plan = self.plan
@@ -268,9 +263,9 @@ class _SimulationState:
         self._schedule_events(alone, self.local_seconds[alone], _EventKind.GROUPS_END)
 
     def _schedule_events(self, which: Integers, delay: Floats, kind: _EventKind) -> None:
-        """Schedule an event for each group or message, those with equal delay as one.
+        """Schedule an event for each of the groups or messages `which`; those with equal delay share one event.
 
-        which: indices of groups (kind GROUPS_END) or messages (BYTES_FLOW). delay: seconds from now, one each.
+        which: indices of groups (kind GROUPS_END) or messages (BYTES_FLOW). delay: [which], seconds from now.
         """
         if len(which) and (delay == delay[0]).all():
             self._push_event(float(delay[0]), kind, which)
@@ -280,9 +275,9 @@ class _SimulationState:
             self._push_event(value, kind, which[index == number])
 
     def _push_event(self, delay: float, kind: _EventKind, which: Integers) -> None:
-        """Add one event `delay` seconds from now.
+        """Add one event to the queue, `delay` seconds from now.
 
-        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups or messages.
+        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups or messages that it concerns.
         """
         self.pushed += 1
         heapq.heappush(self.events, (self.now + delay, self.pushed, kind, which))

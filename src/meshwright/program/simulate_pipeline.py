@@ -23,7 +23,7 @@ class PipelineTiming:
     """Result of the simulation of a pipeline program; times are in the unit of the durations.
 
     start, end: [steps]; of a send or receive, when it is posted and when the message has arrived. order: [groups],
-        groups in dependency order. flow: data flow of the program.
+        indices of the groups (steps run together) in dependency order. flow: data flow of the program.
     """
 
     program: PipelineProgram
@@ -45,7 +45,7 @@ class PipelineTiming:
 
     @cached_property
     def _groups(self) -> tuple[Integers, Floats, Floats]:
-        """Rank, start and end of each compute group, sorted by rank."""
+        """Rank, start and end of each group of compute or update steps, sorted by rank: three arrays [groups]."""
         c = self._computing
         _, at = np.unique(self.program.steps.group_index[c], return_index=True)
         chosen = c[at]
@@ -53,7 +53,7 @@ class PipelineTiming:
 
     @cached_property
     def busy(self) -> Floats:
-        """Compute time of each rank: [ranks]."""
+        """Compute and update time of each rank: [ranks]."""
         rank, start, end = self._groups
         return np.bincount(rank, end - start, self.program.ranks).astype(np.float64)
 
@@ -79,15 +79,15 @@ class PipelineTiming:
 
     @cached_property
     def peak_activations(self) -> Floats:
-        """Peak of saved activations of each rank [ranks]; 1.0: what one micro-batch saves on all stages of the rank."""
+        """Peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all its stages of one replica."""
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:
-        """Return one rank's activation memory over time: (times, activations held from each time on), in execution
-        order.
+        """Return one rank's saved activations over time: (times [events], amount held from each time on [events]).
 
-        An activation lives from its forward's start to its weight gradient's end, and counts as 1/chunks of the rank's
-        share of one micro-batch. Memory freed at the end of a step is free before the next one starts.
+        Events are in execution order. 1.0 is one micro-batch on all its stages of one replica; an activation lives from
+        the start of its forward to the end of its weight gradient. Memory freed at the end of a step is free before the
+        next one starts.
         """
         s = self.program.steps
         born, freed = (steps[s.rank[steps] == rank] for steps in pipeline_memory.find_activation_lifetimes(self.flow))
@@ -98,8 +98,10 @@ class PipelineTiming:
 
     @cached_property
     def weight_copies(self) -> Floats:
-        """Peak number of weight versions of each rank [ranks], in units of one copy of its share of the model; see
-        `count_weight_copies`."""
+        """Peak number of weight versions of each rank [ranks], in units of one copy of the weights of its stages.
+
+        See `count_weight_copies`.
+        """
         return pipeline_memory.count_weight_copies(self.program)
 
     @cached_property
@@ -112,9 +114,9 @@ class PipelineTiming:
 
     @cached_property
     def steady_bubble_fraction(self) -> float:
-        """Bubble fraction while the pipeline is full: the mean over ranks, each from the end of the first third of its
-        backwards to the end of the second third. Excludes warm-up and cool-down if there are at least about 3 times
-        as many micro-batches as ranks."""
+        """Bubble fraction while the pipeline is full: the mean over ranks of the idle fraction during the middle third
+        of their backwards. Excludes warm-up and cool-down if there are at least about 3 times as many micro-batches as
+        ranks."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):
@@ -132,13 +134,13 @@ class PipelineTiming:
 
 
 def simulate_pipeline(program: PipelineProgram, durations: Durations) -> PipelineTiming:
-    """Simulate a program with the given durations.
+    """Simulate a pipeline program with the given step durations; return start and end of every step.
 
-    A rank runs its groups in order, one at a time, each as soon as its inputs have arrived. Transfers take no time of
-    the ranks: a message leaves when it is produced or, with explicit transfers, when its send is posted, and the
-    receiver waits only when it uses the message. Stages and micro-batches must be in range (`check_pipeline` verifies
-    that and more). Raises ProgramError for a deadlock; UserError for durations of a wrong length or with an infinite
-    sum.
+    A rank runs its groups (steps run together) in order, one at a time, each as soon as its inputs have arrived.
+    Transfers take no time of the ranks: a message leaves when it is produced or, with explicit transfers, when its send
+    is posted, and the receiver waits only when it uses the message. Stages and micro-batches must be in range
+    (`check_pipeline` verifies that and more). Raises ProgramError for a deadlock; UserError for durations of a wrong
+    length or with an infinite sum.
     """
     (flow, wait), s = analyze_program(program), program.steps
     transfer = durations.tabulate("transfer", program)
@@ -161,7 +163,10 @@ def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
 
 
 def compute_group_durations(program: PipelineProgram, durations: Durations) -> Floats:
-    """Return the time that each group occupies its rank: [groups]; 0 for transfers."""
+    """Return the time that each group (steps run together) occupies its rank, in the unit of the durations: [groups].
+
+    Groups of transfers take 0.
+    """
     s = program.steps
     table = {
         name: durations.tabulate(name, program) for name in ("forward", "input_gradient", "weight_gradient", "update")

@@ -1,4 +1,4 @@
-"""Who does what when, ready to draw: the steps of a simulated program as spans on tracks."""
+"""Timelines of simulated programs for drawings: the steps as spans on tracks, one track per rank."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Box on a track of a drawn timeline: one step, from time `start` to `end`.
+    """Box on a track of a drawn timeline: one step, from time `start` to `end` (any unit, as in the simulation).
 
     track: index of the track. kind: word that decides the colour, such as `forward`. label: a few letters to write on
         it. name: full description.
-    shade: 0 for the first model chunk, 1 for the last. mirrored: True for the second replica.
-    lane, lanes: where spans overlap, the position of this one and their number, among which the track's height is
-        shared.
+    shade: 0 for the first model chunk of a rank to 1 for its last. mirrored: True for the second replica.
+    lane, lanes: position of this span among those that overlap, and their number; they share the track's height.
     """
 
     track: int
@@ -48,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """Transfer in a drawn timeline that leaves track `source` at `start` and arrives on track `target` at `end`.
+    """Transfer in a drawn timeline, which leaves track `source` at time `start` and arrives on track `target` at `end`.
 
     source, target: track indices. name: full description.
     """
@@ -62,11 +61,10 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated program ready to draw. tracks: their titles. spans: steps on the tracks. arrows: transfers between
-    them.
+    """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
-    levels: track -> curve of a quantity over time, as (time, value from then on). level_name: the quantity, such as
-        `activations`. notes: text beside each track.
+    tracks: their titles. levels: track index -> curve of a quantity, as (time, value from then on) pairs. level_name:
+        the quantity, such as `activations`. notes: one text per track, drawn beside it.
     """
 
     title: str
@@ -79,12 +77,12 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """Last end of a span."""
+        """Latest end time of a span, 0.0 without spans."""
         return max((span.end for span in self.spans), default=0.0)
 
 
 class Timed(Protocol):
-    """Simulated start and end of every step."""
+    """Result of a simulation, with start and end time of every step: [steps] each."""
 
     @property
     def start(self) -> Reals: ...
@@ -92,16 +90,16 @@ class Timed(Protocol):
     def end(self) -> Reals: ...
 
 
-def pipeline_timeline(
+def build_pipeline_timeline(
     program: PipelineProgram,
     timing: Timed,
     notes: Sequence[str] = (),
     levels: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> Timeline:
-    """Return the compute steps of a simulated pipeline as a timeline, one track a rank.
+    """Return the compute steps of a simulated pipeline program as a timeline, one track per rank.
 
-    Overlapped steps share the track's height. notes: text beside each track. levels: rank -> curve of a quantity such
-    as activations, as (time, value from then on).
+    Overlapped steps share the track's height. notes: one text per rank. levels: rank -> curve of its activations, as
+    (time, value from then on) pairs.
     """
     s = program.steps
     columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]
@@ -115,7 +113,7 @@ def pipeline_timeline(
     for steps in members.values():
         for lane, index in enumerate(steps):
             rank, kind, stage, replica, micro_batch, part, _ = (column[index] for column in columns)
-            label, name = names.of(kind, stage, replica, micro_batch, part)
+            label, name = names.describe_step(kind, stage, replica, micro_batch, part)
             spans.append(
                 Span(
                     rank,
@@ -124,7 +122,7 @@ def pipeline_timeline(
                     "all-to-all" if part in ALL_TO_ALL else WORDS[Kind(kind)],
                     label,
                     name,
-                    shade=0.0 if part in ALL_TO_ALL else names.chunk(stage, replica) / max(1, program.chunks - 1),
+                    shade=0.0 if part in ALL_TO_ALL else names.find_chunk(stage, replica) / max(1, program.chunks - 1),
                     mirrored=replica > 0,
                     lane=lane,
                     lanes=len(steps),
@@ -141,7 +139,7 @@ def pipeline_timeline(
 
 
 class StepNames:
-    """Names of a program's compute steps for drawings and traces."""
+    """Names of the compute steps of a pipeline program for drawings and traces."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas
@@ -154,18 +152,18 @@ class StepNames:
                 seen[rank] = number[stage] + 1
             self._chunks.append(number)
 
-    def chunk(self, stage: int, replica: int) -> int:
-        """Return the index of a stage among those of its replica on its rank."""
+    def find_chunk(self, stage: int, replica: int) -> int:
+        """Return the index of a stage among the stages of the same replica on its rank (model chunk, from 0)."""
         return self._chunks[replica][stage]
 
-    def of(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
-        """Return the short label of a step, `F3`, and its full description, `forward of micro-batch 3, stage 1`.
+    def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
+        """Return (short label, full description) of a step, such as `F3` and `forward of micro-batch 3, stage 1`.
 
         kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case for a rank's
             later stages.
         """
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
-        if self.chunk(stage, replica):
+        if self.find_chunk(stage, replica):
             letter = letter.lower()
         label = letter + str(micro_batch) + (Component(part).name.lower()[0] if part else "")
         name = f"{word} of micro-batch {micro_batch}, stage {stage}"
@@ -174,13 +172,13 @@ class StepNames:
         return label, name + (f" of replica {replica}" if self._replicas > 1 else "")
 
 
-def collective_timeline(
+def build_collective_timeline(
     program: CollectiveProgram, sends: Integers, receives: Integers, start: Reals, end: Reals
 ) -> Timeline:
-    """Return the transfers of a simulated collective as a timeline: each a span on the track of its sender.
+    """Return the transfers of a simulated collective program as a timeline, each a span on the track of its sender.
 
-    Concurrent ones share the track's height. sends, receives: [transfers], step indices of the two ends. start, end:
-    [transfers], seconds.
+    Concurrent transfers share the track's height. sends, receives: [transfers], step indices of the two ends. start,
+    end: [transfers], seconds.
     """
     s = program.steps
     assert set(s.kind[sends].tolist()) <= set(COLLECTIVE_SENDING)

@@ -1,4 +1,4 @@
-"""A timeline as trace JSON, which ui.perfetto.dev and chrome://tracing open (Chromium's Trace Event Format)."""
+"""Trace JSON of timelines, for ui.perfetto.dev and chrome://tracing (Chromium's Trace Event Format)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from meshwright.program.timeline import Timeline
 
 
-def trace_events(
+def build_chrome_trace(
     timeline: Timeline, seconds_per_unit: float = 1.0, *, process: int = 0, first_thread: int = 0, start: float = 0.0
 ) -> dict[str, Any]:
-    """Return a timeline as a Chrome trace: a thread for each track, slices, transfers as flows, levels as counters.
+    """Return a timeline as a Chrome trace: tracks as threads, spans as slices, transfers as flows, levels as counters.
 
-    seconds_per_unit: seconds of one unit of the timeline. start: microseconds of the trace at the timeline's time 0.
-    process, first_thread: process number, and number of the first track's thread, in a trace with others.
+    seconds_per_unit: seconds of one time unit of the timeline. process, first_thread: process number, and number of the
+        first track's thread, to combine several timelines. start: microseconds at which the timeline's time 0 lies.
     """
     scale = 1e6 * seconds_per_unit
-    events: list[dict[str, Any]] = [process_event(process, timeline.title)]
+    events: list[dict[str, Any]] = [make_process_event(process, timeline.title)]
     lanes: dict[int, int] = {}
     for span in timeline.spans:
         lanes[span.track] = max(lanes.get(span.track, 1), span.lanes)
@@ -26,11 +26,11 @@ def trace_events(
     for track, name in enumerate(timeline.tracks):
         for lane in range(lanes.get(track, 1)):
             words = name if lane == 0 else f"{name}, overlapped"
-            events += thread_events(process, first_thread + track * widest + lane, words)
+            events += make_thread_events(process, first_thread + track * widest + lane, words)
     for span in timeline.spans:
         thread = first_thread + span.track * widest + span.lane
         begin, length = start + span.start * scale, (span.end - span.start) * scale
-        events.append(slice_event(process, thread, begin, length, span.label, span.kind, {"what": span.name}))
+        events.append(make_slice_event(process, thread, begin, length, span.label, span.kind, {"what": span.name}))
     for number, arrow in enumerate(timeline.arrows):
         common = {"pid": process, "id": number, "name": arrow.name, "cat": "transfer"}
         source, target = (first_thread + track * widest for track in (arrow.source, arrow.target))
@@ -44,13 +44,13 @@ def trace_events(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def process_event(process: int, name: str) -> dict[str, Any]:
-    """Return the Chrome-trace event that gives the process with number `process` its name."""
+def make_process_event(process: int, name: str) -> dict[str, Any]:
+    """Return the Chrome-trace metadata event that names the process with number `process`."""
     return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
 
 
-def thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    """Return the Chrome-trace events that name a thread of a process, and sort threads by number."""
+def make_thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
+    """Return the Chrome-trace metadata events that name thread number `thread`, and sort the threads by number."""
     common = {"ph": "M", "pid": process, "tid": thread}
     return [
         {**common, "name": "thread_name", "args": {"name": name}},
@@ -58,12 +58,13 @@ def thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def slice_event(
+def make_slice_event(
     process: int, thread: int, start: float, length: float, label: str, kind: str, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the Chrome-trace event of a slice: something that lasts `length` microseconds from `start` on.
+    """Return the Chrome-trace event of a slice (box on a thread), from `start` on for `length`, both in microseconds.
 
-    label: text on the slice. kind: its category. args: details to show. Slices of one thread must nest.
+    label: text on the slice. kind: its category. args: details that a click on it shows. Slices of one thread must
+        nest.
     """
     return {
         "ph": "X", "pid": process, "tid": thread, "ts": start, "dur": length, "name": label, "cat": kind, "args": args,

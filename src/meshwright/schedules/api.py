@@ -13,15 +13,14 @@ from meshwright.schedules.report import schedule as report_schedule
 
 
 class StepDurations(TypedDict, total=False):
-    """Durations of a micro-batch on a rank's whole share of the model, in any unit: one number, or one per rank or
-    stage.
+    """Durations of one micro-batch on all stages of a rank together, in any unit: one number, or one per rank or stage.
 
     Attributes:
         forward: Forward pass; 1 unless given.
         input_gradient: Input-gradient pass (B); 1 unless given.
         weight_gradient: Weight-gradient pass (W); 1 unless given.
-        transfer: From a stage to the next: one number, or one per stage boundary; 0 unless given.
-        overlapped: Forward and backward together, where a schedule overlaps them.
+        transfer: Message from a stage to the next: one number, or one per stage boundary; 0 unless given.
+        overlapped: A forward and a backward together, where a schedule overlaps them; their sum unless given.
     """
 
     forward: float | Sequence[float]
@@ -32,7 +31,10 @@ class StepDurations(TypedDict, total=False):
 
 
 def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` for a memory limit on a schedule other than `auto`. option: its name in the message."""
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`. option: its name in the message.
+
+    name: name of the schedule. memory: the limit, None if not given.
+    """
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto looks for a program that fits")
 

@@ -11,11 +11,10 @@ from meshwright.schedules.interleaved import split_into_rounds
 
 
 def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate PipeDream: an update after each backward (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first in
-    Harlap et al. 2018, arXiv 1806.03377).
+    """Generate the program of PipeDream: 1F1B with an optimizer step after each backward, on stashed weights.
 
-    A backward uses the weights of its forward, which are stashed until then; gradients on rank r are p - 1 - r updates
-    stale.
+    Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first in Harlap et al. 2018, arXiv 1806.03377. A backward uses
+    the weights of its forward, which are stashed until then; gradients on rank r are p - 1 - r updates stale.
 
     Any number of ranks and micro-batches. Costs, for p ranks:
     - bubble: none once the pipeline is full
@@ -37,12 +36,13 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate PipeDream-2BW: double-buffered weights, an update for each batch of at least p micro-batches (Narayanan
-    et al. 2021, arXiv 2006.09503, section 3.1, figure 2).
+    """Generate the program of PipeDream-2BW: double-buffered weights, an update for each batch of at least p
+    micro-batches.
 
-    All ranks run a batch with one version of the weights: that of the gradients up to the batch before last, so
-    gradients are one update stale. A version is complete with its last gradient and stays in the second buffer until it
-    is used; the update step is where the rank switches to it, just before the first forward that uses it.
+    Narayanan et al. 2021, arXiv 2006.09503, section 3.1, figure 2. All ranks run a batch with one version of the
+    weights: that of the gradients up to the batch before last, so gradients are one update stale. A version is complete
+    with its last gradient and stays in the second buffer until it is used; the update step is where the rank switches
+    to it, just before the first forward that uses it.
 
     Needs at least `ranks` micro-batches (`UserError`); they are split into as many near-equal batches of at least
     `ranks` as possible. Costs, for p ranks:

@@ -44,8 +44,8 @@ Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
 class SearchBudget:
     """Limits of a schedule search.
 
-    effort: simulated task runs for each placement; fewer is faster. seconds: improve until so much wall time has
-        passed; without it, equal arguments give equal programs.
+    effort: number of task runs (one pass of a micro-batch on a stage) to simulate for each placement. seconds: improve
+        until so much wall time has passed; None: equal arguments give equal programs.
     """
 
     effort: int = 4_000_000  # one to two seconds
@@ -54,10 +54,11 @@ class SearchBudget:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Simulated program that the search of `auto` compares with others.
+    """Simulated pipeline program that the search of `auto` compares with others.
 
-    name: named schedule or kind of search. makespan: in the unit of the durations. peak: [ranks], peak activations, in
-        micro-batches of a rank's whole share. fits: True if all peaks are within the memory limits.
+    name: named schedule or kind of search. makespan: total time, in the unit of the durations. peak: [ranks], peak of
+        saved activations, in micro-batches on all stages of the rank. fits: True if all peaks are within the memory
+        limits.
     """
 
     name: str
@@ -69,12 +70,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of the search of `auto`. Times are in the unit of the durations.
+    """Result of the search of `auto`; times are in the unit of the durations.
 
-    winner: best candidate; program: its program, renamed `auto`. candidates: all, by makespan, those that fit into
+    winner: best candidate. program: its program, renamed `auto`. candidates: all, by makespan, those that fit into
         memory first. refused: named schedule -> why it does not accept these sizes.
-    lower_bound: of the makespan over all programs with the searched placements, within the memory; None if candidates
-        were allowed that it does not cover (two replicas, or overlap that saves time).
+    lower_bound: lower bound of the makespan over all programs with the searched placements, within the memory; None if
+        candidates were allowed that it does not cover (two replicas, or overlap that saves time).
     """
 
     program: PipelineProgram
@@ -85,16 +86,16 @@ class SearchResult:
 
     @property
     def makespan(self) -> float:
-        """Makespan of the winner."""
+        """Makespan (total time) of the winner."""
         return self.winner.makespan
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of the makespan from the lower bound, or None without a bound."""
+        """Relative distance of the makespan from the lower bound (0.01: 1 % above it), or None without a bound."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
-        """Return one line for each candidate, and the reason for the winner."""
+        """Return text with one line per candidate, and a last line on why the winner won."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -121,11 +122,11 @@ def search_schedule(
 ) -> SearchResult:
     """Search for a synchronous pipeline program with a small makespan; durations may differ by rank or stage.
 
-    durations: of one micro-batch on a rank's whole share (a chunk takes 1/chunks): one number, or one a rank; or one a
-    stage, which fixes the number of chunks, as does one transfer time a boundary; or a function from the number of
-    stages. memory: maximum activations of a rank, in micro-batches of its whole share, one number or one a rank; None:
-    no limit. chunks: stages of a rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
-    replicas.
+    durations: of one micro-batch on all stages of a rank together (each of its chunks takes 1/chunks): one number, or
+        one per rank; or one per stage, which fixes the number of chunks, as does one transfer time per stage boundary;
+        or a function from the number of stages. memory: maximum activations of a rank, in micro-batches on all its
+        stages, one number or one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried.
+        weight_copies: 2 allows named schedules with two replicas.
 
     Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum. After Qi et al. 2024,
     arXiv 2401.10241, section 3, and arXiv 2405.15362.
@@ -177,8 +178,7 @@ def search_schedule(
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
     """Choose the candidate with the smallest makespan that fits; among equals the smallest peak, then a named schedule.
 
-    refused: named schedule -> why it does not accept the sizes. bound: lower bound of the makespan; both go into the
-        result.
+    refused: named schedule -> why it does not accept the sizes. bound: lower bound of the makespan, None if unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -194,7 +194,7 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return chunks per rank -> durations of the stages, for all numbers of chunks that the search tries.
+    """Return stages per rank -> durations, for all numbers of stages per rank that the search tries.
 
     That is `chunks` if given, else the number for which durations by stage are listed, else 1 and 2. Raises UserError
     for invalid or contradictory numbers.
@@ -229,7 +229,7 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Return the memory limit of each rank, in micro-batches of its whole share: [ranks], infinite for memory=None.
+    """Return the memory limit of each rank, in micro-batches on all its stages: [ranks], infinite for memory=None.
 
     Raises UserError for a limit below 1: a rank holds all its activations of a micro-batch before its backward.
     """
@@ -247,9 +247,9 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
 
 
 def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, chunks per rank) of the named synchronous schedules to try.
+    """Yield (name, stages per rank) of the named synchronous schedules to try.
 
-    counts: numbers of chunks to try. weight_copies: 2 to include schedules with two replicas.
+    counts: numbers of stages per rank to try. weight_copies: 2 to include schedules with two replicas.
     """
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
         if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
@@ -260,8 +260,10 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (candidate name, rank of each stage) of the placements to search. counts: numbers of chunks per rank to
-    try."""
+    """Yield (candidate name, rank of each stage) of the placements to search.
+
+    counts: numbers of stages per rank to try.
+    """
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -271,7 +273,8 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Return the candidate `name` with simulated makespan and peaks. limits: [ranks], memory in micro-batches."""
+    """Simulate a program and return it as candidate `name`. limits: [ranks], memory in micro-batches on all stages of
+    the rank."""
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
@@ -282,10 +285,10 @@ def _simulate_candidate(
 
 
 def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
-    """Search task orders for one placement; return the best as (makespan, orders by rank).
+    """Search task orders for one placement; return the best as (makespan, task orders by rank).
 
-    named: orders of named schedules to start from. known: makespan to beat; candidates far above it are not improved
-        further. effort: about how many task runs to simulate. Ends early at the lower bound.
+    named: orders of named schedules to start from. known: makespan to beat; orders far above it are not improved
+        further. effort: approximate number of task runs to simulate. Ends early at the lower bound.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
@@ -321,8 +324,7 @@ def _get_makespan(timed: Timed) -> float:
 
 
 def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
-    """Build orders by list scheduling with up to `trials` different parameters; return (makespan, orders by rank) of
-    each.
+    """Build orders by list scheduling with up to `trials` parameter sets; return (makespan, orders by rank) of each.
 
     The most successful parameters come first. Ends early when a makespan reaches the lower bound.
     """
@@ -341,10 +343,10 @@ def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
 
 
 def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
-    """Build up to `trials` orders in which a fixed pattern of tasks repeats once a micro-batch; return (makespan,
-    orders by rank) of each that fits into memory.
+    """Build up to `trials` orders in which a fixed pattern of tasks repeats for each micro-batch, one period later.
 
-    The period grows from the shortest possible one; later trials also delay the pattern's tasks at random (fixed seed).
+    Returns (makespan, orders by rank) of each that fits into memory. The period grows from the shortest possible one;
+    later trials also delay the pattern's tasks at random (fixed seed).
     """
     found, draw = [], Random(0)
     least, v = compute_shortest_period(problem), problem.chunks
@@ -363,10 +365,10 @@ def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
 def _improve_until(
     problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
 ) -> tuple[float, str, list[Order]]:
-    """Improve task orders by local search until the deadline or the lower bound.
+    """Improve task orders by local search until the deadline or the lower bound; return them in the form of `best`.
 
-    problems: candidate name -> its scheduling problem. best: makespan, candidate name, and orders by rank; returned
-        improved. deadline: value of `time.monotonic()`.
+    problems: candidate name -> its scheduling problem. best: (makespan, candidate name, orders by rank). deadline:
+        value of `time.monotonic()`, in seconds.
     """
     makespan, name, orders = best
     problem, seed = problems[name], 1

@@ -7,14 +7,14 @@ from meshwright.program.pipeline import Builder, Kind, PipelineProgram, place_cy
 
 
 def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> PipelineProgram:
-    """Generate Chimera (Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section
-    3.5).
+    """Generate the program of Chimera: two pipelines in opposite directions, each of which computes in the other's
+    bubbles.
 
-    Replica 0 runs down the ranks, replica 1 up. In slots of one forward or one backward, the i-th micro-batch of a
-    direction enters at slot 2i, advances one stage a slot, turns at the last stage and returns. As the number of ranks
-    is even, the directions use a rank in slots of different parity and never collide. ranks/2 micro-batches a direction
-    form a unit; units are concatenated without idle slots (direct concatenation). Ranks and micro-batches must be even
-    (`UserError`).
+    Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5. Replica 0 runs down
+    the ranks, replica 1 up. In slots of one forward or one backward, the i-th micro-batch of a direction enters at slot
+    2i, advances one stage a slot, turns at the last stage and returns. As the number of ranks is even, the directions
+    use a rank in slots of different parity and never collide. ranks/2 micro-batches a direction form a unit; units are
+    concatenated without idle slots (direct concatenation). Ranks and micro-batches must be even (`UserError`).
 
     forward_doubling: a slot holds the forwards of two micro-batches or the backward of one, which take equally long if
         a backward takes two forwards. A unit then has twice the micro-batches. The paper runs the two as one batch;

@@ -32,10 +32,11 @@ _Step = tuple[int, int, int, int, int]  # kind, stage, replica, micro-batch, com
 
 
 def with_components(program: PipelineProgram) -> PipelineProgram:
-    """Return the program with every whole compute step split into its components.
+    """Return the program with every whole compute step split into its layer components (attention, dispatch, MLP,
+    combine).
 
-    A single step becomes one group a component: its all-to-all is exposed. An overlapped forward and backward become
-    four groups, in each of which one computes while the other communicates:
+    A single step becomes one group per component, so its all-to-all is exposed. An overlapped forward and backward
+    become four groups, in each of which one computes while the other communicates:
 
         forward     attention   dispatch   MLP        combine
         backward    combine     MLP        dispatch   attention
@@ -54,9 +55,11 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Yield the groups of steps that replace one group: each whole step is split into its layer components.
+    """Yield the groups of steps that replace one group of a program, with each whole step split into its layer
+    components.
 
-    The components of an overlapped forward and backward are paired, one of each in a group.
+    Steps are (kind, stage, replica, micro-batch, component). The components of an overlapped forward and backward are
+    paired, one of each in a group.
     """
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
@@ -82,21 +85,23 @@ class ComponentDurations:
     transfer: float = 0.0
 
     def tabulate(self) -> Floats:
-        """Return the durations as a table [4, 4]: forward, full backward, input gradient, weight gradient by attention,
-        dispatch, MLP, combine."""
+        """Return the durations as a table [4, 4] in their unit.
+
+        Rows: forward, full backward, input gradient, weight gradient. Columns: attention, dispatch, MLP, combine.
+        """
         weights = np.array([self.weight_gradient[0], 0.0, self.weight_gradient[1], 0.0])
         inputs = np.array(self.input_gradient)
         return np.array([self.forward, inputs + weights, inputs, weights], np.float64)
 
     @property
     def overlapped(self) -> float:
-        """F&B: time of an overlapped pair, four groups that each take as long as their longer stream."""
+        """Time of an overlapped forward and backward (F&B): four groups, each as long as its longer component."""
         forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 
     def to_durations(self) -> Durations:
-        """Return the same durations in the form that `simulate_pipeline` takes, for whole steps and for steps split
-        into components.
+        """Return the same durations as a `Durations`, which `simulate_pipeline` takes, for whole steps and for
+        components.
 
         The times of a whole forward and backward are sums over the components; an overlapped pair takes
         `self.overlapped`; `parts` has each component's share [4, 4].
@@ -125,7 +130,7 @@ class ComponentTiming:
 
 
 def simulate_components(program: PipelineProgram, durations: ComponentDurations) -> ComponentTiming:
-    """Simulate a program with two streams a rank: computation, and the all-to-alls of dispatch and combine.
+    """Simulate a pipeline program with two streams per rank: computation, and the all-to-alls of dispatch and combine.
 
     Steps that are not split into layer components are split first. Raises the errors of `simulate_pipeline`.
     """

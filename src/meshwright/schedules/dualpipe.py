@@ -9,12 +9,11 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 
 
 def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate DualPipe (DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its code
-    numbers them).
+    """Generate the program of DualPipe: two pipelines in opposite directions, with overlapped forwards and backwards.
 
-    Replica 0 runs down the ranks with the first half of the micro-batches, replica 1 up with the second half; rank r
-    has stage r of one and stage ranks-1-r of the other. Ranks must be even, micro-batches even and at least 2 x ranks
-    (`UserError`).
+    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its code numbers them. Replica 0 runs
+    down the ranks with the first half of the micro-batches, replica 1 up with the second half; rank r has stage r of
+    one and stage ranks-1-r of the other. Ranks must be even, micro-batches even and at least 2 x ranks (`UserError`).
 
     Costs (table 2 of the report; F, B: forward and full backward of a rank's stage; W: the weight-gradient part of B;
     F&B: an overlapped forward and backward):
@@ -44,8 +43,8 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     """Append one rank's steps under DualPipe or DualPipeV, which depend only on the distance from the pipeline's end.
 
-    rank: builder of the rank. chunks: the rank's two stages, first the one that data reaches sooner. half: distance in
-        ranks from an end of the pipeline to its middle.
+    rank: builder of the rank's steps. chunks: the rank's two stages, first the one that data reaches sooner. half:
+        distance in ranks from an end of the pipeline to its middle.
     """
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)

@@ -9,12 +9,12 @@ from meshwright.schedules.phrases import Chunk
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate DualPipeV (Sea AI Lab: "DualPipe could be better without the Dual", 2025; second form in the DualPipe
-    repository).
+    """Generate the program of DualPipeV: DualPipe folded in half, so that one copy of the weights suffices.
 
-    The stages run down the ranks and up again; the first rank has the first and the last. A rank's order is DualPipe's
-    on twice the ranks, with all micro-batches instead of each direction's half. Needs at least 2 x ranks micro-batches
-    (`UserError`).
+    Sea AI Lab: "DualPipe could be better without the Dual", 2025; second form in the DualPipe repository. The stages
+        run down the ranks and up again; the first rank has the first and the last. A rank's order is DualPipe's on
+        twice the ranks, with all micro-batches instead of each direction's half. Needs at least 2 x ranks micro-batches
+        (`UserError`).
 
     Costs, with p = 2 x ranks stages (F, B: forward and full backward of one stage, half a rank's share; W: the
     weight-gradient part of B; F&B: an overlapped forward and backward):

@@ -15,11 +15,11 @@ Order = list[tuple[int, int]]  # micro-batch and stage
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate interleaved 1F1B, depth first (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure
-    4).
+    """Generate the program of interleaved 1F1B (virtual pipeline stages), depth first, with `chunks` stages per rank.
 
-    Any number of ranks and micro-batches (see `split_into_rounds`). Costs, for p ranks, m micro-batches, v chunks, and
-    F, B, I and W the times of a rank's forward, full backward, input gradient and weight gradient over all its chunks:
+    Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. Any number of ranks and micro-batches
+    (see `split_into_rounds`). Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of a rank's
+    forward, full backward, input gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of g > p
     micro-batches, g - (g + 1 - 2p) / v on rank 0
@@ -41,10 +41,11 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
 
 
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate interleaved ZB-H1 (PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241).
+    """Generate the program of interleaved ZB-H1, with `chunks` stages per rank and split backwards.
 
-    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
-    a rank's forward, full backward, input gradient and weight gradient over all its chunks:
+    PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241. Any number of ranks and
+    micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of a rank's forward, full
+    backward, input gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + I - W) / v, for m >= p
     - peak activations: if p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
     - weight copies: 1
@@ -70,11 +71,11 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate breadth-first GPipe over chunks: all micro-batches run through a chunk before the next one (Lamy-Poirier
-    2023, arXiv 2211.05953, section 4; backwards in PyTorch's order, last micro-batch first).
+    """Generate the program of breadth-first GPipe: all micro-batches run through a chunk before the next of `chunks`
+    chunks.
 
-    A rank uses the weights of one chunk at a time: sharded weights are all-gathered once a chunk and pass, not once a
-    round.
+    Lamy-Poirier 2023, arXiv 2211.05953, section 4; backwards in PyTorch's order, last micro-batch first. A rank uses
+    the weights of one chunk at a time: sharded weights are all-gathered once per chunk and pass, not once per round.
 
     Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
     a rank's forward, full backward, input gradient and weight gradient over all its chunks:
@@ -95,10 +96,11 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
 
 
 def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
-    """Split the micro-batches into rounds that run through one chunk before the next begins.
+    """Split micro-batches 0 .. micro_batches - 1 into rounds that run through one chunk before the next begins.
 
-    As many rounds of at least `ranks` as possible, as equal as possible, longer ones first. If `ranks` divides
-    `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal, PyTorch's.
+    Returns the micro-batches of each round: as many rounds of at least `ranks` as possible, as equal as possible,
+    longer ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal,
+    PyTorch's.
     """
     count = max(1, micro_batches // ranks)
     size, longer = divmod(micro_batches, count)
@@ -107,10 +109,10 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return a rank's forwards and backwards, each as (micro-batch, stage) in order: one round through every stage of
-    the rank, then the next round.
+    """Return a rank's forwards and backwards in depth-first order, each as a list of (micro-batch, stage).
 
-    stages: of the rank, in ascending order. rounds: consecutive micro-batches of each round.
+    Each round runs through every stage of the rank before the next round. stages: stages of the rank, ascending.
+    rounds: consecutive micro-batches of each round.
     """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]

@@ -27,9 +27,9 @@ def generate(
 ) -> PipelineProgram:
     """Generate the program of a named schedule, or load it from a file (`@FILE`); compute steps, without transfers.
 
-    chunks: stages a rank and replica (default: the schedule's). durations, memory (maximum activations of a rank, in
-        whole micro-batches): only for `auto`. For a file, ranks, micro-batches and chunks are optional, and must agree
-        with it.
+    chunks: stages per rank and replica (default: the schedule's). durations, memory (maximum activations of a rank, in
+        micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks are optional, and
+        must agree with it.
 
     Raises UserError for unknown names and for numbers that the schedule does not accept, with valid ones.
     """
@@ -45,12 +45,12 @@ def generate(
 
 
 def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
-    """Return the pipeline program that a layout names; on one rank, forward and backward of one micro-batch after the
-    other.
+    """Return the pipeline program of the schedule that a layout names, with its ranks, micro-batches and chunks.
 
-    durations: of the model's stages, for `auto` (default: all equal). For a model use `spec.stage_times.program_for`.
-        Raises UserError for numbers that the schedule does not accept, and for a schedule file (`@FILE` in the layout)
-        that is not one synchronous training step.
+    On one rank it runs forward and backward of one micro-batch after the other. durations: function from a number of
+    stages to the durations of the model's stages, for `auto` (default: all equal); for a model use
+    `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and for a schedule
+    file (`@FILE` in the layout) that is not one synchronous training step.
     """
     version = None
     if layout.schedule.startswith("@"):
@@ -83,9 +83,10 @@ def _generate_cached(
     durations: StageDurations | None,
     version: tuple[int, int] | None,
 ) -> PipelineProgram:
-    """Return the program of a named schedule or file, from a cache if it was asked for before.
+    """Return the program of a named schedule or file (`@FILE`), from a cache if it was requested before.
 
-    chunks: stages of a rank. version: modification time and size of the file, which is read again after a change.
+    chunks: stages per rank. version: (modification time in ns, size in bytes) of the file, which is read again after a
+        change.
     """
     return generate(name, ranks, micro_batches, chunks, durations)
 
@@ -97,17 +98,17 @@ def search_auto(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> SearchResult:
-    """Search a schedule for the name `auto`; return the result with all candidates.
+    """Search a pipeline program for the schedule `auto`; return the result with all candidates.
 
-    chunks: stages of a rank (default: 1 and 2 are tried). memory: maximum activations of a rank, in whole
-        micro-batches. Raises UserError for invalid numbers.
+    chunks: stages per rank (default: 1 and 2 are tried). memory: maximum activations of a rank, in micro-batches on all
+        its stages. Raises UserError for invalid numbers.
     """
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 
 
 def load_schedule(path: str) -> PipelineProgram:
-    """Load a pipeline program from a file: PyTorch's CSV for the suffix `.csv`, else our text or JSON form.
+    """Load a pipeline program from a file: PyTorch's CSV for the suffix `.csv`, else this project's text or JSON form.
 
     Raises UserError for a file that cannot be read, with the invalid line.
     """

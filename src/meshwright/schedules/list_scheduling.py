@@ -19,9 +19,10 @@ from meshwright.schedules.orders import Order, Problem
 class PartialOrders:
     """State of all ranks during list scheduling, which a rule reads to choose a rank's next task.
 
-    A task is one number: kind x stages + stage, with kinds forward, input gradient, weight gradient. ends: [tasks + 1],
-        list of the end times of each task's runs so far; the last list is zeros, the predecessor of the first forward.
-        used: [ranks], activations held, in stages.
+    A task is one pass on one stage, numbered kind x stages + stage, with kinds forward, input gradient, weight
+    gradient; its k-th run is that of micro-batch k. ends: [tasks + 1], list of the end times of each task's runs so
+    far; the last list is zeros, the predecessor of the first forward. used: [ranks], activations held, in units of one
+    stage.
     """
 
     problem: Problem
@@ -39,11 +40,11 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
-    """Build the task orders of all ranks by asking `rule` for each rank's next task; return makespan and orders by
-    rank.
+    """Build the task orders of all ranks by asking `rule` for each rank's next task.
 
-    rule: (rank, time) -> (task, 0) to run now, or (-1, time at which to ask again). state: end times and memory,
-        updated. The makespan is infinite if the rule lets ranks wait for ever.
+    rule: function (rank, time) -> (task, 0) to run now, or (-1, time at which to ask again). state: end times and
+        memory, updated. Returns (makespan, task orders by rank); the makespan is infinite if the rule lets ranks wait
+        for ever.
     """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
@@ -79,9 +80,10 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 class GreedyParameters:
     """Parameters of greedy list scheduling.
 
-    cap: [ranks], maximum activations, in stages. forward_first: prefer forwards to input gradients. deep_first: prefer
-        forwards of later stages. hold: wait for an input gradient that arrives within this fraction of a forward's
-        time. patience: a weight gradient may fill an idle interval of at least this fraction of its time.
+    cap: [ranks], maximum activations, in units of one stage. forward_first: prefer forwards to input gradients.
+        deep_first: prefer forwards of later stages. hold: wait for an input gradient that arrives within this fraction
+        of a forward's time. patience: a weight gradient may fill an idle interval of at least this fraction of its
+        time.
     """
 
     cap: tuple[int, ...]
@@ -92,7 +94,7 @@ class GreedyParameters:
 
 
 def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
-    """Build task orders by the greedy rule with parameters `greed`; return makespan and orders by rank.
+    """Build task orders by the greedy rule with parameters `greed`; return (makespan, task orders by rank).
 
     Input gradients run as they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is
     full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the rank can still pass through all
@@ -103,7 +105,7 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
     ends = state.ends
     preferred = [sorted(held, reverse=greed.deep_first) for held in problem.stages_by_rank]
 
-    def rule(rank: int, now: float) -> tuple[int, float]:
+    def choose_task(rank: int, now: float) -> tuple[int, float]:
         """Return (task to run on `rank` at time `now`, or -1 to wait; time at which to ask again)."""
         held = problem.stages_by_rank[rank]
         oldest = min(len(ends[2 * s + x]) for x in held)
@@ -143,13 +145,13 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
                 return x, 0
         return -1, until
 
-    return _build_orders(problem, rule, state)
+    return _build_orders(problem, choose_task, state)
 
 
 def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
-    """Reorder task orders as out-of-order execution would; return makespan and orders by rank.
+    """Reorder task orders as out-of-order execution in a processor would; return (makespan, task orders by rank).
 
     orders: task orders by rank. One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if at
         least the fraction `patience` of it ends before one of them can start, and the memory limit still holds for all
@@ -160,7 +162,7 @@ def reorder_out_of_order(
     ends, needs, lag = state.ends, problem.predecessor, problem.lag
     left = [order[::-1] for order in orders]
 
-    def rule(rank: int, now: float) -> tuple[int, float]:
+    def choose_task(rank: int, now: float) -> tuple[int, float]:
         """Return (task to run on `rank` at time `now`, or -1 to wait; time at which to ask again)."""
         tasks, limit = left[rank], problem.limit[rank]
         used = most = state.used[rank]
@@ -186,4 +188,4 @@ def reorder_out_of_order(
                 used -= 1
         return -1, until
 
-    return _build_orders(problem, rule, state)
+    return _build_orders(problem, choose_task, state)

@@ -18,10 +18,10 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
-    """Return the blocks of one critical path, from the end of the program to its start.
+    """Return the blocks of one critical path (chain of tasks that determines the makespan), from the end to the start.
 
     A block is (rank, first position, last position): tasks of a rank that run without idle time between them. orders:
-    task orders by rank. clock: their end times.
+        task orders by rank. clock: end times of the tasks under these orders.
     """
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
@@ -52,25 +52,27 @@ def improve_orders(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, list[Order]]:
-    """Improve task orders by local search; return makespan and orders by rank, no worse than those given.
+    """Improve task orders by local search; return (makespan, task orders by rank), no worse than those given.
 
-    runs: number of moves to try. seed: of the random moves; equal seeds give equal results. stop: ends the search early
-        when it returns True, as does reaching the lower bound. Moves that leave the value equal are accepted, to leave
-        plateaus.
+    orders: task orders by rank. runs: number of moves to try. seed: of the random moves; equal seeds give equal
+        results. stop: ends the search early when it returns True, as does reaching the lower bound. Moves that leave
+        the value equal are accepted, to leave plateaus.
     """
     draw, middle = Random(seed), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
 
-    def worth(clock: TaskTimes) -> float:
-        """Return the value to minimise: the makespan, plus a small term for the ends of the middle and last
-        micro-batch, which ranks equal makespans. clock: end times of the tasks."""
+    def compute_value(clock: TaskTimes) -> float:
+        """Return the value to minimise: the makespan, plus a small term that ranks equal makespans.
+
+        The term is for the ends of the middle and the last micro-batch. clock: end times of the tasks.
+        """
         stages = range(2 * problem.stages)
         return clock.makespan + 5e-4 * sum(clock.by_task[x][-1] + clock.by_task[x][middle] for x in stages) / len(
             stages
         )
 
     now, clock = [list(order) for order in orders], time_orders(problem, orders)
-    best, found, value = clock.makespan, now[:], worth(clock)
+    best, found, value = clock.makespan, now[:], compute_value(clock)
     blocks = find_critical_blocks(problem, now, clock)
     for _ in range(runs):
         if best <= enough or stop():
@@ -82,8 +84,8 @@ def improve_orders(
         first = next(i for i, (a, b) in enumerate(zip(old, order, strict=True)) if a != b)
         now[rank] = order
         trial = time_orders(problem, now, clock, clock.by_rank[rank][first])
-        if trial.makespan <= clock.makespan * 1.01 and worth(trial) <= value * (1 + 1e-12):
-            clock, value = trial, worth(trial)
+        if trial.makespan <= clock.makespan * 1.01 and compute_value(trial) <= value * (1 + 1e-12):
+            clock, value = trial, compute_value(trial)
             blocks = find_critical_blocks(problem, now, clock)
             if clock.makespan < best * (1 - 1e-12):
                 best, found = clock.makespan, now[:]
@@ -93,10 +95,10 @@ def improve_orders(
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task in a critical block; return a rank and its new feasible order.
+    """Draw a random move of one task in a critical block; return (rank, new feasible order of that rank).
 
-    orders: task orders by rank. blocks: (rank, first position, last position) each. draw: random numbers. The order is
-        None if ten moves all fail.
+    orders: task orders by rank. blocks: (rank, first position, last position) each. draw: random-number generator. The
+        order is None if ten moves all fail.
     """
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]

@@ -41,8 +41,7 @@ MAX_STEPS = 4_000_000  # a few seconds and a gigabyte
 
 
 def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
-    """Generate the program of a named schedule, such as `1f1b`. chunks: stages of a rank (None: the schedule's
-    default).
+    """Generate the program of a named schedule, such as `1f1b`. chunks: stages per rank (None: the schedule's default).
 
     Raises UserError for unknown names, missing numbers, and numbers that the schedule does not accept.
     """
@@ -52,10 +51,9 @@ def generate_named(name: str, ranks: int | None, micro_batches: int | None, chun
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Return ranks, micro-batches and chunks (stages of a rank) of the named schedule, with its default for
-    chunks=None.
+    """Return (ranks, micro-batches, chunks) if the named schedule accepts them, else raise UserError.
 
-    Raises UserError if a number is missing or the schedule does not accept it.
+    chunks: stages per rank; None gives the schedule's default.
     """
     ranks = _check_positive(name, "ranks", "on", ranks)
     micro_batches = _check_positive(name, "micro-batches", "with", micro_batches)
@@ -79,8 +77,10 @@ def _check_positive(name: str, what: str, preposition: str, number: int | None) 
 
 
 def _check_chunks(name: str, chunks: int | None) -> int:
-    """Return `chunks` (stages of a rank), or the default of the schedule `name` for None; UserError if it does not
-    accept it."""
+    """Return the stages per rank, `chunks` or for None the default of the schedule `name`.
+
+    Raises UserError if the schedule does not accept the number.
+    """
     default, least, most = SCHEDULE_CHUNKS[name]
     if chunks is None:
         return default

@@ -27,11 +27,10 @@ KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 class Problem:
     """Scheduling problem of a pipeline: find an order of tasks for each rank with a small makespan, within its memory.
 
-    A task is one number: kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient; it runs once
-        a micro-batch. placement: [stages], rank of each stage. duration: [tasks]. hop: [stages - 1], transfer time at
-        each stage boundary, 0 inside a rank.
-    limit: [ranks], maximum number of activations in units of one stage (a rank's whole share of one micro-batch is
-        `chunks` units).
+    A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
+    gradient; it runs once per micro-batch. placement: [stages], rank of each stage. duration: [tasks], time of one run.
+    hop: [stages - 1], transfer time at each stage boundary, 0 inside a rank.
+    limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
     """
 
     ranks: int
@@ -50,9 +49,9 @@ class Problem:
         durations: Durations,
         memory: tuple[float, ...],
     ) -> Problem:
-        """Build the problem. placement: rank of each stage. durations: by stage.
+        """Build the problem of one placement. placement: rank of each stage. durations: by stage, in any unit.
 
-        memory: [ranks], maximum activations in micro-batches of a rank's whole share; may be infinite.
+        memory: [ranks], maximum activations in micro-batches on all stages of the rank; may be infinite.
         """
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())
@@ -80,7 +79,7 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Number of task runs of all ranks."""
+        """Number of task runs (tasks x micro-batches) of all ranks."""
         return 3 * self.stages * self.micro_batches
 
     @cached_property
@@ -90,25 +89,25 @@ class Problem:
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Stages of each rank."""
+        """Stages of each rank, ascending: [ranks][chunks]."""
         return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Task whose k-th run must end before a task's k-th run: [tasks]; 3 x stages for the first forward, which has
-        none."""
+        """Task that produces the input of each task (on the same micro-batch): [tasks]; 3 x stages for the first
+        forward."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time from the predecessor to each task: [tasks]."""
+        """Transfer time from its predecessor to each task: [tasks]."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Tasks with this task as predecessor, without weight gradients, which are on the same rank: [tasks]."""
+        """Forwards and input gradients that read the result of each task: [tasks][readers]."""
         return tuple(
             tuple(y for y in range(2 * self.stages) if self.predecessor[y] == x) for x in range(3 * self.stages)
         )
@@ -124,8 +123,8 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of the activation memory x time that one micro-batch needs on each rank, in stages x time:
-        [ranks]."""
+        """Lower bound of memory x time that one micro-batch takes on each rank: [ranks], in units of one stage x
+        time."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -133,8 +132,7 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan over all orders within the memory limits: the largest of three bounds, over the
-        ranks.
+        """Lower bound of the makespan over all orders within the memory limits: the largest of the bounds of all ranks.
 
         A rank starts no earlier than its first micro-batch can arrive, and runs all of its tasks; before its first
         input gradient can start, its memory limits the number of forwards. After its last input gradient follow those
@@ -159,7 +157,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """End times of all task runs for given task orders.
+    """End times of all task runs for given task orders, in the unit of the durations.
 
     makespan: infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k, with a last row of
         zeros, the predecessor of the first forward. by_rank: [rank][position in its order].
@@ -173,11 +171,10 @@ class TaskTimes:
 def time_orders(
     problem: Problem, orders: list[Order], before: TaskTimes | None = None, since: float = 0.0
 ) -> TaskTimes:
-    """Simulate task orders by rank: return the end time of every task run, each as early as its rank and its input
-    allow.
+    """Simulate task orders, in which each task runs as early as its rank and its input allow; return all end times.
 
-    before: times of a similar set of orders, reused for task runs that end before `since`, the end of the first run
-        that differs.
+    orders: task orders by rank. before: times of a similar set of orders, reused for task runs that end before `since`,
+        the end time of the first run that differs.
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -218,8 +215,10 @@ def time_orders(
 
 
 def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
-    """Return True if the task order of rank `rank` respects its memory limit and the dependencies between its own
-    tasks."""
+    """Return True if a task order of rank `rank` respects its memory limit and the dependencies between its own tasks.
+
+    order: tasks in execution order.
+    """
     stages, limit, needs, on = problem.stages, problem.limit[rank], problem.predecessor, problem.rank
     count, used = [0] * (3 * stages), 0
     for x in order:
@@ -237,7 +236,8 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
 
 
 def extract_orders(program: PipelineProgram) -> list[Order]:
-    """Return the task orders by rank of a program with one replica, as numbers kind x stages + stage.
+    """Return the task orders of all ranks of a program with one replica, by rank; tasks are numbered kind x stages +
+    stage.
 
     Full backwards become two tasks, input gradient and weight gradient; groups and micro-batch numbers are dropped.
     """
@@ -257,7 +257,7 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Return the pipeline program `name` in which each rank runs the tasks of its order. orders: by rank."""
+    """Build the pipeline program `name` in which each rank runs the tasks of its order. orders: task orders by rank."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

@@ -1,4 +1,4 @@
-"""Writer of a rank's steps from phrases in the notation of papers: `F0 F1`, `F0&B1 F1&B0`."""
+"""Writer of a rank's steps from texts in the notation of papers: `F0 F1`, `F0&B1 F1&B0`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stage on a rank, with the micro-batches that run through it, in order. replica: copy of the model it belongs
+    """Stage on a rank, with the micro-batches that run through it, in order. replica: copy of the model that it belongs
     to."""
 
     stage: int
@@ -39,7 +39,7 @@ class PhraseWriter:
         self._written: list[Integers] = []
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """Append the steps of a text such as `F0 F0&B1`, `times` times in a row (never for a number below 1)."""
+        """Append the steps of a text such as `F0 F0&B1`, repeated `times` times (not at all for 0 or less)."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
@@ -75,8 +75,10 @@ class PhraseWriter:
 
 @lru_cache(maxsize=128)
 def _parse_phrase(phrase: str) -> Integers:
-    """Parse a text such as `F0 F0&B1` into steps [steps, 3]: kind, chunk number (-1: any), 1 if joined by `&` to the
-    step before."""
+    """Parse a text such as `F0 F0&B1` into a table of steps [steps, 3].
+
+    Columns: kind, chunk number (-1: any), 1 if joined by `&` to the step before.
+    """
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)
         for word in phrase.split()

@@ -9,17 +9,20 @@ from meshwright.program.pipeline import PipelineProgram
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Split layers into contiguous stages whose sizes differ by at most one, larger ones first."""
+    """Split layers 0 .. layers - 1 into contiguous stages whose sizes differ by at most one, larger ones first.
+
+    Returns the layers of each stage.
+    """
     short, longer = divmod(layers, stages)
     starts = [stage * short + min(stage, longer) for stage in range(stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 def format_placement(program: PipelineProgram, layers: int | None = None) -> str:
-    """Return the placement as a text table: one line a rank, one column for each of its stages, with layers, embedding,
-    head.
+    """Return the placement as a text table: one line per rank, one column for each of its stages.
 
-    layers: number of layers of the model (default: one a stage). Raises UserError for fewer layers than stages.
+    Cells have the stage's layers, embedding and head. layers: number of layers of the model (default: one per stage).
+    Raises UserError for fewer layers than stages.
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:
@@ -37,7 +40,7 @@ def format_placement(program: PipelineProgram, layers: int | None = None) -> str
 
 
 def _format_stage(stage: int, held: list[range]) -> str:
-    """Return the text of one stage: `stage 0: embedding, layers 0-3`. held: layers of each stage of the model."""
+    """Return text such as `stage 0: embedding, layers 0-3`. held: layers of each stage of the model."""
     layers = held[stage]
     what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
     first = "embedding, " if stage == 0 else ""

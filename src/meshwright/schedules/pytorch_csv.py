@@ -38,8 +38,9 @@ Step = tuple[Kind, int, int]  # kind, stage, micro-batch
 def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     """Parse a PyTorch schedule CSV into a program. Empty cells and cells about sharded parameters are ignored.
 
-    where: prefix of errors. The highest stage number gives the number of stages, the stage with the most forwards that
-        of micro-batches; `check_pipeline` finds inconsistencies. Raises UserError with row and cell for invalid text.
+    where: prefix of errors. The number of stages is that of the highest stage number, the number of micro-batches that
+        of the stage with the most forwards; `check_pipeline` finds inconsistencies. Raises UserError with row and cell
+        for invalid text.
     """
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
@@ -96,7 +97,8 @@ def _parse_cell(cell: str, where: str) -> list[Step]:
 
 
 def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
-    """Return the placement: the rank that computes each stage. UserError if that is not unique and equal for all ranks.
+    """Return the placement, that is the rank that computes each stage; UserError unless each stage has one rank,
+    evenly.
 
     computing: (rank, step) of all compute steps. ranks: number of ranks. where: prefix of errors.
     """
@@ -119,7 +121,7 @@ def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -
 
 
 def to_csv(program: PipelineProgram) -> str:
-    """Format a program as CSV: `compute_only` or, with explicit transfers, `compute_comms`.
+    """Format a program as PyTorch's CSV: `compute_only` or, with explicit transfers, `compute_comms`.
 
     PyTorch adds nothing to the second form, so it has the cells of sharded parameters: UNSHARD before a stage's first
     step, REDUCE_GRAD and RESHARD after its last one. Raises UserError with the reason for programs that PyTorch cannot

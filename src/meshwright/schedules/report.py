@@ -14,7 +14,7 @@ from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import EQUAL_DURATIONS, Durations
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.simulate_pipeline import PipelineTiming, simulate_pipeline
-from meshwright.program.timeline import Timeline, pipeline_timeline
+from meshwright.program.timeline import Timeline, build_pipeline_timeline
 from meshwright.schedules.auto import SearchResult
 from meshwright.schedules.components import ComponentDurations, ComponentTiming, simulate_components
 from meshwright.schedules.library import generate, search_auto
@@ -25,8 +25,9 @@ from meshwright.schedules.transfers import with_transfers
 class ScheduleReport:
     """Checked pipeline schedule with its simulation; times are in the unit of the durations.
 
-    program: compute steps, as generated or loaded; complete: with sends and receives; timing: simulated times; parts:
-        simulation by layer component, if asked for; found: search result of `auto`, else None.
+    program: compute steps, as generated or loaded. complete: the same with sends and receives. timing: simulated times.
+        parts: simulation by layer component (attention, dispatch, MLP, combine), if requested. found: search result of
+        `auto`, else None.
     """
 
     program: PipelineProgram  # as generated or loaded
@@ -71,8 +72,10 @@ class ScheduleReport:
         return to_json_dict(document)
 
     def steps(self) -> list[list[str]]:
-        """Return each rank's compute steps in order, in PyTorch's notation (`2F5`: stage 2, forward of micro-batch 5);
-        overlapped steps are joined by a bar."""
+        """Return each rank's compute steps in order, by rank, in PyTorch's notation.
+
+        `2F5` is the forward of micro-batch 5 on stage 2; overlapped steps are joined by ` | `.
+        """
         s = self.program.steps
         ranks: list[list[str]] = [[] for _ in range(self.program.ranks)]
         before = -1
@@ -98,11 +101,11 @@ class ScheduleReport:
             times, values = self.timing.compute_activations(rank)
             levels[rank] = list(zip(times.tolist(), values.tolist(), strict=True))
         if self.parts is not None:
-            return pipeline_timeline(self.timing.program, self.parts, notes, levels)
-        return pipeline_timeline(self.program, self.timing, notes, levels)
+            return build_pipeline_timeline(self.timing.program, self.parts, notes, levels)
+        return build_pipeline_timeline(self.program, self.timing, notes, levels)
 
     def summary(self) -> str:
-        """Return the report as a few lines of text."""
+        """Return the report as a few lines of text, as `meshwright schedule` prints it."""
         program, timing = self.program, self.timing
         copies = float(timing.weight_copies.max())
         chunks = f", {program.chunks} chunks a rank" if program.chunks > 1 else ""
@@ -131,7 +134,8 @@ class ScheduleReport:
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
-        """Return a table of text cells: a header, then one row a rank."""
+        """Return a table of text cells: a header, then one line per rank with times, peak activations, copies and
+        messages."""
         timing = self.timing
         columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -150,11 +154,12 @@ def schedule(
 ) -> ScheduleReport:
     """Generate (or load, `@FILE`), check and simulate a pipeline schedule, as `meshwright schedule` does.
 
-    durations: of one micro-batch on a rank's whole share of the model, in any unit: one number, one a rank or one a
-        stage (`Durations.split`). memory: maximum activations of a rank, in whole micro-batches, for `auto`.
-    parts: times of attention, dispatch, MLP and combine in a forward of a rank's share, instead of the other durations;
-        the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split
-        into components and simulated with two streams a rank.
+    chunks: stages per rank. durations: of one micro-batch on all stages of a rank together, in any unit: one number,
+        one per rank or one per stage (`Durations.split`). memory: maximum activations of a rank, in micro-batches on
+        all its stages, for `auto`.
+    parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of the other
+        durations; the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are
+        then split into these components and simulated with two streams per rank.
 
     Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
@@ -182,10 +187,10 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Return the component durations of one stage, given those of a rank's share, which has `chunks` stages.
+    """Return the component durations of one stage, given those of all `chunks` stages of a rank together.
 
-    parts: attention, dispatch, MLP, combine in a forward. transfer: one number for all stages. Raises UserError
-        otherwise.
+    parts: times of attention, dispatch, MLP, combine in a forward. transfer: one number for all stage boundaries (else
+        UserError).
     """
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")
@@ -197,6 +202,6 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
 
 
 def _format_range(values: list[float]) -> str:
-    """Format values as `4`, or `1 to 4` if they differ."""
+    """Return text such as `4`, or `1 to 4` if the values differ."""
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

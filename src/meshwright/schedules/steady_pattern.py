@@ -11,28 +11,31 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the time a micro-batch in a steady state: the work of the busiest rank on one, or the
-    limit that memory sets."""
+    """Return a lower bound of the time per micro-batch in a steady state.
+
+    The larger of the busiest rank's work on a micro-batch, and the bound that the memory limits set.
+    """
     s, t = problem.stages, problem.duration
     work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)
     return max(work, *(lives / limit for lives, limit in zip(problem.activation_lifetime, problem.limit, strict=True)))
 
 
 def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
-    """Build task orders by rank in which the tasks of one micro-batch repeat with period `every`.
+    """Build task orders by rank in which the tasks of one micro-batch repeat for each micro-batch, `every` time units
+    later.
 
     Forwards and input gradients start as soon as their input arrives and their rank is free at this phase of the
     period; weight gradients fill the rest. If a period has no free interval for a task, it starts at once, and later
     timing of the orders shifts what follows.
-    delays: [2 x chunks], times added before each forward by chunk, then before each input gradient by chunk; they move
-        tasks that collide on a rank.
+    delays: [2 x stages per rank], times added before each forward by chunk, then before each input gradient by chunk;
+        they move tasks that collide on a rank.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank
     start = [0.0] * (3 * s)
 
-    def place(task: int, earliest: float) -> float:
-        """Start a task at the first time from `earliest` on that is free in its rank's period; return its end."""
+    def place_task(task: int, earliest: float) -> float:
+        """Start a task at the first time from `earliest` on that is free in its rank's period; return its end time."""
         lasts, mine = problem.duration[task], taken[problem.rank[task]]
         at = earliest
         for _ in range(len(mine) + 1):
@@ -50,11 +53,11 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
 
     end = 0.0
     for x in range(s):
-        end = place(x, end + problem.lag[x] + delays[x // ranks])
+        end = place_task(x, end + problem.lag[x] + delays[x // ranks])
     for x in range(s - 1, -1, -1):
-        end = place(s + x, end + problem.lag[s + x] + delays[problem.chunks + x // ranks])
+        end = place_task(s + x, end + problem.lag[s + x] + delays[problem.chunks + x // ranks])
     for x in range(s - 1, -1, -1):
-        place(2 * s + x, start[s + x] + problem.duration[s + x])
+        place_task(2 * s + x, start[s + x] + problem.duration[s + x])
     orders = []
     for held in problem.stages_by_rank:
         tasks = [kind * s + x for x in held for kind in range(3)]

@@ -9,11 +9,10 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclical
 
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, figure 2c; in PyTorch's
-    order).
+    """Generate the program of GPipe: all forwards, then all backwards.
 
-    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F and B the times of a rank's
-    forward and full backward:
+    Huang et al. 2019, arXiv 1811.06965, figure 2c; in PyTorch's order. Any number of ranks and micro-batches. Costs,
+    for p ranks, m micro-batches, and F and B the times of a rank's forward and full backward:
     - bubble: (p - 1)(F + B)
     - peak activations: m micro-batches on every rank
     - weight copies: 1
@@ -29,11 +28,11 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate 1F1B: PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan et al.
-    2021, arXiv 2007.01045, section 3).
+    """Generate the program of 1F1B: after the warm-up each rank alternates one forward and one backward.
 
-    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F and B the times of a rank's
-    forward and full backward:
+    PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan et al. 2021, arXiv
+    2007.01045, section 3). Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F and B the
+    times of a rank's forward and full backward:
     - bubble: (p - 1)(F + B), as GPipe
     - peak activations: min(m, p - r) micro-batches on rank r
     - weight copies: 1

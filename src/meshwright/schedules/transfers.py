@@ -9,8 +9,7 @@ from meshwright.program.simulate_pipeline import Durations, analyze_program, sim
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
-    """Return the program with a send and a receive for every value that crosses ranks; it ends even with synchronous
-    sends.
+    """Return the program with a send and a receive step for every value that crosses ranks, safe for synchronous sends.
 
     durations: times by which steps are ordered (default: 1 for each forward, input gradient and weight gradient of a
         rank). A program with transfers is returned unchanged. Raises ProgramError for a program that deadlocks.

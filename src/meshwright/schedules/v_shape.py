@@ -24,9 +24,9 @@ Block = list[tuple[int, int, int, int]]  # slots of F0, F1, I1 and I0 by rank; d
 
 
 def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate V-Half (arXiv 2405.15362, section 3): half of 1F1B's activations, half of its bubble.
+    """Generate the program of V-Half: half of 1F1B's activations, half of its bubble; two stages per rank in a V shape.
 
-    A micro-batch takes two slots a rank down the ranks, one slot a rank up.
+    arXiv 2405.15362, section 3. A micro-batch takes two slots per rank down the ranks, one slot per rank up.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`
@@ -45,9 +45,11 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate V-Min (arXiv 2405.15362, section 3): a third of 1F1B's activations, two thirds of its bubble.
+    """Generate the program of V-Min: a third of 1F1B's activations, two thirds of its bubble; two stages per rank in a
+    V shape.
 
-    A micro-batch takes one slot a rank in both directions: no shorter activation lifetime is possible.
+    arXiv 2405.15362, section 3. A micro-batch takes one slot per rank in both directions: no shorter activation
+    lifetime is possible.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 if 3 divides ranks (2 ranks: 1), for at least 2 x ranks micro-batches;
@@ -64,10 +66,12 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a program in which every micro-batch runs through the same block of steps, started at a fixed interval of
-    slots; each rank runs at most one step a slot.
+    """Build a program in which all micro-batches run through the same block of steps, a fixed number of time slots
+    apart.
 
-    name: of the program. most_held: maximum activations of a rank, in chunks; the block itself must not need more.
+    name: of the program. block: [ranks], slots at which micro-batch 0 makes its four stops on each rank. most_held:
+        maximum activations of a rank, in stages; the block itself must not need more. Each rank runs at most one step
+        per slot.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -88,7 +92,7 @@ class _RankState:
     """Remaining steps of one rank while a V schedule is built slot by slot.
 
     A micro-batch makes 4 x ranks stops: down and up the ranks, then down and up with its gradient. writer: builder of
-    the rank's steps. dues: slots at which micro-batch 0 makes its four stops on this rank.
+    the rank's steps. dues: slots at which micro-batch 0 makes its four stops on this rank. ranks: number of ranks.
     """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
@@ -108,9 +112,9 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Append the rank's next step that can run; return the micro-batch that made a stop by it, or None.
+        """Append the rank's next step that can run; return the micro-batch that it moves on by a stop, or None.
 
-        stops_made: [micro-batches], stops so far. most_held: maximum activations, in chunks.
+        stops_made: [micro-batches], stops so far. most_held: maximum activations, in stages.
         """
         able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
@@ -131,11 +135,11 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the positions in `self.waiting` of steps that can run now, earliest due first.
+        """Yield the positions in `self.waiting` of steps that can run now, earliest due slot first.
 
         A step is ready if its input is available and, for a forward, the steps that it overtakes still fit into memory
         after it. In the steady state nothing overtakes: a step ahead of the block's order would cause idle time later.
-        stops_made: [micro-batches], stops so far. most_held: maximum activations, in chunks.
+        stops_made: [micro-batches], stops so far. most_held: maximum activations, in stages.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held

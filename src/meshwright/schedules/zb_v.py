@@ -7,8 +7,10 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 
 
 def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate ZB-V (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 and its
-    figure).
+    """Generate the program of ZB-V: two stages per rank in a V shape, split backwards, near-zero bubble at 1F1B's
+    memory.
+
+    Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 and its figure.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk), free transfers and at least 2 x
     ranks micro-batches:

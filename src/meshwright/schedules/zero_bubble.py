@@ -10,23 +10,24 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclical
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate ZB-H1: the memory of 1F1B and, for equal times, a third of its bubble (section 2.1, figure 3 top).
+    """Generate the program of ZB-H1: the memory of 1F1B and, for equal times, a third of its bubble.
 
-    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F, I and W the times of a rank's
-    forward, input gradient and weight gradient:
+    Qi et al. 2024, arXiv 2401.10241, section 2.1, figure 3 top. Any number of ranks and micro-batches. Costs, for p
+    ranks, m micro-batches, and F, I and W the times of a rank's forward, input gradient and weight gradient:
     - bubble: (p - 1)(F + I - W), for m >= p
     - peak activations: min(m, p) micro-batches on every rank
     - weight copies: 1
     - transfers: those of 1F1B
     """
-    return _zero_bubble("zb-h1", ranks, micro_batches, ahead=1)
+    return _generate_zero_bubble("zb-h1", ranks, micro_batches, ahead=1)
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate ZB-H2: no bubble for equal times, at twice the memory of 1F1B (section 2.2, figure 3 bottom).
+    """Generate the program of ZB-H2: no bubble for equal times, at twice the memory of 1F1B.
 
-    Rank r starts and ends r forwards after rank 0, so a single step still lasts m(F + I + W) + (p - 1)F: the bubble
-    vanishes over many steps, when ranks do not synchronize between them.
+    Qi et al. 2024, arXiv 2401.10241, section 2.2, figure 3 bottom. Rank r starts and ends r forwards after rank 0, so a
+    single step still lasts m(F + I + W) + (p - 1)F: the bubble vanishes over many steps, when ranks do not synchronize
+    between them.
 
     Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F, I and W the times of a rank's
     forward, input gradient and weight gradient:
@@ -35,14 +36,14 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: those of 1F1B
     """
-    return _zero_bubble("zb-h2", ranks, micro_batches, ahead=2)
+    return _generate_zero_bubble("zb-h2", ranks, micro_batches, ahead=2)
 
 
-def _zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
-    """Generate ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
+def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
+    """Generate the program `name`: ZB-H1 with ahead=1, ZB-H2 with ahead=2.
 
     A rank starts `ahead` forwards earlier than the next rank and defers `ahead` fewer weight gradients, so that all
-    ranks hold the same number of activations. Once no forward is left, none is deferred.
+    ranks hold the same number of activations. Once no forward is left, no weight gradient is deferred.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:

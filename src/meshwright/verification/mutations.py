@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from meshwright.comm.faults import KINDS, Fault
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.wrong_groups import other_groups
+from meshwright.comm.wrong_groups import make_wrong_groups
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verification.cases import CaseBuilder
@@ -187,7 +187,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
                 if operation == "transfer":
                     continue  # between two ranks; a message of another micro-batch is a stale one
                 alike = [_call_signature(result, site, operation) for result in results]
-                groups = tuple(other_groups(layout, call["axis"], operation != "all_reduce", alike))
+                groups = tuple(make_wrong_groups(layout, call["axis"], operation != "all_reduce", alike))
                 if not groups and operation in ("all_reduce", "rotate"):
                     continue  # the same ranks in another order have the same sum, and make the same ring
             fault = Fault(site, operation, kind, axis=call["axis"], groups=groups)

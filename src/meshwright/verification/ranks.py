@@ -104,7 +104,7 @@ def run_rank(
         results = []
         for number, fault in enumerate(faults):
             planted = fault.planted() if isinstance(fault, LocalFault) else nullcontext()
-            mesh.plant(None if isinstance(fault, LocalFault) else fault)
+            mesh.inject(None if isinstance(fault, LocalFault) else fault)
             mesh.record.clear()
             below = None if directory is None else Path(directory) / (str(number) if fault else "")
             with planted as strikes:
@@ -116,7 +116,7 @@ def run_rank(
                     result = RankResult(refused=str(error))
             result.struck = mesh.faults.struck if strikes is None else strikes.count
             results.append(result)
-        mesh.plant(None)
+        mesh.inject(None)
         return results
     finally:
         mesh.close()
