@@ -237,12 +237,12 @@ def test_the_scale_goes_on_where_it_was(two, home):
 
 def test_the_scale_doubles_halves_and_stops_at_one():
     scale = LossScale(8.0, every=2)
-    assert [scale.note(1.0, True) for _ in range(3)] == [False] * 3
+    assert [scale.update(1.0, True) for _ in range(3)] == [False] * 3
     assert (scale.value, scale.finite_steps) == (16.0, 1)
-    assert scale.note(1.0, False) and (scale.value, scale.finite_steps) == (8.0, 0)
-    assert not scale.note(float("nan"), False) and scale.value == 4.0  # no scale mends the loss itself
-    assert scale.note(1.0, False) and scale.note(1.0, False) and scale.value == 1.0
-    assert not scale.note(1.0, False) and scale.value == 1.0
+    assert scale.update(1.0, False) and (scale.value, scale.finite_steps) == (8.0, 0)
+    assert not scale.update(float("nan"), False) and scale.value == 4.0  # no scale mends the loss itself
+    assert scale.update(1.0, False) and scale.note(1.0, False) and scale.value == 1.0
+    assert not scale.update(1.0, False) and scale.value == 1.0
     again = LossScale(8.0, every=2)
     again.restore(scale.state())
     assert again.state() == {"value": 1.0, "finite_steps": 0}

@@ -10,9 +10,10 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """The loss scale, a power of two: doubled after `every` finite steps in a row, halved by a step that overflowed.
+    """Dynamic loss scale, a power of two: doubled after `every` finite steps in a row, halved by a step that
+    overflowed. `every` 0: the scale is constant.
 
-    All ranks see the same finite flag and so stay in agreement without communication. `every` 0: the scale is constant.
+    All ranks see the same all-reduced finite flag, so their scales stay equal without communication.
     """
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
@@ -25,13 +26,14 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """True if the scale changes."""
+        """True if steps change the scale."""
         return self.every > 0
 
-    def note(self, loss: float, finite: bool) -> bool:
-        """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were finite.
+    def update(self, loss: float, finite: bool) -> bool:
+        """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were both finite.
 
-        Return True if the step overflowed with a finite loss and the scale was halved, so that a retry may succeed.
+        Returns True if the gradients overflowed although the loss is finite, and the scale was halved: the next step
+        may succeed.
         """
         if not self.dynamic:
             return False
@@ -47,7 +49,8 @@ class LossScale:
         return math.isfinite(loss)
 
     def state(self) -> dict[str, float | int] | None:
-        """Return the checkpoint entry; None for a constant scale."""
+        """Return the checkpoint entry {"value": scale, "finite_steps": finite steps since the last change}; None for a
+        constant scale."""
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
     def restore(self, state: dict[str, float | int] | None) -> None:

@@ -125,7 +125,7 @@ class SyntheticRows:
 
     def responses(self) -> Responses:
         """Return the reference log-probabilities of all responses."""
-        found = Responses.unknown(self.examples_by_row)
+        found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
         for row, pairs in enumerate(self.examples_by_row):
