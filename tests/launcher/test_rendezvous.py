@@ -141,7 +141,7 @@ GPUS = ("GPU-a", "GPU-b")
     ],
 )
 def test_every_rank_has_a_gpu_of_its_own(seats, devices):
-    assigned = device.assign_devices("auto", [device.Seat(*seat) for seat in seats])
+    assigned = device.assign_devices("auto", [device.RankDevices(*seat) for seat in seats])
     assert assigned == [f"cuda:{index}" for index in devices]
 
 
@@ -157,12 +157,15 @@ def test_every_rank_has_a_gpu_of_its_own(seats, devices):
 )
 def test_ranks_that_would_share_a_gpu_or_have_none_are_refused_in_a_line(wanted, seats, said):
     with pytest.raises(UserError, match=f'run.device = "{wanted}": {said}') as error:
-        device.assign_devices(wanted, [device.Seat(*seat) for seat in seats])
+        device.assign_devices(wanted, [device.RankDevices(*seat) for seat in seats])
     assert "\n" not in str(error.value)
 
 
 def test_where_nobody_has_a_gpu_auto_is_the_cpu():
-    assert device.assign_devices("auto", [device.Seat("one", None, ()), device.Seat("two", 0, ())]) == ["cpu", "cpu"]
+    assert device.assign_devices("auto", [device.RankDevices("one", None, ()), device.RankDevices("two", 0, ())]) == [
+        "cpu",
+        "cpu",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])

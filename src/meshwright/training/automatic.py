@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import UserError
-from meshwright.launcher.rank_threads import layer_flops
+from meshwright.launcher.rank_threads import compute_layer_flops
 from meshwright.layout import Layout
 from meshwright.planner.cluster import Cluster, cluster, this_machine
 from meshwright.planner.estimate import problem_of
@@ -61,7 +61,9 @@ def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] 
     where = None
     if not this_machine().exists():
         many = ranks or 2
-        threads = recipe.run.threads or choose_threads(many, None, layer_flops(recipe, Layout.parse(f"dp{many}")))
+        threads = recipe.run.threads or choose_threads(
+            many, None, compute_layer_flops(recipe, Layout.parse(f"dp{many}"))
+        )
         if say is not None:
             measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
         where = find_hardware_profile(many, threads)

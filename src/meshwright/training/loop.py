@@ -166,7 +166,8 @@ class Run:
         )
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths) of a run that has done all its steps."""
+        """Return the result document (JSON dict of figures and checkpoint paths) of a run that has done all its
+        steps."""
         return self.journal.result(self._run_end(), self.checkpointer)
 
     def _run_end(self) -> RunEnd:

@@ -32,7 +32,8 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Identity of the run's inputs by name: sha256 of the data and of the model configuration, and the precision."""
+        """Identity of the run's inputs by name: sha256 of the data and of the model configuration, and the
+        precision."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
         """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
@@ -96,7 +97,8 @@ class NextToken:
         return documents
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Return the number of target tokens in a step's micro-batches, summed over all ranks, at least 1. Collective."""
+        """Return the number of target tokens in a step's micro-batches, summed over all ranks, at least 1.
+        Collective."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:

@@ -28,13 +28,14 @@ Found = TypeVar("Found")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
-    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: an unavailable prediction
-    is None plus a note. memory: measured resident memory of this process so far; None: process memory is not predicted.
-    """
+    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: an unavailable
+    prediction is None plus a note. memory: measured resident memory of this process so far; None: process memory is
+    not predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
-        """Return `work()`; on an exception add a note that `what`, such as "memory", is not predicted, and return None."""
+        """Return `work()`; on an exception add a note that `what`, such as "memory", is not predicted, and return
+        None."""
         try:
             return work()
         except UserError as error:

@@ -63,7 +63,8 @@ class PreferencePairs:
         return documents.in_pairs(pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1. Collective."""
+        """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1.
+        Collective."""
         return count_pairs(_pairs_of(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:

@@ -89,7 +89,8 @@ class Reference:
         return digest.hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write the log-probabilities to a safetensors file atomically (temporary file, fsync, rename). Raises OSError."""
+        """Write the log-probabilities to a safetensors file atomically (temporary file, fsync, rename). Raises
+        OSError."""
         tensors = {name: np.ascontiguousarray(found.values) for name, found in self.splits.items()}
         metadata = {"format": str(FORMAT), "sha256": self.sha256, **self.made_of}
         fresh = path.with_name(f".{path.name}.new")

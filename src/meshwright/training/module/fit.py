@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.checkpoint import find_checkpoint
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
-from meshwright.launcher.recipe_checks import check_watching
+from meshwright.launcher.recipe_checks import check_profile_and_trackers
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.names import check_options
 from meshwright.recipe import override_texts
@@ -80,7 +80,7 @@ def fit(
     spec = ModuleSpec(build, loss, data, **given)
     check_spec(spec, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
-    check_watching(found)
+    check_profile_and_trackers(found)
     start = script.next_rendezvous(found.run.rendezvous)
     if start.ranks == 1 and found.parsed_layout.world_size > 1:
         ranks = found.parsed_layout.world_size

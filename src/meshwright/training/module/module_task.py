@@ -31,7 +31,8 @@ from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module: it all-gathers by module hooks."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module: it all-gathers by module
+    hooks."""
 
     prefetcher_class = ModulePrefetcher
 
@@ -154,7 +155,8 @@ class ModuleTask:
         return Validation(loss_sum / max(1.0, items), Metrics(means, text))
 
     def state(self) -> dict[str, Any]:
-        """Return the entry {"data_samples": number of training samples} of `state.json`, which a resumed run compares."""
+        """Return the entry {"data_samples": number of training samples} of `state.json`, which a resumed run
+        compares."""
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:

@@ -39,7 +39,8 @@ class ModulePasses:
         seed: int,
         mark: Callable[[str], None] = lambda part: None,
     ) -> None:
-        """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their use."""
+        """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their
+        use."""
         self.module, self.parallel, self.mark = module, parallel, mark
         self._spec, self.seed = spec, seed
         self.program = program_of(parallel.mesh.layout)

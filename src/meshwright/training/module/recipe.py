@@ -22,7 +22,8 @@ class ModuleRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Reject [train] keys that only Meshwright's own models support (compile, other objectives); return the recipe."""
+        """Reject [train] keys that only Meshwright's own models support (compile, other objectives); return the
+        recipe."""
         if self.train.compile:
             raise ValueError("train.compile is for Meshwright's own models; call module.compile() where it is built")
         if self.train.objective not in (None, "next-token"):

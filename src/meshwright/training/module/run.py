@@ -32,8 +32,8 @@ def train_module(
     recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
     """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
-    measured figures, complete on rank 0 only. spec: the arguments of `fit`. Raises as `meshwright.training.loop.train`.
-    """
+    measured figures, complete on rank 0 only. spec: the arguments of `fit`. Raises as
+    `meshwright.training.loop.train`."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 

@@ -72,7 +72,8 @@ class KeptValues:
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return the number of elements that `end_step` synchronizes: (in floating-point buffers, in integer buffers)."""
+        """Return the number of elements that `end_step` synchronizes: (in floating-point buffers, in integer
+        buffers)."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
