@@ -104,7 +104,7 @@ class Run:
                 self._step()
             self._finish_saving()
             result = self._result()
-            self.journal.keep_result(result)
+            self.journal.write_result(result)
             return result
 
     def _step(self) -> None:
@@ -130,15 +130,15 @@ class Run:
             validation = trainer.validate()
         # Before the save: no step may be without a line.
         if self.journal.leader:
-            self.journal.step(self._record_step(verdict, seconds, validation, profiled))
+            self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
-            self.journal.save_failed(done, self._abandon_save())
+            self.journal.record_save_failure(done, self._abandon_save())
         self._check_skipped_steps(verdict)
         if due or verdict.stop:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
-            self.journal.stopped(done, self.checkpointer)
+            self.journal.record_stop(done, self.checkpointer)
             self._raise_stopped()
 
     def _record_step(
@@ -168,7 +168,7 @@ class Run:
     def _result(self) -> dict[str, Any]:
         """Return the result document (JSON dict of figures and checkpoint paths) of a run that has done all its
         steps."""
-        return self.journal.result(self._run_end(), self.checkpointer)
+        return self.journal.make_result(self._run_end(), self.checkpointer)
 
     def _run_end(self) -> RunEnd:
         """Return the final figures of the run: steps, skipped steps, layout, bytes of model states and predicted
@@ -194,10 +194,10 @@ class Run:
         than 0); None if steps remain or no result is stored. Collective."""
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
-        result = self.journal.earlier_result(self.trainer.steps_done, self.checkpointer)
+        result = self.journal.read_earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
-        self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
+        self.journal.log_already_done(self.resumed_from, self.trainer.steps_done)
         return result or {}
 
     def _prepare_first_step(self) -> None:
@@ -299,11 +299,11 @@ class Run:
         self.journal.memory.stop()
         step = self.trainer.steps_done
         if (reason := self._wait_for_save()) is not None:
-            self.journal.save_failed(step, reason)
+            self.journal.record_save_failure(step, reason)
         self.checkpointer.save(
             step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
-        self.journal.saving(step, self.checkpointer.stall_seconds)
+        self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _wait_for_save(self) -> str | None:
         """Wait until no rank is saving; return None, or the reason if a save failed on any rank.

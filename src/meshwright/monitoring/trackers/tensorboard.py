@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory."""
+"""TensorBoard tracker: event files in the run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from meshwright.monitoring.trackers import TrackedRun
 class TensorBoardTracker:
     """Writes TensorBoard event files: scalars, and the recipe as text and hyperparameters.
 
-    directory: the run directory's `tensorboard` unless given. A resumed run hides the steps that were lost.
+    directory: the run directory's `tensorboard` unless given. A resumed run hides the steps after its checkpoint that
+    an earlier start had logged.
     """
 
     packages = ("tensorboard",)

@@ -16,7 +16,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.monitoring.comparison import Prediction
-from meshwright.monitoring.resuming import resume_differences
+from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
@@ -76,7 +76,7 @@ class ModuleRun(Run):
         """Return the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again: only
         training has shown which buffers change."""
         prediction = self._predict() if self.journal.leader else None
-        return self.journal.result(self._run_end(), self.checkpointer, prediction)
+        return self.journal.make_result(self._run_end(), self.checkpointer, prediction)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | 
         raise UserError(
             f"{recipe.run_directory} holds a run of one of Meshwright's own models; give another run.directory"
         )
-    resume_differences(parse_module_recipe(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
+    check_resume_differences(parse_module_recipe(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
     if state["data_samples"] != samples:
         raise UserError(
             f"the data had {state['data_samples']} samples when {checkpoint.path} was trained on them and have "
