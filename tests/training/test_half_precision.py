@@ -252,7 +252,7 @@ def test_the_scale_doubles_halves_and_stops_at_one():
     sooner.restore({"value": 4.0, "finite_steps": 5})  # of a run that waited longer
     assert not sooner.update(1.0, True) and sooner.state() == {"value": 8.0, "finite_steps": 0}
     fixed = LossScale()
-    assert not fixed.note(1.0, False) and fixed.state() is None and fixed.value == 1.0
+    assert not fixed.update(1.0, False) and fixed.state() is None and fixed.value == 1.0
 
 
 def test_mistakes_are_one_line(tiny_recipe):
