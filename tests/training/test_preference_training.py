@@ -24,7 +24,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import Columns, TensorSlice
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.loop import resolve_model_config
-from meshwright.training.reference import weights_checksum
+from meshwright.training.reference import compute_weights_checksum
 from tests.training import training_cases as cases
 
 TEMPLATE = (
@@ -231,7 +231,7 @@ def test_the_checksum_of_weights_sees_every_element_and_no_layout():
         return [TensorSlice("master", "w", 0, 48, values.reshape(-1))]
 
     def checksum(owned: list[TensorSlice]) -> str:
-        return weights_checksum(owned, Mesh.single())
+        return compute_weights_checksum(owned, Mesh.single())
 
     expected = checksum(pieces(whole))
     flat = whole.reshape(-1)

@@ -50,7 +50,7 @@ def _compute_records_offset(groups: int) -> int:
 
 
 def compute_file_bytes(capacity: int = CAPACITY) -> int:
-    """Return the size in bytes of the file that holds one rank's ring of `capacity` calls."""
+    """Return the size in bytes of the file that holds one rank's ring buffer of `capacity` calls."""
     return _compute_records_offset(GROUPS) + capacity * _RECORD_BYTES + HEAP_BYTES
 
 

@@ -147,7 +147,7 @@ class Snapshot:
 
 
 def _describe_call(call: Call) -> str:
-    """Return the text `call 57 of ranks 0-3 (...)` with operation, dtype, shape and bytes of a call."""
+    """Return text on a call: `call 57 of ranks 0-3 (...)` with operation, dtype, shape and bytes."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
     return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
 

@@ -37,7 +37,7 @@ class RankState:
 
     @property
     def running(self) -> bool:
-        """True if the process exists, is not stopped and has not given up."""
+        """True if the process exists, is not stopped by a signal and has not recorded a timeout."""
         return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
 
     @property

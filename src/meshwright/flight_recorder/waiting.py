@@ -76,8 +76,8 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
 
 
 def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the ranks that wait for no other, at the ends of all chains of waiting ranks from `rank`. blockers: rank ->
-    ranks that it waits for."""
+    """Yield the ranks at the ends of all chains "rank waits for rank" that begin at `rank`: those that wait for no
+    other. blockers: rank -> ranks that it waits for."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()

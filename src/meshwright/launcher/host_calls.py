@@ -100,7 +100,7 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """Remove this rank's file after a run that ended well."""
+        """Remove this rank's recorder file after a run without errors."""
         with suppress(OSError):
             self._own_file.unlink()
             self._path.rmdir()  # the last one's

@@ -16,12 +16,12 @@ _VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory for processes of this machine, in bytes.
+    """Memory that processes of this machine can use, in bytes.
 
     Attributes:
         total: The control group's limit, else the machine's memory without swap.
-        available: What can be allocated now without swapping or being killed.
-        source: What sets `total`: "control group" or "machine".
+        available: Memory that can be allocated now without swapping or being killed.
+        source: Origin of `total`: "control group" or "machine".
     """
 
     total: int

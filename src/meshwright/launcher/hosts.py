@@ -38,8 +38,8 @@ def resolve_addresses(host: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own IP address on the route to `host` (on itself: that address). `UserError`
-    without a route."""
+    """Return this host's own IP address on the network route to `host` (if that is this host, the given address
+    itself). `UserError` without a route."""
     reasons = []
     for address in resolve_addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -54,7 +54,7 @@ def address_towards(host: str) -> str:
 
 
 def address_outwards() -> str | None:
-    """Return this host's own IP address on its default route, None without one."""
+    """Return this host's own IP address on its default network route, None without one."""
     try:
         return address_towards(_ELSEWHERE)
     except UserError:

@@ -55,10 +55,11 @@ def launch_script(
     *,
     trust: bool = False,
 ) -> LaunchScript:
-    """Build the script that trains `recipe_path` with `overrides` by torchrun or SLURM, one rank for each device.
+    """Build a launch script, torchrun's or SLURM's, that trains the recipe file `recipe_path` with `overrides`, such as
+    "train.steps=100", one rank for each device. resources: hosts and limits of the job.
 
-    It starts the ranks in the current directory and with this Python, which every host must have. trust: let the
-    recipe run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the devices.
+    It starts the ranks in the current directory and with this Python, which every host must have. trust: let the recipe
+    run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the devices.
     """
     time, sbatch, cpus_per_device = resources.time, resources.sbatch, resources.cpus_per_device
     recipe = load_recipe(recipe_path, overrides, trust=trust)

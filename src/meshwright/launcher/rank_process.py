@@ -71,8 +71,8 @@ def die_with_parent() -> None:
 
 
 def _end_with_launcher(launcher: int | None) -> None:
-    """Kill this process when the launcher (its process id) dies, so that no rank holds memory, ports and the run's
-    lock."""
+    """Make this process be killed when the launcher dies, so that no rank holds memory, ports and the run's lock.
+    launcher: its process id; this process exits at once if that is no longer its parent."""
     die_with_parent()
 
     def watch() -> None:

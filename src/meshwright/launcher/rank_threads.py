@@ -97,7 +97,7 @@ def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
-    """Return the threads per rank of a run whose `ranks` ranks are all on this machine."""
+    """Return the number of threads per rank of a run whose `ranks` ranks are all on this machine."""
     return _threads_per_rank(recipe, ranks, None)
 
 
@@ -131,7 +131,8 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
 
 
 def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
-    """Return the threads of each of `ranks` ranks that share `cores` cores (None: those available to this process)."""
+    """Return the number of threads of each of `ranks` ranks that share `cores` cores (None: those available to this
+    process)."""
     return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 

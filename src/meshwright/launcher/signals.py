@@ -41,7 +41,7 @@ class StopSignals:
         self._write.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Count a signal and wake up the launcher."""
+        """Count a signal, whose number is `number`, and wake up the launcher."""
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         with suppress(OSError):

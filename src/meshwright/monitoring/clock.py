@@ -24,7 +24,7 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin a step: drop the marks of the previous one."""
+        """Begin the measurement of a step: drop the marks of the previous one."""
         self._marks = []
         self.mark("")
 

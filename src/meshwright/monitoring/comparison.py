@@ -80,7 +80,7 @@ class Prediction:
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
 
     def format_lines(self) -> list[str]:
-        """Return the console lines that report the prediction: step time, memory, traffic, notes."""
+        """Return the lines that report the prediction on the console: step time, memory, traffic, notes."""
         parts = []
         if self.time is not None:
             found = None if self.machine is None else self.machine.calibration

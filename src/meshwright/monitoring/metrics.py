@@ -24,7 +24,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """Open the file. resume_step: steps done in the checkpoint that the run continues from (0: a fresh run).
+        """Open the file. resume_step: number of steps done in the checkpoint from which the run resumes (0: a fresh
+        run); lines of later steps are cut off.
 
         Raises OSError when the file cannot be opened.
         """
@@ -114,7 +115,7 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if the step added last ended a window."""
+        """True if no window of steps is in progress: the step added last completed one."""
         return not self._steps
 
 

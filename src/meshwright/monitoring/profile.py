@@ -151,13 +151,13 @@ class _ProfileRecording:
         self._begun = time.time_ns()
 
     def step_done(self) -> None:
-        """Add the span of the step that just ended."""
+        """Add the span (interval of the trace) of the step that just ended."""
         self.steps += 1
         step = self._trainer.steps_done
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
 
     def stop(self) -> None:
-        """Stop recording, after all collective calls have ended. Raises RankLost.
+        """Stop recording on this rank, after all collective calls have ended. Raises RankLost.
 
         A call that begins under torch's profiler and ends after it would corrupt the process's memory (torch 2.13).
         """

@@ -65,7 +65,7 @@ class RankSteps:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> RankSteps:
-        """Build the record from the dict of `table()`; other keys are ignored."""
+        """Build the record from the dict that `table` returned; other keys are ignored."""
         spans, calls = [Span(**span) for span in table["spans"]], [WatchedCall(**call) for call in table["calls"]]
         return cls(table["rank"], table["zero"], spans, calls)
 

@@ -130,11 +130,12 @@ class RunDirectory:
         self._write_atomically(RECIPE, text)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write the result document of a finished run."""
+        """Write the result document (JSON dict of figures and checkpoint paths) of a finished run to `result.json`."""
         self._write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
-        """Return the result document; None if no run has finished here or the file is invalid."""
+        """Return the result document (JSON dict of figures and checkpoint paths); None if no run has finished here or
+        the file is invalid."""
         try:
             result = read_json(self.path / RESULT)
         except (OSError, ValueError):
@@ -205,5 +206,5 @@ def _read_holder(descriptor: int) -> str:
 
 
 def _error_reason(error: OSError) -> str:
-    """Return the reason of an OSError in lower case."""
+    """Return the text of an OSError, such as "no space left on device", in lower case."""
     return (error.strerror or str(error)).lower()

@@ -64,7 +64,7 @@ class Tracking:
             sender.tried.wait(max(0.0, deadline - time.monotonic()))
 
     def queue_line(self, line: Mapping[str, Any]) -> None:
-        """Queue a line of `metrics.jsonl` for all trackers."""
+        """Queue a line of `metrics.jsonl` (JSON dict of one step or event) for all trackers."""
         for sender in self._senders:
             sender.put(flatten_line(line))
 
@@ -173,7 +173,7 @@ class _TrackerThread:
         self._save_progress(last, now=True)
 
     def _next_line(self) -> Line | None:
-        """Wait for the next line and return it; None when the run has ended and none is left."""
+        """Wait for the next line (step, values by name) and return it; None when the run has ended and none is left."""
         with self._news:
             while not self._missing and not self._waiting:
                 if self._status is not None:
@@ -183,8 +183,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` with growing pauses until it does not raise; return False after `tries` failures or when the run
-        has ended."""
+        """Call `call` with growing pauses until it does not raise; return True then, False after `tries` failures
+        (None: no limit) or when the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
@@ -202,7 +202,7 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Log the first failure of the tracker and remember the reason."""
+        """Log `reason` at the first failure of the tracker and store the latest one."""
         if not self._trouble:
             self._say(f"tracker {self.name} takes nothing: {reason}; training goes on, and it is tried again")
         self._trouble = reason

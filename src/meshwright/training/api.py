@@ -59,7 +59,7 @@ class Result:
         )  # fmt: skip
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright train --json`."""
+        """Return the document of `meshwright train --json`: the content of `document`."""
         return to_json_dict(self.document)
 
 

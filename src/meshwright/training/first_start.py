@@ -104,7 +104,8 @@ def measure_first_start(
     processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
 
     def profile_known() -> bool:
-        """Return True if a hardware profile covers these ranks, threads, precisions and axes."""
+        """Return True if the stored hardware profile (measured machine speeds) covers these ranks, threads, precisions
+        and axes."""
         return _probed_cluster(ranks, threads) is not None or _has_profile(key, precisions, axes)
 
     def unmeasured() -> list[ProcessKey]:

@@ -1,4 +1,4 @@
-"""The training task of a recipe's language model: transformer, sharded parameters, prepared data and objective."""
+"""Training task of a recipe's language model: transformer, sharded parameters, prepared data and objective."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LanguageModelTask:
         initialise: bool = True,
         arithmetic: Arithmetic | None = None,
     ) -> None:
-        """Build the model with its sharded parameters, the data splits and the objective."""
+        """Build the model with its sharded parameters, the data splits and the objective; arguments: see the class."""
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.table = parameter_table(config)
         arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
@@ -113,7 +113,7 @@ class LanguageModelTask:
         return self._shares(loss)
 
     def discard_step(self) -> None:
-        """Do nothing: a step changes nothing but parameters and optimizer state."""
+        """Do nothing on a skipped step: a step of this model changes nothing but parameters and optimizer state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks divided by its
@@ -201,11 +201,11 @@ class LanguageModelTask:
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return an empty list: the model has no buffers to save."""
+        """Return an empty list: the model has no buffers or frozen parameters to save. owned: ignored."""
         return []
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return an empty dict: the model has no buffers."""
+        """Return an empty dict: the model has no buffers or frozen parameters."""
         return {}
 
     def predicted_traffic(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no schedule state."""
+"""Learning rate as a function of the step alone, so that a resumed run needs no schedule state."""
 
 from __future__ import annotations
 

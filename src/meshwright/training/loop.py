@@ -201,8 +201,8 @@ class Run:
         return result or {}
 
     def _prepare_first_step(self) -> None:
-        """Prepare the task and start the journal before the first step; every rank raises the first rank's
-        `UserError`."""
+        """Prepare the task's inputs and report the run's start, before the first step; every rank raises the first
+        rank's `UserError`. Collective."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
@@ -281,7 +281,8 @@ class Run:
     # --- saving and stopping
 
     def _check_skipped_steps(self, verdict: StepOutcome) -> None:
-        """Raise `CheckFailed` on all ranks when more than `train.maximum_skipped` steps in a row were not finite."""
+        """Raise `CheckFailed` on all ranks when more than `train.maximum_skipped` steps in a row were not finite.
+        verdict: outcome of the last step."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier step's save may still be under way
@@ -306,7 +307,8 @@ class Run:
         self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _wait_for_save(self) -> str | None:
-        """Wait until no rank is saving; return None, or the reason if a save failed on any rank.
+        """Wait until no rank is saving a checkpoint; return None, or the reason if a save failed on any rank.
+        Collective.
 
         Polls all ranks in small all-reduces: a rank whose disk is full cannot signal through the file system, on which
         the others would wait for its shard.

@@ -17,9 +17,8 @@ class LossScale:
     """
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
-        """Start at `value`; `every`: number of finite steps in a row after which it is doubled, 0 for a constant
-        scale.
-        """
+        """Start at the scale `value`. every: number of finite steps in a row after which it is doubled, 0 for a
+        constant scale."""
         self.value, self.every = value, every
         self.finite_steps = 0
         """Finite steps in a row since the factor was changed."""
@@ -54,6 +53,7 @@ class LossScale:
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
     def restore(self, state: dict[str, float | int] | None) -> None:
-        """Restore from a checkpoint entry; None (from a run in another precision) keeps the initial scale."""
+        """Restore the scale from the checkpoint entry that `state` returned; None (from a run in another precision)
+        keeps the initial scale."""
         if self.dynamic and state is not None:
             self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

@@ -116,7 +116,7 @@ class NextToken:
         return Metrics()
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Do nothing: the loss needs only tokens and targets."""
+        """Do nothing before the first step: the loss needs only tokens and targets."""
 
     def state(self) -> dict[str, Any]:
         """Return an empty dict: no inputs beside the data need an entry in `state.json`."""

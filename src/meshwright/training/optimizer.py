@@ -125,7 +125,7 @@ class Optimizer:
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done (for bias correction), after `state_tensors` were filled."""
+        """Set the number of updates done, by which AdamW corrects its bias, after `state_tensors` were filled."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

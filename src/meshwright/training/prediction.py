@@ -107,7 +107,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
-        optimizer=_optimizer(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
+        optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         in_place=in_place(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
@@ -125,7 +125,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         documents = task.document_starts(trainer.steps_done, STEPS)
     found = ledger(
         task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
-        optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
+        optimizer=_optimizer_name(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
         documents=documents, pairs=task.objective.pair_loss is not None,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
     )  # fmt: skip
@@ -164,7 +164,7 @@ def _language_model(trainer: Trainer) -> LanguageModelTask:
     return cast(LanguageModelTask, trainer.task)
 
 
-def _optimizer(trainer: Trainer) -> str:
-    """Return the planner's name of the optimizer: "adamw", "sgd" or "momentum"."""
+def _optimizer_name(trainer: Trainer) -> str:
+    """Return the planner's name of the trainer's optimizer: "adamw", "sgd" or "momentum" (SGD with momentum)."""
     train = trainer.recipe.train
     return "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer

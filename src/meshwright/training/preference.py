@@ -1,4 +1,4 @@
-"""The preference objective: losses of pairs of responses (DPO, IPO) relative to the initial policy (the reference)."""
+"""Preference objective: losses of pairs of responses (DPO, IPO) relative to the initial policy (the reference)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from meshwright.training.reference import (
     Reference,
     Responses,
     all_reduce_responses,
+    compute_weights_checksum,
     load_or_compute,
     read_reference,
-    weights_checksum,
 )
 from meshwright.training.task import RunStart
 
@@ -95,7 +95,7 @@ class PreferencePairs:
         identity = {
             **policy.identity,
             "rows": " ".join(sequences.rows_sha256 for sequences in self._splits.values()),
-            "weights": weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
+            "weights": compute_weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
         }
         begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
 

@@ -28,11 +28,11 @@ LIMIT_SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class ProcessConstants:
-    """Measured process memory beyond tensors on this machine.
+    """Measured memory of a rank's process beyond tensors on this machine.
 
-    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth over
-    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_resident_bytes: kept by
-    torch.compile; compiler_transient_bytes: in addition while it compiles.
+    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth as a
+    fraction of the live tensors below malloc's mmap threshold; kernel_bytes: for each cached oneDNN kernel;
+    compiler_resident_bytes: kept by torch.compile; compiler_transient_bytes: in addition while it compiles.
     """
 
     first_use_bytes: int
@@ -44,7 +44,7 @@ class ProcessConstants:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """The conditions that `ProcessConstants` depend on: precision, threads per rank, blocks compiled or not."""
+    """Conditions under which process memory was measured: precision, threads per rank, blocks compiled or not."""
 
     precision: str
     threads: int
@@ -52,7 +52,7 @@ class ProcessKey:
 
     @property
     def path(self) -> Path:
-        """The path of the file in which the constants are stored; it may not exist yet."""
+        """Path of the file in which the constants are stored; it may not exist yet."""
         return measurement_file(KIND, self._document())
 
     def _document(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def predict_process_memory(
     constants: measured memory beyond tensors. share: fraction of the total by which finished runs exceeded it, added as
     "unexplained". `UserError` if the kernel does not report the resident size.
     """
-    _import_what_steps_import(trainer)
+    _import_step_modules(trainer)
     now = resident_bytes()
     if now is None or resident_before is None:
         raise UserError("the kernel does not say how much memory this process has")
@@ -77,8 +77,8 @@ def predict_process_memory(
     return ProcessMemory(items)
 
 
-def _import_what_steps_import(trainer: Trainer) -> None:
-    """Import the torch modules that the first step would import, so that the resident size includes them."""
+def _import_step_modules(trainer: Trainer) -> None:
+    """Import the torch modules that the trainer's first step would import, so that the resident size includes them."""
     if trainer.layout.pp > 1:  # torch.autograd.backward with gradients of its own
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if trainer.layout.recompute != "none":  # torch.utils.checkpoint

@@ -36,8 +36,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Log-probabilities (nats, float64) of all responses of one split, concatenated over sequences. bounds [sequences +
-    1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
+    """Log-probabilities (nats, float64) of all responses of one data split, concatenated over sequences. bounds
+    [sequences + 1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
@@ -135,7 +135,7 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
     responses.values[:] = values.cpu().numpy()
 
 
-def weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
+def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     """Return a 64-bit checksum (hex) of the master weights that is independent of the layout: the sum, modulo 2^64,
     over all elements of their bits times an odd number from parameter name and position. `owned`: slices that cover
     each element on exactly one rank. Collective."""

@@ -1,5 +1,5 @@
-"""The interface between `Trainer` and a training task: a recipe's language model (training/language_model.py) or a
-script's module (training/module/module_task.py)."""
+"""Interface between `Trainer` and a training task: a recipe's language model (training/language_model.py) or a script's
+module (training/module/module_task.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.spec.parameters import ParameterTable
 @dataclass(frozen=True, slots=True)
 class RunStart:
     """Arguments of `Task.prepare`. directory: the run directory; agreement: exchanges flags and texts between ranks;
-    saved: `state.json` of the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
+    saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -41,7 +41,7 @@ class Task(Protocol):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the run."""
+        """Recipe (all settings) of the run."""
 
     layout: Layout
     table: ParameterTable
@@ -79,7 +79,8 @@ class Task(Protocol):
         """Return the description of model and data for the run's report, without the device's peak FLOP/s."""
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load the inputs of the first step. Collective; all ranks raise the same `UserError`."""
+        """Compute or load what the task needs before the first step, such as reference log-probabilities. Collective;
+        all ranks raise the same `UserError`."""
 
     def validate(self) -> Validation:
         """Return mean loss and metrics on the first `train.validation_sequences` samples of the validation data,

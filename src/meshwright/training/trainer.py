@@ -1,4 +1,4 @@
-"""The training step on one rank, from batch to optimizer update."""
+"""Training step on one rank, from batch to optimizer update."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trainer:
     """Training task with its optimizer, loss scale and step counters on one rank; runs training steps."""
 
     def __init__(self, task: Task) -> None:
-        """Create optimizer state, loss scale and counters for the task."""
+        """Create optimizer state, loss scale and step counters for the task."""
         self.task, self.recipe, self.layout, self.mesh = task, task.recipe, task.layout, task.mesh
         self.parallel, self.passes = task.parallel, task.passes
         self.device = torch.device(self.mesh.device)
@@ -91,7 +91,7 @@ class Trainer:
         return outcome
 
     def validate(self) -> Validation:
-        """Return loss and metrics on the task's validation data, without an update."""
+        """Return loss and metrics on the task's validation data, without updating parameters. Collective."""
         return self.task.validate()
 
     @property
@@ -178,5 +178,6 @@ class Trainer:
         return clipped / outcome.loss_scale
 
     def _discard_step(self) -> None:
-        """Skip the step: parameters and optimizer state are still unchanged, buffers are restored."""
+        """Restore the task's buffers after a step that is skipped; parameters and optimizer state are still
+        unchanged."""
         self.task.discard_step()

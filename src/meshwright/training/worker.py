@@ -178,8 +178,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def _separate_compile_caches(start: Place) -> None:
-    """Give each rank of a host its own Inductor cache, unless the environment sets one: ranks that compile for a CPU at
-    once may load a library that another is still writing (torch 2.13)."""
+    """Set a separate Inductor cache directory for each rank of a host, unless the environment sets one: ranks that
+    compile for a CPU at once may load a library that another is still writing (torch 2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     rank = start.rank if start.local_rank is None else start.local_rank
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")

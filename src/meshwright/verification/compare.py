@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """True if nothing differs by more than the tolerance."""
+        """True if no value differs from the reference by more than the tolerance."""
         return self.failure is None
 
 
@@ -71,7 +71,7 @@ class _LayoutComparison:
     largest errors."""
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
-        """Start with no errors."""
+        """Start with no errors. results: of each rank."""
         self.reference, self.results, self.layout = reference, results, layout
         self.tolerance = tolerance_of(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
@@ -145,7 +145,8 @@ class _LayoutComparison:
             yield f"replicas of {name} differ after step {step + 1}", None
 
     def _compare_end(self) -> Iterator[Difference]:
-        """Yield differences of optimizer state, parameters, counters and validation loss after the last step."""
+        """Yield differences of optimizer state, parameters, checkpoint counters and validation loss after the last
+        step."""
         reference, results = self.reference, self.results
         slices = [result.optimizer for result in results]
         kinds = {held.kind for of_rank in slices for held in of_rank}
@@ -180,7 +181,7 @@ class _LayoutComparison:
         return {row.name for row in self.reference.table.rows if not row.balances}
 
     def _last_weights(self, result: RankResult) -> list[TensorSlice]:
-        """Return a rank's master weights after its last step."""
+        """Return a rank's slices of the master weights after its last step."""
         return result.steps[max(result.steps)].weights
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
@@ -290,7 +291,7 @@ def _worst_errors(
 
 
 def _relative_error(value: float, truth: float) -> float:
-    """Return |value - truth| / |truth|; infinite if it is not finite."""
+    """Return the relative error |value - truth| / |truth|; infinite if it is not finite."""
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
 

@@ -80,7 +80,7 @@ def _is_runnable(layout: Layout) -> bool:
 
 
 def _remaining_pairs() -> list[Layout]:
-    """Return layouts for pairs of features that no other candidate covers."""
+    """Return layouts for pairs of features that none of the other lists of candidates covers."""
     ulysses: dict[str, Any] = {"cp": 2, "cp_method": "ulysses"}
     nosp: dict[str, Any] = {"tp": 2, "tensor_sequence_parallel": False}
     sharded: dict[str, Any] = {"dp": 4, "hybrid": 2}

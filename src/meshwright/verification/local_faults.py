@@ -32,7 +32,7 @@ class FaultCounter:
     """Counter of how often a planted fault changed a value on this rank."""
 
     def __init__(self) -> None:
-        """Start at 0."""
+        """Start at a count of 0."""
         self.count = 0
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 

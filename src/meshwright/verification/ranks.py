@@ -73,9 +73,8 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps [first, stop) of a run, from 0. first: its checkpoint is loaded unless it is 0. stop: a checkpoint is
-    saved there; None: run to the end, saving none.
-    """
+    """Range [first, stop) of a run's steps, from 0. first: the checkpoint of this step is loaded unless it is 0. stop:
+    a checkpoint is saved there; None: run to the end, saving none."""
 
     first: int = 0
     stop: int | None = None
@@ -194,7 +193,7 @@ class _VerificationRun:
         return trainer
 
     def _save_checkpoint(self, trainer: Trainer) -> None:
-        """Save a checkpoint; `UserError` if that fails."""
+        """Save a checkpoint of the trainer; `UserError` if that fails."""
         self._checkpointer.save(trainer.steps_done, trainer.slices(owned=True), trainer.state())
         if (reason := self._checkpointer.failed()) is not None:
             raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
@@ -210,7 +209,7 @@ class _VerificationRun:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        """The checkpointer of the run's directory."""
+        """Checkpointer of the run's directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, SaveOptions(background=False))
 

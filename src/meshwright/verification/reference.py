@@ -44,7 +44,7 @@ class Reference:
     _parts: dict[tuple[int, int], list[ParameterValues]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Run all steps of the problem."""
+        """Train all steps of the problem and store the results."""
         problem, training = self.problem, self.problem.training
         self.table: ParameterTable = parameter_table(problem.config)
         kinds = ("exp_avg", "exp_avg_sq") if training.optimizer == "adamw" else ("momentum",) * (training.momentum > 0)

@@ -220,7 +220,7 @@ class _Verifier:
         return self._ranks
 
     def reference(self, problem: Problem) -> Reference:
-        """Return the single-device reference of a problem, computed once."""
+        """Return the single-device reference results of a problem; each problem is computed once and cached."""
         if problem not in self._references:
             self._references[problem] = Reference(problem)
         return self._references[problem]
@@ -262,7 +262,7 @@ def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tu
 
 
 def _resolve_model(model: Any) -> tuple[str, ModelConfig]:
-    """Return (name, configuration) of a model given as configuration, recipe, path or preset."""
+    """Return (name, configuration) of a model given as a configuration, recipe, path or preset name."""
     if isinstance(model, ModelConfig):
         return model.family, model
     if isinstance(model, Recipe):

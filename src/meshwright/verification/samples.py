@@ -102,7 +102,8 @@ class SyntheticSplit:
     a problem."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
-        """Define the split; sequences are generated when read."""
+        """Define the split; sequences are generated when read. first: number of its first sequence in the problem's
+        data."""
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
@@ -137,7 +138,7 @@ class SyntheticData:
     sha256 = "synthetic"
 
     def __init__(self, problem: Problem) -> None:
-        """Define the training split and the validation split after it."""
+        """Define the training split and, after it, the validation split."""
         self.problem = problem
         self._splits = {
             "train": SyntheticSplit(problem, 0, problem.train_sequences),
@@ -145,7 +146,7 @@ class SyntheticData:
         }
 
     def split(self, name: str) -> SyntheticSplit:
-        """Return the split "train" or "validation"."""
+        """Return the split called "train" or "validation"."""
         return self._splits[name]
 
     def make_sample_order(self) -> SampleOrder:

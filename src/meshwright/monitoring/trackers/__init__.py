@@ -58,7 +58,7 @@ class Tracker(Protocol):
         raises."""
 
     def finish(self, status: str) -> None:
-        """End the run. status: "finished", "stopped" (it may be resumed) or "failed"."""
+        """End the run at the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""
 
 
 def check_trackers(recipe: Recipe) -> None:

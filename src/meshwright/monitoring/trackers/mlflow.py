@@ -65,7 +65,7 @@ class MLflowTracker:
         self._send(step, figures)
 
     def finish(self, status: str) -> None:
-        """Set the run's final status."""
+        """Set the final status of the MLflow run. status: "finished", "stopped" or "failed"."""
         self._client.set_terminated(self._run, STATUS[status])
 
     def _send(

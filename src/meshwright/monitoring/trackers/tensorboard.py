@@ -24,7 +24,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Open a new event file and write the recipe to it."""
+        """Open a new event file and write the recipe to it. recipe: values by dotted key."""
         from torch.utils.tensorboard.summary import hparams
 
         directory = self._directory or str(run.directory / "tensorboard")
@@ -39,7 +39,7 @@ class TensorBoardTracker:
         self._writer = writer
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write the values of a step to the event file."""
+        """Write the values of a step by name to the event file: numbers as scalars, texts as text."""
         for key, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(key, value, step)
@@ -48,5 +48,5 @@ class TensorBoardTracker:
         self._writer.flush()  # a process that is killed loses what is not in the file
 
     def finish(self, status: str) -> None:
-        """Close the event file."""
+        """Close the event file. status: ignored."""
         self._writer.close()

@@ -14,7 +14,7 @@ from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
-from meshwright.training.module.values import broadcast_values, contiguous_buffers
+from meshwright.training.module.values import broadcast_values, make_buffers_contiguous
 
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
@@ -51,7 +51,7 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
             for name, value in inner.named_buffers(recurse=False):
                 if value.is_floating_point() and dtype.itemsize < value.dtype.itemsize:
                     inner._buffers[name] = value.to(dtype)
-    contiguous_buffers(module)
+    make_buffers_contiguous(module)
     return module
 
 

@@ -1,4 +1,4 @@
-"""Sampling and batching of a foreign module's data: each rank's samples of a step, and their collation.
+"""Sampling and batching of the data of a user's module: each rank's samples of a step, and their collation.
 
 The order is a function of (seed, global sample number) alone (`data/order.py`), and so are the random numbers that a
 data set draws: a run resumes bitwise, on another layout too.
@@ -49,15 +49,14 @@ def check_samples(data: Any, what: str) -> int:
 
 
 def derive_seed(seed: int, *what: object) -> int:
-    """Return a 63-bit seed for one purpose, derived by hash from the run's seed. what: names the purpose, such as
-    "sample", 17.
-    """
+    """Return a 63-bit seed for one purpose, derived by hash from the run's seed. what: values that name the purpose,
+    such as ("sample", 17)."""
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the random generators of torch, numpy and Python, and that of `device`."""
+    """Seed the global random generators of torch, numpy and Python, and that of `device`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -92,7 +91,7 @@ class BatchShare:
 
     @property
     def size(self) -> int:
-        """Number of samples of a step on this rank."""
+        """Number of samples that this rank reads in a step."""
         return self.batch // self.ranks
 
     def numbers(self, step: int) -> NDArray[np.int64]:
@@ -109,7 +108,7 @@ class TrainingSamples:
     """
 
     def __init__(self, data: Samples, seed: int, share: BatchShare, collate: Collate, workers: int) -> None:
-        """Set up the loader; no sample is read yet."""
+        """Set up the loader; no sample is read yet. Arguments: see the class."""
         self._data, self._seed, self._share, self._collate, self._workers = data, seed, share, collate, workers
         self._order = SampleOrder(seed, len(data))
         self._loaded: Iterator[Any] | None = None
@@ -147,7 +146,7 @@ class _EndlessBatches:
     function from a step to its micro-batches, each a list of keys (global sample number, index in the data set)."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
-        """Start at step `step`."""
+        """Make the first batch that of step `step`."""
         self._numbered_samples, self._step = numbers, step
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,13 +163,12 @@ class _SeededSamples:
     """
 
     def __init__(self, data: Samples, seed: int) -> None:
-        """Wrap `data`; `seed`: the run's."""
+        """Wrap the data set `data`. seed: of the run."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return the sample of the key (global number, index in the data set); its random draws depend on the global
-        number alone.
-        """
+        """Return the sample of the key (global sample number, index in the data set); its random draws depend on the
+        global number alone."""
         number, sample = place
         seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]

@@ -1,4 +1,4 @@
-"""The training task of a script's own module: the implementation of `Task` for a foreign module."""
+"""Training task of a script's own module: the implementation of `Task` for any `nn.Module`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ModuleTask:
         return loss.reshape(1)
 
     def discard_step(self) -> None:
-        """Restore the buffers to their values before the step."""
+        """Restore the buffers to their values before the skipped step."""
         self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -125,7 +125,7 @@ class ModuleTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Do nothing: the module is already built."""
+        """Do nothing before the first step: the module is already built. start: ignored."""
 
     def validate(self) -> Validation:
         """Return the mean loss per item and the mean of each of the script's measures on the first
@@ -174,7 +174,7 @@ class ModuleTask:
         return by_site(self._predict_calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by mesh axis."""
         return by_axis(self._predict_calls())
 
     def _predict_calls(self) -> dict[tuple[str, str], int]:

@@ -1,4 +1,4 @@
-"""Forward and backward of a foreign module on one rank."""
+"""Forward and backward of a user's module on one rank."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """The `Compute` (parallel/pipeline.py: forward and backward of one pipeline stage) of one step: the user's module
-    is its only stage."""
+    """Implementation of `Compute` (parallel/pipeline.py: forward and backward of one pipeline stage) for one step: the
+    user's module is its only stage."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
         """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""

@@ -1,4 +1,4 @@
-"""The recipe of a foreign module: a recipe without [model] and [data], which the script provides."""
+"""Recipe of a run that trains a user's module: a recipe without [model] and [data], which the script provides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from meshwright.toml import parse_toml, read_toml
 
 
 class ModuleRecipe(Recipe):
-    """The recipe of a foreign module: layout, [run], [train], [collectives] and [checkpoint]."""
+    """Recipe (settings) of a run that trains a user's module: layout, [run], [train], [collectives] and
+    [checkpoint]."""
 
     model: None = None  # type: ignore[assignment]
     data: None = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A training run of a foreign module on one rank."""
+"""Training run of a user's module on one rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModuleRun(Run):
             self.resumed_from = checkpoint.name
 
     def _predict(self) -> Prediction:
-        """Return a prediction of traffic alone: the module's FLOPs and activations are unknown."""
+        """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
     def _result(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters of a foreign module, kept the same on every rank.
+"""Buffers and frozen parameters of a user's module, kept equal on every rank.
 
 Buffers that a forward pass changes (running statistics) differ between ranks, since ranks see other samples. After
 every step they are synchronized: floating-point buffers by their mean over ranks, integer ones from rank 0.
@@ -20,7 +20,7 @@ BUFFER_SITE = "module.buffers"
 
 
 def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
-    """Broadcast rank 0's parameters and buffers to every rank."""
+    """Broadcast rank 0's parameters and buffers to every rank, in place. Collective."""
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
             if value.numel():
@@ -65,7 +65,7 @@ class KeptValues:
             self._synchronize([each for each in found if each.is_floating_point() == real], real)
 
     def restore_buffers(self) -> None:
-        """Restore the snapshot of `begin_step` after a skipped step."""
+        """Restore the buffers of which `begin_step` took a snapshot, after a skipped step."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, value in self._before.items():
@@ -121,8 +121,8 @@ class KeptValues:
                 each.copy_(part.view(each.shape))
 
 
-def contiguous_buffers(module: nn.Module) -> None:
-    """Make every buffer and frozen parameter contiguous in memory, as checkpoints store them."""
+def make_buffers_contiguous(module: nn.Module) -> None:
+    """Make every buffer and frozen parameter of the module contiguous in memory, as checkpoints store them."""
     for inner in module.modules():
         for name, value in inner._buffers.items():
             if value is not None and not value.is_contiguous():
