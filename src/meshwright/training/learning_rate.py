@@ -14,9 +14,11 @@ def learning_rate(step: int, train: TrainRecipe) -> float:
     table.
 
     Linear warm-up: update number `warmup`, after `warmup` smaller ones, has the peak `learning_rate`. Then, down to
-    `minimum_learning_rate` × peak at the last step: - cosine: half a cosine wave (Loshchilov & Hutter, SGDR, arXiv
-    1608.03983, equation 5, one period); - linear: a straight line; - wsd: the peak, then a straight line over the last
-    `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4); - constant: the peak throughout.
+    `minimum_learning_rate` × peak at the last step:
+    - cosine: half a cosine wave (Loshchilov & Hutter, SGDR, arXiv 1608.03983, equation 5, one period);
+    - linear: a straight line;
+    - wsd: the peak, then a straight line over the last `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4);
+    - constant: the peak throughout.
     """
     peak = train.learning_rate
     if step < train.warmup:
