@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 from meshwright.launcher import hosts
 from meshwright.launcher.hosts import address_towards, find_interface, is_here
 from meshwright.launcher.launch_script import Resources, launch_script, split_over_hosts
-from meshwright.launcher.rendezvous import place, tensor_across_hosts
+from meshwright.launcher.rendezvous import read_place, tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from tests.rank_processes import read_ranks
@@ -87,7 +87,7 @@ def test_tensor_parallel_groups_that_leave_a_host_are_warned_of(layout, per_host
 
 def test_ranks_on_a_host_are_what_torchrun_or_slurm_says():
     def per_host(environment):
-        return place("file:///x", environment).host_ranks
+        return read_place("file:///x", environment).host_ranks
 
     started = {"RANK": "3", "WORLD_SIZE": "16"}
     srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_LOCALID": "3", "SLURM_TASKS_PER_NODE": "8(x2)"}

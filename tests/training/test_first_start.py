@@ -276,7 +276,7 @@ def test_rank_that_others_started_measures_if_all_are_on_its_host(
     asked, measured_memory, tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
 ):
     place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
-    monkeypatch.setattr("meshwright.launcher.rendezvous.place", lambda method: place)
+    monkeypatch.setattr("meshwright.launcher.rendezvous.read_place", lambda method: place)
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
     assert join(recipe, probe=probe) == {"done": True}
@@ -285,7 +285,9 @@ def test_rank_that_others_started_measures_if_all_are_on_its_host(
 
 def test_rank_with_cores_of_its_own_measures_nothing(asked, measured_memory, tmp_path: Path, monkeypatch):
     """Other ranks' cores are not this process's to start ranks on; the run takes the threads of its own share."""
-    monkeypatch.setattr("meshwright.launcher.rendezvous.place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2))
+    monkeypatch.setattr(
+        "meshwright.launcher.rendezvous.read_place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2)
+    )
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert join(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == measured_memory == []

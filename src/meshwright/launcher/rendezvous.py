@@ -60,11 +60,11 @@ def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> b
     return "SLURM_PROCID" in environment and environment.get("SLURM_NTASKS", "1") != "1"
 
 
-def place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
-    """Return this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
+def read_place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
+    """Read this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
 
-    rendezvous: URL of the recipe (tcp://HOST:PORT or file:///PATH), in place of the environment's. `UserError` names
-    the variable that is missing or wrong.
+    rendezvous: URL of the recipe (tcp://HOST:PORT or file:///PATH), in place of the environment's. environment:
+    variables, by default this process's. `UserError` names the variable that is missing or wrong.
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -171,7 +171,7 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
         raise UserError(f'{name} should be a whole number, not "{environment[name]}"') from None
 
 
-def meet(place: Place, timeout_seconds: float) -> Store:
+def connect_to_store(place: Place, timeout_seconds: float) -> Store:
     """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share, and return it.
     `UserError` if it is unreachable within the time-out."""
     with _rendezvous_errors(place, timeout_seconds):

@@ -63,7 +63,7 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     """
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
-    start = rendezvous.place(recipe.run.rendezvous)
+    start = rendezvous.read_place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
     one_host = start.ranks == (start.host_ranks or 1)
@@ -121,7 +121,7 @@ def _run_as_rank(
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
-        store = rendezvous.meet(start, timeout)
+        store = rendezvous.connect_to_store(start, timeout)
         _set_gloo_interface(start, store)
         device = agree_on_device(recipe.run.device, start, store)
     else:
@@ -131,7 +131,7 @@ def _run_as_rank(
     elif start.ranks > 1:
         _separate_compile_caches(start)
     if start.ranks > 1:
-        store = store or rendezvous.meet(start, timeout)
+        store = store or rendezvous.connect_to_store(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
     _set_threads(recipe, start, store if lock else None, threads, note=not device.startswith("cuda"))
     calls = None
