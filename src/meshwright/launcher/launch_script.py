@@ -36,8 +36,9 @@ class LaunchScript:
 @dataclass(frozen=True, slots=True)
 class Resources:
     """Hosts and limits of a job. nodes, devices_per_node: default: as many as the layout's ranks need. cpus_per_device:
-    CPU cores of each rank, None: SLURM's default. restarts: maximum number of restarts after a lost rank. time: SLURM's
-    time limit, such as "24:00:00". sbatch: further options of SLURM, such as "--partition=gpu"."""
+    CPU cores of each rank, default: SLURM's, or under torchrun an equal share of the host's. restarts: maximum number
+    of restarts after a lost rank. time: SLURM's time limit, such as "24:00:00". sbatch: further options of SLURM, such
+    as "--partition=gpu"."""
 
     nodes: int | None = None
     devices_per_node: int | None = None

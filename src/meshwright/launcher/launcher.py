@@ -135,8 +135,8 @@ class _Attempt:
     # --- while they run
 
     def _watch(self) -> None:
-        """Wait until every rank has ended, or until `SETTLE_SECONDS` after one ended abnormally; forward signals
-        meanwhile."""
+        """Wait until every rank has ended, until `SETTLE_SECONDS` after one ended abnormally, or until one has been
+        stopped too long; forward signals meanwhile."""
         deadline: float | None = None
         with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
             selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)

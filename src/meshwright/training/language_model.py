@@ -214,7 +214,7 @@ class LanguageModelTask:
         return predicted_traffic(self.config, self.layout, self._work(), self.mesh.rank)
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by mesh axis ("dp", "tp" ...)."""
+        """Return the predicted bytes that this rank sends in a step, by mesh axis ("data", "tp" ...)."""
         return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
 
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:

@@ -101,4 +101,4 @@ class Task(Protocol):
         code)."""
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by mesh axis ("dp", "tp" ...)."""
+        """Return the predicted bytes that this rank sends in a step, by mesh axis ("data", "tp" ...)."""
