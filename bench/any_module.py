@@ -31,7 +31,7 @@ from common import paired_ratio, write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.training.module.building import build_task
-from meshwright.training.module.recipe import module_recipe
+from meshwright.training.module.recipe import make_module_recipe
 from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
 
@@ -81,7 +81,7 @@ def samples() -> list[Any]:
 
 def ours(layout: str) -> Callable[[], float]:
     train = {"steps": 10_000, "batch": BATCH, "learning_rate": 1e-4, "schedule": "constant"}
-    recipe = module_recipe({"layout": f"{layout} fp32", "train": train})
+    recipe = make_module_recipe({"layout": f"{layout} fp32", "train": train})
     spec = ModuleSpec(build, loss, samples())
     trainer = Trainer(build_task(spec, recipe, Mesh.create(recipe.parsed_layout)))
     return lambda: trainer.step().loss

@@ -86,7 +86,9 @@ def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[flo
         if fault in NARROW:
             stack.enter_context(patch.object(NARROW[fault], "at_least_float32", lambda dtype: dtype))
         trainer = Trainer(
-            LanguageModelTask(recipe, mesh.layout, loop.model_config(recipe, data), data, mesh, arithmetic=arithmetic)
+            LanguageModelTask(
+                recipe, mesh.layout, loop.resolve_model_config(recipe, data), data, mesh, arithmetic=arithmetic
+            )
         )
         if fault in ROUNDED:
             ROUNDED[fault](trainer)

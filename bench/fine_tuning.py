@@ -96,7 +96,7 @@ def meshwright(place: Path, compiled: bool) -> None:
     from meshwright.data import prepare
     from meshwright.monitoring.memory import keep_freed_memory
     from meshwright.training.language_model import LanguageModelTask
-    from meshwright.training.loop import model_config
+    from meshwright.training.loop import resolve_model_config
     from meshwright.training.trainer import Trainer
 
     keep_freed_memory()  # as every rank of `meshwright train` does
@@ -104,7 +104,7 @@ def meshwright(place: Path, compiled: bool) -> None:
     data = prepare(wanted.data, 0)
     trainer = Trainer(
         LanguageModelTask(
-            wanted, wanted.parsed_layout, model_config(wanted, data), data, Mesh.single(wanted.parsed_layout)
+            wanted, wanted.parsed_layout, resolve_model_config(wanted, data), data, Mesh.single(wanted.parsed_layout)
         )
     )
     plan, read = trainer.task.tokens.plan, trainer.task.tokens.read_batch

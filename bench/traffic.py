@@ -37,7 +37,7 @@ from meshwright.data import prepare
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import model_config
+from meshwright.training.loop import resolve_model_config
 from meshwright.training.trainer import Trainer
 from namespaces import MTU, NETWORK, hosts, sent_by_hosts
 
@@ -78,7 +78,7 @@ def rank_main(connection: Connection, rank: int, host: int, wanted: Recipe) -> N
     )
     data = prepare(wanted.data, wanted.run.seed)
     mesh = Mesh.create(layout)
-    trainer = Trainer(LanguageModelTask(wanted, layout, model_config(wanted, data), data, mesh))
+    trainer = Trainer(LanguageModelTask(wanted, layout, resolve_model_config(wanted, data), data, mesh))
     predicted = trainer.task.predicted_traffic()
     while True:
         steps = connection.recv()

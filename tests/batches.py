@@ -15,4 +15,4 @@ def share_of(batch: Batch, data_rank: int, data_size: int, micro_batches: int) -
     """The micro-batches of one rank: consecutive rows, rank after rank, micro-batch after micro-batch."""
     rows = batch.tokens.shape[0] // (data_size * micro_batches)
     first = data_rank * rows * micro_batches
-    return [batch.rows(first + index * rows, first + (index + 1) * rows) for index in range(micro_batches)]
+    return [batch.slice_sequences(first + index * rows, first + (index + 1) * rows) for index in range(micro_batches)]

@@ -25,7 +25,7 @@ from meshwright.launcher.recipe_checks import check_memory
 from meshwright.layout import Layout
 from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
 from meshwright.monitoring.report import write_report
-from meshwright.monitoring.trackers import check_trackers, tracker_class
+from meshwright.monitoring.trackers import check_trackers, load_tracker_class
 from meshwright.planner.cluster import cluster
 from meshwright.planner.models import tokens_of
 from meshwright.program.load import load_program
@@ -378,7 +378,7 @@ def test_untrusted_recipe_imports_no_code(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:eval", "pathlib:Path"])
 def test_what_is_no_tracker_is_not_called_even_with_trust(name: str):
     with pytest.raises(UserError, match="is no tracker: a class with the methods start"):
-        tracker_class(load_recipe_text(untrusted(name), "shared.toml", trust=True), name)
+        load_tracker_class(load_recipe_text(untrusted(name), "shared.toml", trust=True), name)
 
 
 def test_train_takes_no_code_without_the_option(tiny_recipe: Path, command_line):
@@ -395,11 +395,11 @@ def test_mlflow_credentials_need_trusted_recipe(uri: str, tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     options = f'[track.options.mlflow]\nuri = "{uri}"\n'
     with pytest.raises(UserError, match=r"options\.mlflow\.uri: the server .* could be sent your credentials"):
-        tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
-    assert tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml", trust=True), "mlflow")
+        load_tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
+    assert load_tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml", trust=True), "mlflow")
     for local in ("sqlite:///runs.db", "mlruns", "file:///tmp/runs"):
         options = f'[track.options.mlflow]\nuri = "{local}"\n'
-        assert tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
+        assert load_tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
 
 
 def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
@@ -409,7 +409,7 @@ def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
     monkeypatch.setattr(trackers, "_entry_points", lambda: {"theirs": trackers.BUILT_IN["mlflow"]})
     options = '[track.options.theirs]\nuri = "http://evil.example"\n'
     with pytest.raises(UserError, match=r"options\.theirs\.uri: the server .* could be sent your credentials"):
-        tracker_class(load_recipe_text(untrusted("theirs", options), "shared.toml"), "theirs")
+        load_tracker_class(load_recipe_text(untrusted("theirs", options), "shared.toml"), "theirs")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.launcher import hosts
-from meshwright.launcher.hosts import address_towards, interface_of, is_here
-from meshwright.launcher.launch_script import Resources, hosts_of, launch_script
-from meshwright.launcher.rendezvous import place, tensor_across_hosts
+from meshwright.launcher.hosts import address_towards, find_interface, is_here
+from meshwright.launcher.launch_script import Resources, launch_script, split_over_hosts
+from meshwright.launcher.rendezvous import read_place, tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from tests.rank_processes import read_ranks
@@ -41,7 +41,7 @@ KINDS = ("torchrun", "slurm")
     ],
 )
 def test_hosts_and_devices_come_to_the_layouts_ranks(layout, nodes, devices, hosts):
-    assert hosts_of(Layout.parse(layout), nodes, devices) == hosts
+    assert split_over_hosts(Layout.parse(layout), nodes, devices) == hosts
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_hosts_and_devices_come_to_the_layouts_ranks(layout, nodes, devices, hos
 )
 def test_other_numbers_are_refused_with_those_that_would_do(layout, nodes, devices, have):
     with pytest.raises(UserError, match=re.escape(f"does not fill {have}")) as caught:
-        hosts_of(Layout.parse(layout), nodes, devices)
+        split_over_hosts(Layout.parse(layout), nodes, devices)
     would = re.findall(r"--nodes (\d+) --devices-per-node (\d+)", str(caught.value))
     assert would
     for pair in would:
-        assert hosts_of(Layout.parse(layout), *map(int, pair)) == tuple(map(int, pair))
+        assert split_over_hosts(Layout.parse(layout), *map(int, pair)) == tuple(map(int, pair))
 
 
 # --- ranks follow the links
@@ -87,7 +87,7 @@ def test_tensor_parallel_groups_that_leave_a_host_are_warned_of(layout, per_host
 
 def test_ranks_on_a_host_are_what_torchrun_or_slurm_says():
     def per_host(environment):
-        return place("file:///x", environment).host_ranks
+        return read_place("file:///x", environment).host_ranks
 
     started = {"RANK": "3", "WORLD_SIZE": "16"}
     srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_LOCALID": "3", "SLURM_TASKS_PER_NODE": "8(x2)"}
@@ -98,8 +98,8 @@ def test_ranks_on_a_host_are_what_torchrun_or_slurm_says():
 
 
 def test_an_address_has_an_interface():
-    assert interface_of("127.0.0.1") in ("lo", "lo0") and interface_of("127.0.1.1") == interface_of("127.0.0.1")
-    assert interface_of("198.51.100.7") is None
+    assert find_interface("127.0.0.1") in ("lo", "lo0") and find_interface("127.0.1.1") == find_interface("127.0.0.1")
+    assert find_interface("198.51.100.7") is None
     assert address_towards("localhost") in ("127.0.0.1", "::1")
     assert is_here("localhost") and not is_here("198.51.100.7")
     with pytest.raises(UserError, match='"no.such.host.invalid" is no host'):

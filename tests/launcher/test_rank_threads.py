@@ -11,12 +11,12 @@ from meshwright.errors import UserError
 from meshwright.launcher import rank_threads
 from meshwright.launcher.rank_threads import (
     agree_on_threads,
+    compute_layer_flops,
     cores_of_rank,
-    layer_flops,
     local_threads,
+    min_cores_per_rank,
     resolve_threads,
     share_this_host,
-    smallest_share,
     thread_change_note,
 )
 from meshwright.launcher.rendezvous import Place
@@ -110,12 +110,12 @@ def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_pat
     elsewhere = f"run.directory={tmp_path}/none"
     small, large = recipe(elsewhere), recipe(elsewhere, "model.hidden=1024", "data.sequence=1024")
     assert [local_threads(each, 2).count for each in (small, large)] == [1, 4]
-    work = layer_flops(large)
+    work = compute_layer_flops(large)
     assert work is not None
     for layout, part in (("dp2", 2), ("dp2 mb2", 4), ("tp2", 2), ("cp2", 2)):
-        assert layer_flops(recipe(elsewhere, "model.hidden=1024", "data.sequence=1024", f"layout={layout}")) == (
-            pytest.approx(work / part)
-        )
+        assert compute_layer_flops(
+            recipe(elsewhere, "model.hidden=1024", "data.sequence=1024", f"layout={layout}")
+        ) == (pytest.approx(work / part))
 
 
 def test_ranks_of_several_hosts_take_the_fewest_cores_that_one_has(monkeypatch):
@@ -125,7 +125,7 @@ def test_ranks_of_several_hosts_take_the_fewest_cores_that_one_has(monkeypatch):
     own = cores_of_rank({"SLURM_CPUS_PER_TASK": "3"})
     assert own["cores"] == 3 and not own["shared"]
     there = {"host": "other", "cores": 4, "shared": True}
-    assert smallest_share([shared, shared]) == 4
-    assert smallest_share([shared, there, there]) == 2
-    assert smallest_share([own, own, own]) == 3
-    assert smallest_share([there] * 9) == 1
+    assert min_cores_per_rank([shared, shared]) == 4
+    assert min_cores_per_rank([shared, there, there]) == 2
+    assert min_cores_per_rank([own, own, own]) == 3
+    assert min_cores_per_rank([there] * 9) == 1

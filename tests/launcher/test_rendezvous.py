@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.launcher import device
-from meshwright.launcher.rendezvous import Place, check_world_size, first_host, join_if_started_by_others, place
+from meshwright.launcher.rendezvous import Place, check_world_size, first_host, join_if_started_by_others, read_place
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.training import worker
@@ -31,9 +31,9 @@ def test_who_started_this_process():
 
 
 def test_torchruns_environment_says_the_place():
-    assert place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
-    assert place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
-    assert place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
+    assert read_place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
+    assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
+    assert read_place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
 
 
 def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
@@ -43,7 +43,7 @@ def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
     intel = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
     def local(environment):
-        return place("file:///x", environment).local_rank
+        return read_place("file:///x", environment).local_rank
 
     assert [local(started | by) for by in (srun, mpirun, intel, {"LOCAL_RANK": "2"} | srun)] == [1, 1, 1, 2]
     assert local(started) is None  # not 0: all ranks would take the first GPU
@@ -53,12 +53,12 @@ def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
 
 
 def test_slurms_environment_says_the_place_and_the_first_host_is_where_to_meet():
-    found = place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu[007-010,12],login1"})
+    found = read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu[007-010,12],login1"})
     assert (found.rank, found.ranks, found.local_rank) == (5, 8, 1)
     host, port = found.method.removeprefix("tcp://").split(":")
     assert host == "gpu007" and 20000 <= int(port) < 32768  # below the ports that systems hand out
-    assert place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1"}).method == f"tcp://gpu1:{port}"
-    other = place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1", "SLURM_JOB_ID": "124"})
+    assert read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1"}).method == f"tcp://gpu1:{port}"
+    other = read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1", "SLURM_JOB_ID": "124"})
     assert other.method != f"tcp://gpu1:{port}"  # two jobs on one node do not meet
 
 
@@ -92,13 +92,13 @@ def test_the_first_host_of_a_node_list(nodes, host):
 )
 def test_a_wrong_environment_is_named(environment, reason):
     with pytest.raises(UserError, match=reason.replace("[", r"\[")):
-        place(None, environment)
+        read_place(None, environment)
 
 
 def test_a_layout_for_another_number_of_ranks_is_refused():
-    check_world_size(place(None, TORCHRUN), Layout(dp=4))
+    check_world_size(read_place(None, TORCHRUN), Layout(dp=4))
     with pytest.raises(UserError, match=r'layout "dp2" needs 2 ranks, but 4 were started \(RANK=3 WORLD_SIZE=4\)'):
-        check_world_size(place(None, TORCHRUN), Layout(dp=2))
+        check_world_size(read_place(None, TORCHRUN), Layout(dp=2))
 
 
 def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
@@ -141,7 +141,7 @@ GPUS = ("GPU-a", "GPU-b")
     ],
 )
 def test_every_rank_has_a_gpu_of_its_own(seats, devices):
-    assigned = device.assign_devices("auto", [device.Seat(*seat) for seat in seats])
+    assigned = device.assign_devices("auto", [device.RankDevices(*seat) for seat in seats])
     assert assigned == [f"cuda:{index}" for index in devices]
 
 
@@ -157,12 +157,15 @@ def test_every_rank_has_a_gpu_of_its_own(seats, devices):
 )
 def test_ranks_that_would_share_a_gpu_or_have_none_are_refused_in_a_line(wanted, seats, said):
     with pytest.raises(UserError, match=f'run.device = "{wanted}": {said}') as error:
-        device.assign_devices(wanted, [device.Seat(*seat) for seat in seats])
+        device.assign_devices(wanted, [device.RankDevices(*seat) for seat in seats])
     assert "\n" not in str(error.value)
 
 
 def test_where_nobody_has_a_gpu_auto_is_the_cpu():
-    assert device.assign_devices("auto", [device.Seat("one", None, ()), device.Seat("two", 0, ())]) == ["cpu", "cpu"]
+    assert device.assign_devices("auto", [device.RankDevices("one", None, ()), device.RankDevices("two", 0, ())]) == [
+        "cpu",
+        "cpu",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
@@ -199,12 +202,12 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from meshwright.launcher.rendezvous import Place, initialise, meet, place
+from meshwright.launcher.rendezvous import Place, initialise, connect_to_store, read_place
 sums = {}
 for name, rendezvous, environment in json.loads(sys.argv[1]):
     environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
-    here = place(rendezvous, environment)
-    initialise(here, meet(here, 60.0), "cpu", 60.0)
+    here = read_place(rendezvous, environment)
+    initialise(here, connect_to_store(here, 60.0), "cpu", 60.0)
     value = torch.tensor([2.0 ** dist.get_rank()])
     dist.all_reduce(value)
     dist.barrier()
@@ -263,9 +266,10 @@ def test_a_busy_port_ends_every_rank_with_a_line():
         port = other.getsockname()[1]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         code = (
-            "from meshwright.launcher.rendezvous import meet, place; from meshwright.errors import UserError\n"
+            "from meshwright.launcher.rendezvous import connect_to_store, read_place\n"
+            "from meshwright.errors import UserError\n"
             f"for method in (None, 'tcp://127.0.0.1:{port}'):\n"
-            "    try: meet(place(method), 3.0)\n"
+            "    try: connect_to_store(read_place(method), 3.0)\n"
             "    except UserError as error: print(error)\n"
         )
         started = [

@@ -23,7 +23,7 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.compare import relative_errors
-from meshwright.verification.problem import scaled_down
+from meshwright.verification.problem import scale_down_config
 from tests.model.transformers_names import row_in_transformers
 
 TENSOR = SINGLE_DEVICE.tensor
@@ -153,7 +153,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(wide: Callable[[], An
     """The formula in float64 on a Llama of transformers, every response by itself, beside packed rows of ours."""
     import transformers
 
-    config = scaled_down(preset("llama-3-8b"))
+    config = scale_down_config(preset("llama-3-8b"))
     table, beta = parameter_table(config), 0.4
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(config.vocabulary, (3, 13), generator=generator)

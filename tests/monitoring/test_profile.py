@@ -20,7 +20,7 @@ from meshwright.monitoring.profile_trace import (
     RankSteps,
     Span,
     build_rank_trace,
-    clock_offset,
+    compute_clock_offset,
     merge_rank_traces,
 )
 from meshwright.program.durations import Durations
@@ -219,8 +219,8 @@ def test_one_that_cannot_be_written_stops_nothing(two, home):
 
 def test_clocks_of_other_machines_are_set_by_the_median_of_the_meetings():
     times = [[100, 1103], [200, 1199], [300, 1900]]  # once rank 1 was held up
-    assert clock_offset(times, [7, 8], 1) == 1003
-    assert clock_offset(times, [7, 7], 1) == 0 and clock_offset(times, [7, 8], 0) == 0
+    assert compute_clock_offset(times, [7, 8], 1) == 1003
+    assert compute_clock_offset(times, [7, 7], 1) == 0 and compute_clock_offset(times, [7, 8], 0) == 0
 
 
 def rank_steps(rank: int = 0, zero: int = 1_000_000) -> RankSteps:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.monitoring.resuming import resume_differences
+from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.recipe import SCHEMA, Recipe, load_recipe
 
 
@@ -71,10 +71,10 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
     for key in SCHEMA.keys.keys() - tables - needs_more:
         new = different(tiny_recipe, key)
         if key in MAY_CHANGE:
-            resume_differences(old, new)
+            check_resume_differences(old, new)
             continue
         with pytest.raises(UserError) as caught:
-            resume_differences(old, new)
+            check_resume_differences(old, new)
         assert f"{key} was " in str(caught.value)
         assert "may not change" in str(caught.value)
 
@@ -92,36 +92,38 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
 def test_how_records_become_samples_may_not_change(tiny_recipe: Path, key: str, value: str):
     records = ["data.records=instruction"]
     with pytest.raises(UserError, match=f"{key} was .* may not change"):
-        resume_differences(load_recipe(tiny_recipe, records), load_recipe(tiny_recipe, [*records, f"{key}={value}"]))
+        check_resume_differences(
+            load_recipe(tiny_recipe, records), load_recipe(tiny_recipe, [*records, f"{key}={value}"])
+        )
 
 
 def test_several_sources_in_place_of_one_are_refused_by_the_name_of_the_one(tiny_recipe: Path):
     new = load_recipe(tiny_recipe, ['data.sources=[{path="stdlib", weight=1.0}]'])
     with pytest.raises(UserError, match='data.source was "stdlib" when this run began'):
-        resume_differences(load_recipe(tiny_recipe), new)
+        check_resume_differences(load_recipe(tiny_recipe), new)
 
 
 def test_the_tail_of_a_run_may_be_chosen_late_and_its_momentum_may_not(tiny_recipe: Path):
     tail = ["train.schedule=wsd", "train.decay=1"]
-    resume_differences(
+    check_resume_differences(
         load_recipe(tiny_recipe, tail), load_recipe(tiny_recipe, [*tail, "train.decay=2", "train.steps=8"])
     )
     sgd = ["train.optimizer=sgd"]
     with pytest.raises(UserError, match="train.momentum was 0.0 .* and is 0.5 now"):
-        resume_differences(load_recipe(tiny_recipe, sgd), load_recipe(tiny_recipe, [*sgd, "train.momentum=0.5"]))
+        check_resume_differences(load_recipe(tiny_recipe, sgd), load_recipe(tiny_recipe, [*sgd, "train.momentum=0.5"]))
 
 
 def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
     new = load_recipe(tiny_recipe, ["model.hidden=32", "model.sliding_window=8"])
     with pytest.raises(UserError, match=r"model.hidden was 16 when this run began and is 32 now"):
-        resume_differences(load_recipe(tiny_recipe), new)
+        check_resume_differences(load_recipe(tiny_recipe), new)
     with pytest.raises(UserError, match=r"model.sliding_window was unset when this run began and is 8 now"):
-        resume_differences(load_recipe(tiny_recipe, ["model.hidden=32"]), new)
+        check_resume_differences(load_recipe(tiny_recipe, ["model.hidden=32"]), new)
 
 
 def test_a_refusal_to_resume_names_the_file_or_the_override(tiny_recipe: Path):
     old = load_recipe(tiny_recipe, ["model.hidden=32"])
     with pytest.raises(UserError, match=f"^{re.escape(str(tiny_recipe))}: model.hidden was 32"):
-        resume_differences(old, load_recipe(tiny_recipe, ["train.steps=9"]))
+        check_resume_differences(old, load_recipe(tiny_recipe, ["train.steps=9"]))
     with pytest.raises(UserError, match='^override "model.hidden=64": model.hidden was 32'):
-        resume_differences(old, load_recipe(tiny_recipe, ["model.hidden=8", "model.hidden=64"]))
+        check_resume_differences(old, load_recipe(tiny_recipe, ["model.hidden=8", "model.hidden=64"]))

@@ -21,7 +21,7 @@ from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import model_config
+from meshwright.training.loop import resolve_model_config
 from meshwright.training.trainer import Trainer
 from meshwright.verification.problem import Problem
 from meshwright.verification.samples import Batch
@@ -226,7 +226,7 @@ def trainer_of_another_program(text: str) -> str:
     data = prepare(recipe.data, recipe.run.seed)
     try:
         with mock.patch("meshwright.parallel.parallelize.program_for", lambda *arguments: read):
-            Trainer(LanguageModelTask(recipe, layout, model_config(recipe, data), data, mesh))
+            Trainer(LanguageModelTask(recipe, layout, resolve_model_config(recipe, data), data, mesh))
     except UserError as error:
         return str(error)
     finally:

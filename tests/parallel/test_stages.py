@@ -10,13 +10,13 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.verification.problem import Problem, scaled_down
+from meshwright.verification.problem import Problem, scale_down_config
 from tests.parallel import stage_cases as cases
 from tests.training.training_cases import recipe
 
-TIED = dataclasses.replace(scaled_down(preset("qwen3-0.6b")), layers=9)
-GPT2 = dataclasses.replace(scaled_down(preset("gpt2")), layers=9)
-LLAMA = dataclasses.replace(scaled_down(preset("llama-3-8b")), layers=9)
+TIED = dataclasses.replace(scale_down_config(preset("qwen3-0.6b")), layers=9)
+GPT2 = dataclasses.replace(scale_down_config(preset("gpt2")), layers=9)
+LLAMA = dataclasses.replace(scale_down_config(preset("llama-3-8b")), layers=9)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_an_output_is_freed_when_it_has_been_sent(four):
 
 
 def test_a_last_stage_keeps_the_heads_gradient_for_a_backward_that_follows_at_once_or_where_layers_keep_more(four):
-    sliced = dataclasses.replace(scaled_down(preset("llama-3-8b"), 2), layers=3)
+    sliced = dataclasses.replace(scale_down_config(preset("llama-3-8b"), 2), layers=3)
     kept = {
         "tp2:nosp pp2:gpipe mb4 ac:full": [0, 0, 0, 0],
         "tp2:nosp pp2 mb4 ac:full": [1, 1, 1, 1],

@@ -23,16 +23,16 @@ from meshwright.spec import chunks
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rows import padded_numel
-from meshwright.verification.problem import Problem, scaled_down
+from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 from tests.parallel.stage_cases import tensors_of
 
-LLAMA = scaled_down(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
+LLAMA = scale_down_config(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
 CONFIGS = {
     "llama": LLAMA,
     "one key-value head": dataclasses.replace(LLAMA, kv_heads=1),
-    "qwen3": scaled_down(preset("qwen3-0.6b"), tp=4),
-    "gpt2": scaled_down(preset("gpt2"), tp=4),
+    "qwen3": scale_down_config(preset("qwen3-0.6b"), tp=4),
+    "gpt2": scale_down_config(preset("gpt2"), tp=4),
 }
 SEQUENCE = 24
 

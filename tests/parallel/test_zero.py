@@ -23,10 +23,10 @@ from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.rows import padded_numel
-from meshwright.verification.problem import Problem, scaled_down
+from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 
-LLAMA, GPT2 = scaled_down(preset("llama-3-8b")), scaled_down(preset("gpt2"))
+LLAMA, GPT2 = scale_down_config(preset("llama-3-8b")), scale_down_config(preset("gpt2"))
 TABLE = parameter_table(LLAMA)
 PROBLEM = Problem(LLAMA, batch=8)
 

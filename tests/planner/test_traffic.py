@@ -16,7 +16,7 @@ from meshwright.data import prepare
 from meshwright.planner.traffic import ROUTED
 from meshwright.recipe import load_recipe_text
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import model_config
+from meshwright.training.loop import resolve_model_config
 from meshwright.training.preference import PreferencePairs
 from meshwright.training.trainer import Trainer
 from tests.training.training_cases import recipe
@@ -81,7 +81,7 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
     programs = named_programs(wanted.collectives, layout)
     mesh = Mesh.create(layout, programs=programs)
     data = prepare(wanted.data, wanted.run.seed)
-    config = model_config(wanted, data)
+    config = resolve_model_config(wanted, data)
     trainer = Trainer(LanguageModelTask(wanted, layout, config, data, mesh))
     objective = trainer.task.objective
     if isinstance(objective, PreferencePairs):

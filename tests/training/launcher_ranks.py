@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.errors import CheckFailed, RankLost, RanksDisagree, Terminated, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place, initialise, meet
+from meshwright.launcher.rendezvous import Place, connect_to_store, initialise
 
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
@@ -168,7 +168,7 @@ def case_meet(description: dict[str, Any], start: Place) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    initialise(start, meet(start, 60.0), "cpu", 60.0)
+    initialise(start, connect_to_store(start, 60.0), "cpu", 60.0)
     total = torch.tensor([2.0**start.rank])
     dist.all_reduce(total)
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ from meshwright.monitoring.trackers import TrackedRun
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training.module.building import build_task
 from meshwright.training.module.data import derive_seed, seed_generators
-from meshwright.training.module.recipe import ModuleRecipe, module_recipe
+from meshwright.training.module.recipe import ModuleRecipe, make_module_recipe
 from meshwright.training.module.run import ModuleRun
 from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
@@ -221,7 +221,7 @@ def recipe(layout: str, **train: Any) -> Any:
         "steps": STEPS, "batch": BATCH, "optimizer": "sgd", "learning_rate": RATE, "schedule": "constant", "clip": 0.0,
         "weight_decay": 0.0,
     }  # fmt: skip
-    return module_recipe({"layout": layout, "run": {"seed": SEED}, "train": settings | train})
+    return make_module_recipe({"layout": layout, "run": {"seed": SEED}, "train": settings | train})
 
 
 def plain(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -307,7 +307,7 @@ def run(
         "checkpoint": {"every": 2, "background": False},
         "track": track or {},
     }
-    found = module_recipe(tables)
+    found = make_module_recipe(tables)
     mesh = Mesh.create(found.parsed_layout, "cpu", 60.0)
     with closing(mesh):
         chosen = module_spec("lstm", build=Noisy, loss=_classes, data=NOISY, validation=NOISY[:10], measures=MEASURES)
@@ -449,7 +449,7 @@ def refused(directory: str, case: str) -> None:
         "layout": "dp2 zero3", "run": {"seed": SEED, "directory": directory},
         "train": {"steps": 6, "batch": BATCH, "learning_rate": 0.01}, "checkpoint": {"every": 2},
     }  # fmt: skip
-    found = module_recipe(tables)
+    found = make_module_recipe(tables)
     mesh = Mesh.create(found.parsed_layout, "cpu", 60.0)
     with closing(mesh):
 

@@ -12,7 +12,7 @@ from meshwright.planner.models import config_of
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.spec.refuse import refuse
 from meshwright.toml import format_toml
-from meshwright.training.automatic import chosen_layout
+from meshwright.training.automatic import search_fastest_layout
 
 TABLES = {
     "layout": "auto",
@@ -37,24 +37,24 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
     said: list[str] = []
     recipe = Recipe.from_tables(TABLES)
-    layout = Layout.parse(chosen_layout(recipe, None, said.append))
+    layout = Layout.parse(search_fastest_layout(recipe, None, said.append))
     assert layout.world_size == 4 and layout.precision is None
     refuse(layout, config_of(recipe)[0], 8, 64, 4)
     assert len(said) == 1 and str(layout) in said[0] and "the fastest of" in said[0]
-    assert Layout.parse(chosen_layout(recipe, 2, said.append)).world_size == 2  # as many as were started
+    assert Layout.parse(search_fastest_layout(recipe, 2, said.append)).world_size == 2  # as many as were started
 
 
 def test_a_machine_that_nobody_measured_is_answered_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UserError, match='run "meshwright probe", or "meshwright train" without --no-probe'):
-        chosen_layout(Recipe.from_tables(TABLES), None, print)
+        search_fastest_layout(Recipe.from_tables(TABLES), None, print)
 
 
 def test_what_fits_nowhere_is_answered_in_a_line(measured: Path):
     measured.write_text(measured.read_text().replace("4000000000.0", "2000000.0"))
     with pytest.raises(UserError, match="none of .* layouts fits into the memory"):
-        chosen_layout(Recipe.from_tables(TABLES), None, print)
+        search_fastest_layout(Recipe.from_tables(TABLES), None, print)
 
 
 def test_other_commands_want_a_name(tmp_path: Path):

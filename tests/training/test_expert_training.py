@@ -16,7 +16,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.recipe import load_recipe_text
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import model_config
+from meshwright.training.loop import resolve_model_config
 from meshwright.training.trainer import Trainer
 from tests.training import training_cases as cases
 
@@ -92,7 +92,7 @@ def held_and_said(text: str) -> tuple[dict[str, int], dict[str, int]]:
     wanted = load_recipe_text(text, "recipe")
     mesh = Mesh.create(wanted.parsed_layout)
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, model_config(wanted, data), data, mesh))
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, resolve_model_config(wanted, data), data, mesh))
     for _ in range(2):
         trainer.step()
     sizes = trainer.memory(), trainer.predicted_bytes()

@@ -26,9 +26,9 @@ from meshwright.spec.presets import preset
 from meshwright.threads import count_available_cores
 from meshwright.toml import read_toml
 from meshwright.training import first_start
-from meshwright.training.automatic import chosen_layout
+from meshwright.training.automatic import search_fastest_layout
 from meshwright.training.first_start import find_hardware_profile, measure_first_start
-from meshwright.training.prediction import machine_of
+from meshwright.training.prediction import find_training_cluster
 from meshwright.training.process_constants import ProcessConstants, ProcessKey
 from meshwright.training.start import launch_recipe
 from meshwright.training.worker import join
@@ -230,9 +230,9 @@ def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any
     )
     threads = torch.get_num_threads()
     with pytest.raises(UserError, match=r"no hardware profile for 2 ranks x \d+ threads?; .*without --no-probe"):
-        machine_of(trainer)
+        find_training_cluster(trainer)
     measure_first_start(DP2, "cpu", threads, lambda line: None)
-    assert machine_of(trainer).name == f"2 x {threads}"
+    assert find_training_cluster(trainer).name == f"2 x {threads}"
 
 
 def test_automatic_layout_measures_a_missing_hardware_profile_if_it_may(
@@ -243,8 +243,8 @@ def test_automatic_layout_measures_a_missing_hardware_profile_if_it_may(
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
     recipe = Recipe.from_tables(TABLES)
     with pytest.raises(UserError, match="no hardware profile"):
-        chosen_layout(recipe, None, print)
-    assert Layout.parse(chosen_layout(recipe, None, lambda line: None, probe=True)).world_size == 2
+        search_fastest_layout(recipe, None, print)
+    assert Layout.parse(search_fastest_layout(recipe, None, lambda line: None, probe=True)).world_size == 2
     assert [(each["ranks"], each["precisions"], each["axes"]) for each in asked] == [
         (2, ["bf16", "fp32"], ["cp", "tp"])
     ]
@@ -276,7 +276,7 @@ def test_rank_that_others_started_measures_if_all_are_on_its_host(
     asked, measured_memory, tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
 ):
     place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
-    monkeypatch.setattr("meshwright.launcher.rendezvous.place", lambda method: place)
+    monkeypatch.setattr("meshwright.launcher.rendezvous.read_place", lambda method: place)
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
     assert join(recipe, probe=probe) == {"done": True}
@@ -285,7 +285,9 @@ def test_rank_that_others_started_measures_if_all_are_on_its_host(
 
 def test_rank_with_cores_of_its_own_measures_nothing(asked, measured_memory, tmp_path: Path, monkeypatch):
     """Other ranks' cores are not this process's to start ranks on; the run takes the threads of its own share."""
-    monkeypatch.setattr("meshwright.launcher.rendezvous.place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2))
+    monkeypatch.setattr(
+        "meshwright.launcher.rendezvous.read_place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2)
+    )
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert join(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == measured_memory == []

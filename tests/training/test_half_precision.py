@@ -171,7 +171,7 @@ def test_the_scale_goes_as_that_of_torchs_own_scaler_goes():
             theirs.update()
             optimizer.zero_grad()
             moved = not torch.equal(parameter, before)
-            ours.note(1.0, not overflows)
+            ours.update(1.0, not overflows)
             assert moved is not overflows and ours.value == theirs.get_scale() >= 1.0
             assert ours.finite_steps == theirs.state_dict()["_growth_tracker"]
 
@@ -237,12 +237,12 @@ def test_the_scale_goes_on_where_it_was(two, home):
 
 def test_the_scale_doubles_halves_and_stops_at_one():
     scale = LossScale(8.0, every=2)
-    assert [scale.note(1.0, True) for _ in range(3)] == [False] * 3
+    assert [scale.update(1.0, True) for _ in range(3)] == [False] * 3
     assert (scale.value, scale.finite_steps) == (16.0, 1)
-    assert scale.note(1.0, False) and (scale.value, scale.finite_steps) == (8.0, 0)
-    assert not scale.note(float("nan"), False) and scale.value == 4.0  # no scale mends the loss itself
-    assert scale.note(1.0, False) and scale.note(1.0, False) and scale.value == 1.0
-    assert not scale.note(1.0, False) and scale.value == 1.0
+    assert scale.update(1.0, False) and (scale.value, scale.finite_steps) == (8.0, 0)
+    assert not scale.update(float("nan"), False) and scale.value == 4.0  # no scale mends the loss itself
+    assert scale.update(1.0, False) and scale.update(1.0, False) and scale.value == 1.0
+    assert not scale.update(1.0, False) and scale.value == 1.0
     again = LossScale(8.0, every=2)
     again.restore(scale.state())
     assert again.state() == {"value": 1.0, "finite_steps": 0}
@@ -250,9 +250,9 @@ def test_the_scale_doubles_halves_and_stops_at_one():
     assert again.value == 1.0
     sooner = LossScale(8.0, every=2)
     sooner.restore({"value": 4.0, "finite_steps": 5})  # of a run that waited longer
-    assert not sooner.note(1.0, True) and sooner.state() == {"value": 8.0, "finite_steps": 0}
+    assert not sooner.update(1.0, True) and sooner.state() == {"value": 8.0, "finite_steps": 0}
     fixed = LossScale()
-    assert not fixed.note(1.0, False) and fixed.state() is None and fixed.value == 1.0
+    assert not fixed.update(1.0, False) and fixed.state() is None and fixed.value == 1.0
 
 
 def test_mistakes_are_one_line(tiny_recipe):

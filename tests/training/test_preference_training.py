@@ -23,8 +23,8 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import Columns, TensorSlice
 from meshwright.spec.parameters import parameter_table
-from meshwright.training.loop import model_config
-from meshwright.training.reference import weights_checksum
+from meshwright.training.loop import resolve_model_config
+from meshwright.training.reference import compute_weights_checksum
 from tests.training import training_cases as cases
 
 TEMPLATE = (
@@ -116,7 +116,7 @@ def test_the_reference_holds_what_each_response_has_by_itself(home: Path, alone:
     """Unpacked, without padding, on a model of the initial values."""
     wanted = cases.recipe(alone, "dp1 fp32", **changes(home))
     data = prepare(wanted.data, wanted.run.seed)
-    config = model_config(wanted, data)
+    config = resolve_model_config(wanted, data)
     model = Transformer(config, dtype=torch.float64)
     initialise(model, parameter_table(config), wanted.run.seed)
     found = load_file(alone / "run" / "reference.safetensors")
@@ -231,7 +231,7 @@ def test_the_checksum_of_weights_sees_every_element_and_no_layout():
         return [TensorSlice("master", "w", 0, 48, values.reshape(-1))]
 
     def checksum(owned: list[TensorSlice]) -> str:
-        return weights_checksum(owned, Mesh.single())
+        return compute_weights_checksum(owned, Mesh.single())
 
     expected = checksum(pieces(whole))
     flat = whole.reshape(-1)

@@ -39,7 +39,7 @@ def test_memory_is_checked_where_a_launcher_of_another_program_starts_all_ranks_
         raise Passed
 
     start = Place(0, 1, 0, "env://", rendezvous.LAUNCHER, host_ranks=host_ranks)
-    monkeypatch.setattr(rendezvous, "place", lambda address: start)
+    monkeypatch.setattr(rendezvous, "read_place", lambda address: start)
     monkeypatch.setattr(worker, "machine_memory", lambda: 1)
     monkeypatch.setattr(worker, "_run_as_rank", train)
     with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):

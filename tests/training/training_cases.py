@@ -299,7 +299,9 @@ def first_gradients(text: str) -> list[torch.Tensor]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh))
+    trainer = Trainer(
+        LanguageModelTask(wanted, wanted.parsed_layout, loop.resolve_model_config(wanted, data), data, mesh)
+    )
     gradients: list[torch.Tensor] = []
     finish = trainer.parallel.finish
 
@@ -319,7 +321,9 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, loop.model_config(wanted, data), data, mesh))
+    trainer = Trainer(
+        LanguageModelTask(wanted, wanted.parsed_layout, loop.resolve_model_config(wanted, data), data, mesh)
+    )
     told, found = trainer.task.document_starts(0, steps), []
     for step in range(steps):
         for tokens, _, documents in trainer.task.load_step(step):

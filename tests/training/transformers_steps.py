@@ -247,7 +247,7 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     wanted = load_recipe_text(text, "recipe")
     data = prepare(wanted.data, wanted.run.seed)
-    config = loop.model_config(wanted, data)
+    config = loop.resolve_model_config(wanted, data)
     with closing(Mesh.create(Layout.parse(layout), "cpu", 60.0)) as mesh:
         task = LanguageModelTask(
             wanted,

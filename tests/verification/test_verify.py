@@ -28,11 +28,11 @@ from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.compare import compare, relative_errors
-from meshwright.verification.grid import MIXTURES, grid
+from meshwright.verification.grid import MIXTURES, build_layout_grid
 from meshwright.verification.local_faults import LOCAL_FAULTS
 from meshwright.verification.mutations import NEUTRAL
-from meshwright.verification.patterns import backward_order
-from meshwright.verification.problem import Problem, scaled_down, scaled_layout, sequence_of
+from meshwright.verification.patterns import list_in_backward_order
+from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
 from meshwright.verification.run import _default_models, run_verification
@@ -40,7 +40,7 @@ from tests.batches import make_batch, share_of
 from tests.model.transformers_names import row_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
 
-LLAMA = scaled_down(preset("llama-3-8b"))
+LLAMA = scale_down_config(preset("llama-3-8b"))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_one_devices_gradients_are_those_of_transformers(name: str, wide: Callab
     rows and layers at once (tests/model/test_experts.py compares it where the two are the same)."""
     import transformers
 
-    config = dataclasses.replace(scaled_down(preset(name)), router_loss=0.0)
+    config = dataclasses.replace(scale_down_config(preset(name)), router_loss=0.0)
     problem = Problem(config, batch=4, steps=1)
     ours = Reference(problem)
     batch = ours.samples(0)
@@ -246,7 +246,7 @@ def features(layout: Layout) -> set[str]:
 
 
 def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
-    layouts = grid()
+    layouts = build_layout_grid()
     assert f"{len(layouts)} layouts of up to 8 ranks" in (repository / "docs" / "verify.md").read_text()
     assert len({str(layout) for layout in layouts}) == len(layouts)
     assert max(layout.world_size for layout in layouts) == 8
@@ -266,7 +266,7 @@ def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
 def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
     for axis in ("dp", "tp", "cp", "pp"):
         layout = next(layout for layout in MIXTURES if getattr(layout, axis) > 1)
-        assert layout in grid() and not layout.expert_parallel
+        assert layout in build_layout_grid() and not layout.expert_parallel
         assert all(config.experts for _, config in _default_models(layout, mixture=True))
         assert not any(config.experts for _, config in _default_models(layout, mixture=False))
     assert any(layout.zero == 3 for layout in MIXTURES)
@@ -280,8 +280,8 @@ def test_the_model_of_one_layout_makes_every_call_of_its_kind(notation: str):
     layout = Layout.parse(notation)
 
     def sites(config: ModelConfig) -> set[str]:
-        small = scaled_down(config, layout.tp, ep=layout.ep, etp=layout.etp)
-        work = Work(batch=8, sequence=sequence_of(layout))
+        small = scale_down_config(config, layout.tp, ep=layout.ep, etp=layout.etp)
+        work = Work(batch=8, sequence=choose_sequence_length(layout))
         return {site for rank in range(layout.world_size) for site in predicted_traffic(small, layout, work, rank)}
 
     (only,) = _default_models(layout, mixture=False, one=True)
@@ -315,9 +315,9 @@ def test_the_page_lists_every_call_site(repository: Path):
     ):
         layout = Layout.parse(notation)
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
-        config = scaled_down(preset(name), layout.tp, ulysses, ep=layout.ep, etp=layout.etp)
+        config = scale_down_config(preset(name), layout.tp, ulysses, ep=layout.ep, etp=layout.etp)
         for rank in range(layout.world_size):
-            made |= set(predicted_traffic(config, layout, Work(batch=8, sequence=sequence_of(layout)), rank))
+            made |= set(predicted_traffic(config, layout, Work(batch=8, sequence=choose_sequence_length(layout)), rank))
     text = (repository / "docs" / "verify.md").read_text().partition("```text")[2].partition("```")[0]
     listed = set()
     for site, star in re.findall(r"([a-z_]+(?:\.[a-z_]+)+|embedding)(\*?)", text):
@@ -352,7 +352,7 @@ def test_the_first_in_backward_order_is_named(reference):
 
 
 def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
-    order = [name.removeprefix("model.").removesuffix(".weight") for name in backward_order(reference)]
+    order = [name.removeprefix("model.").removesuffix(".weight") for name in list_in_backward_order(reference)]
     assert order[:2] == ["lm_head", "norm"] and order[-1] == "embed_tokens"
     layer = [name.removeprefix("layers.4.") for name in order if name.startswith("layers.4.")]
     expected = ["mlp.down_proj", {"mlp.up_proj", "mlp.gate_proj"}, "post_attention_layernorm", "self_attn.o_proj"]
@@ -362,8 +362,8 @@ def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
 
 @pytest.mark.parametrize("name", ["gpt2", "dots-llm1", "qwen2-moe-tiny", "qwen3-0.6b"])
 def test_the_backward_pass_comes_to_every_row_once(name):
-    reference = Reference(Problem(scaled_down(preset(name), layers=2), batch=2, steps=1))
-    assert sorted(backward_order(reference)) == sorted(row.name for row in reference.table.rows)
+    reference = Reference(Problem(scale_down_config(preset(name), layers=2), batch=2, steps=1))
+    assert sorted(list_in_backward_order(reference)) == sorted(row.name for row in reference.table.rows)
 
 
 def test_a_wrong_loss_is_named_with_its_factor_beside_the_gradient(reference):
@@ -392,7 +392,7 @@ def test_the_gradient_of_another_layer_is_recognised_and_a_shard_that_differs(re
 
 def test_a_missing_part_names_its_rank(reference):
     results = ideal_results(reference, 4)
-    part = reference.parts(0, 4)[3]
+    part = reference.share_gradients(0, 4)[3]
     for result in results:
         for piece in result.steps[0].gradients:
             piece.tensor.sub_(part[piece.name])
@@ -402,7 +402,7 @@ def test_a_missing_part_names_its_rank(reference):
 
 def test_an_unsummed_gradient_says_whose_it_is(reference):
     results = ideal_results(reference, 2)
-    parts = reference.parts(0, 2)
+    parts = reference.share_gradients(0, 2)
     for rank, result in enumerate(results):
         for piece in result.steps[0].gradients:
             piece.tensor.copy_(parts[rank][piece.name])
@@ -487,7 +487,7 @@ def test_batches_are_ragged_and_counts_differ_everywhere():
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-32b", "gpt2-xl"])
 def test_a_scaled_down_model_keeps_its_kind(name):
     large = preset(name)
-    small = scaled_down(large)
+    small = scale_down_config(large)
     kept = ("family", "norm", "activation", "gated", "positions", "qkv_bias", "query_key_norm", "tied", "rope_theta")
     assert all(getattr(small, field) == getattr(large, field) for field in kept)
     assert (small.kv_heads < small.heads) == (large.kv_heads < large.heads)
@@ -500,20 +500,20 @@ def test_a_scaled_down_model_keeps_its_kind(name):
 def test_a_scaled_down_model_can_be_cut(tp):
     for name in ("llama-3-8b", "qwen3-0.6b", "gpt2"):
         layout = Layout(tp=tp)
-        small = scaled_down(preset(name), tp)
-        refuse(layout, small, 8, sequence_of(layout), tp)
+        small = scale_down_config(preset(name), tp)
+        refuse(layout, small, 8, choose_sequence_length(layout), tp)
         assert small.vocabulary % tp, "the last rank's slice of the vocabulary is filled up"
         assert tp % 2 or tp < 4 or name == "gpt2" or small.kv_heads < tp, "key-value heads fewer than ranks"
 
 
 def test_large_layouts_are_made_small_in_kind():
-    assert str(scaled_layout(Layout.parse("dp64 zero3 hs8 mb32 bf16"))) == "dp8 zero3 hs4 mb4"
-    assert str(scaled_layout(Layout.parse("dp64 zero1"))) == "dp8 zero1"
-    assert str(scaled_layout(Layout.parse("dp4 zero2 hs2 mb2"))) == "dp4 zero2 hs2 mb2"
-    assert str(scaled_layout(Layout.parse("dp16 zero1 tp8"))) == "dp2 zero1 tp4"
-    assert str(scaled_layout(Layout.parse("dp16 zero3 hs4 tp8:nosp"))) == "dp4 zero3 hs2 tp2:nosp"
-    assert str(scaled_layout(Layout.parse("tp16"))) == "tp8"
-    assert str(scaled_layout(Layout.parse("dp2 tp6"))) == "dp2 tp4"
+    assert str(scale_down_layout(Layout.parse("dp64 zero3 hs8 mb32 bf16"))) == "dp8 zero3 hs4 mb4"
+    assert str(scale_down_layout(Layout.parse("dp64 zero1"))) == "dp8 zero1"
+    assert str(scale_down_layout(Layout.parse("dp4 zero2 hs2 mb2"))) == "dp4 zero2 hs2 mb2"
+    assert str(scale_down_layout(Layout.parse("dp16 zero1 tp8"))) == "dp2 zero1 tp4"
+    assert str(scale_down_layout(Layout.parse("dp16 zero3 hs4 tp8:nosp"))) == "dp4 zero3 hs2 tp2:nosp"
+    assert str(scale_down_layout(Layout.parse("tp16"))) == "tp8"
+    assert str(scale_down_layout(Layout.parse("dp2 tp6"))) == "dp2 tp4"
 
 
 def test_mistakes_are_one_line():
@@ -570,5 +570,5 @@ def test_a_layout_given_as_recipe_is_explained(command_line):
 def test_windows_and_scalings_survive_scaling_down():
     mixed = dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, layers=8, sliding_window=4096)
     mixed = dataclasses.replace(mixed, windowed_layers=(False,) * 4 + (True,) * 4)
-    small: ModelConfig = scaled_down(mixed)
+    small: ModelConfig = scale_down_config(mixed)
     assert small.windowed_layers is not None and any(small.windowed_layers) and not all(small.windowed_layers)

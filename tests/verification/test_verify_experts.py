@@ -9,7 +9,7 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
-from meshwright.verification.problem import scaled_down
+from meshwright.verification.problem import scale_down_config
 from meshwright.verification.run import run_verification
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
@@ -70,7 +70,7 @@ def test_every_fault_of_experts_split_both_ways_is_noticed():
 
 def test_experts_of_a_small_mixture_divide_by_their_ranks_and_no_more():
     for name in MODELS:
-        small = scaled_down(preset(name), tp=2, ep=4, etp=2)
+        small = scale_down_config(preset(name), tp=2, ep=4, etp=2)
         assert (small.experts, small.expert_intermediate) == (8, 38 if small.family == "mixtral" else 12)
         refuse(Layout.parse("dp4 tp2 ep4:etp2"), small, 4, planning=True)
 
@@ -78,7 +78,7 @@ def test_experts_of_a_small_mixture_divide_by_their_ranks_and_no_more():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_small_mixture_keeps_what_the_large_one_has(name: str):
     config = preset(name)
-    small = scaled_down(config)
+    small = scale_down_config(config)
     assert (small.experts, small.experts_per_token) == (5, min(3, config.experts_per_token))
     assert (small.shared_intermediate > 0, small.router_loss > 0, bool(small.dense_layers)) == (
         config.shared_intermediate > 0, config.router_loss > 0, bool(config.dense_layers),

@@ -11,9 +11,9 @@ from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.spec.presets import preset
 from meshwright.verification.cases import CaseBuilder
-from meshwright.verification.compare import compare, copy_groups
+from meshwright.verification.compare import compare, list_copy_groups
 from meshwright.verification.mutations import plant_all
-from meshwright.verification.problem import Problem, scaled_down, scaled_layout, sequence_of
+from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
 
@@ -34,8 +34,8 @@ def four():
 
 
 def problem_of(model: str, layout: Layout, layers: int = 5, batch: int = 8) -> Problem:
-    config = scaled_down(preset(model), layout.tp, layers=layers, ep=layout.ep)
-    return Problem(config, batch, "float64", sequence_of(layout))
+    config = scale_down_config(preset(model), layout.tp, layers=layers, ep=layout.ep)
+    return Problem(config, batch, "float64", choose_sequence_length(layout))
 
 
 def reference(problem: Problem) -> Reference:
@@ -106,7 +106,7 @@ def test_faults_between_stages_and_in_what_they_share_are_all_caught(two, fewer_
     ],
 )
 def test_a_copy_of_the_model_lies_on_all_stages(text, copies):
-    assert copy_groups(Layout.parse(text)) == copies
+    assert list_copy_groups(Layout.parse(text)) == copies
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_a_copy_of_the_model_lies_on_all_stages(text, copies):
     ],
 )
 def test_large_layouts_stay_pipelines_when_they_are_made_small(text, scaled):
-    assert str(scaled_layout(Layout.parse(text))) == scaled
+    assert str(scale_down_layout(Layout.parse(text))) == scaled

@@ -16,7 +16,7 @@ from meshwright.model.preference import Preference
 from meshwright.recipe import load_recipe
 from meshwright.spec.presets import preset
 from meshwright.verification.compare import compare
-from meshwright.verification.problem import Problem, scaled_down, sequence_of
+from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
 from meshwright.verification.run import run_verification
@@ -54,8 +54,8 @@ def test_other_losses_and_experts_too(tiny_recipe: Path):
 def spoilt(layout: str, fault: Fault) -> str | None:
     """What is noticed of it."""
     parsed = Layout.parse(layout)
-    config = scaled_down(preset("llama-3-8b"), layers=3)
-    problem = Problem(config, 8, sequence=sequence_of(parsed), preference=Preference("dpo", 0.5))
+    config = scale_down_config(preset("llama-3-8b"), layers=3)
+    problem = Problem(config, 8, sequence=choose_sequence_length(parsed), preference=Preference("dpo", 0.5))
     with LocalRanks(parsed.world_size) as ranks:
         results = [result for (result,) in ranks.run(run_rank, problem, layout, None, [fault])]
     assert any(result.struck for result in results), fault
@@ -83,7 +83,7 @@ def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, la
 
 
 def test_batches_have_rows_with_no_pair_with_one_and_with_two():
-    problem = Problem(scaled_down(preset("llama-3-8b")), batch=8, preference=Preference())
+    problem = Problem(scale_down_config(preset("llama-3-8b")), batch=8, preference=Preference())
     for step in range(2):
         batch = make_batch(problem, step)
         assert batch.reference is not None and batch.reference.shape == (8, 4)

@@ -22,12 +22,12 @@ from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.training import optimizer, trainer
-from meshwright.verification.cases import Case, CaseBuilder, another_layout
+from meshwright.verification.cases import Case, CaseBuilder, choose_other_layout
 from meshwright.verification.compare import TOLERANCES, Comparison, compare
 from meshwright.verification.local_faults import LOCAL_FAULTS, FaultCounter, LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, StepRange, run_rank
-from meshwright.verification.reference import Reference, learning_rate, shuffled
+from meshwright.verification.reference import Reference, learning_rate, shuffled_sample_index
 from meshwright.verification.samples import make_sequences
 from tests.verification.local_fault_names import NEEDS_RANKS
 
@@ -78,7 +78,7 @@ def test_the_case_of_float32_passes(tmp_path: Path):
 
 
 def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
-    problem, other = maker().updates(), another_layout(LAYOUT)
+    problem, other = maker().updates(), choose_other_layout(LAYOUT)
     assert other != LAYOUT and problem.resumed_at == (2, 3)
     for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
         (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
@@ -203,7 +203,7 @@ def test_long_sequences_span_several_tiles_with_one_document_and_with_many(layou
     parsed = Layout.parse(layout)
     piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
     assert piece > TILE_QUERIES
-    numbers = [shuffled(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
+    numbers = [shuffled_sample_index(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
     batch = make_sequences(problem, numbers)
     counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]
     documents = [int(ids.max()) + 1 for ids in counted]
@@ -219,7 +219,7 @@ def test_the_loss_of_the_large_vocabulary_takes_several_chunks():
 
 def test_the_references_order_and_learning_rates_are_the_documented_ones():
     order = SampleOrder(11, 19)
-    assert order.sample(range(60)).tolist() == [shuffled(number, 19, 11) for number in range(60)]
+    assert order.sample(range(60)).tolist() == [shuffled_sample_index(number, 19, 11) for number in range(60)]
     for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
         training = dataclasses.replace(PROBLEMS["updates"].training, schedule=schedule, warmup=warmup)
         recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).recipe(LAYOUT)

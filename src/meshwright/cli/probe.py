@@ -36,7 +36,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
     is slower than the others is named. Started by torchrun or SLURM, it measures all hosts together.
     """
     with answering(as_json) as answer:
-        from meshwright.launcher.rendezvous import join_if_started_by_others, place
+        from meshwright.launcher.rendezvous import join_if_started_by_others, read_place
         from meshwright.planner.cluster import this_machine
         from meshwright.probe import report
         from meshwright.probe.ranks import join, probe
@@ -45,7 +45,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         if not directory.is_dir():
             raise UserError(f"--directory: there is no directory {directory}")
         joining = join_if_started_by_others()
-        first = not joining or place().rank == 0
+        first = not joining or read_place().rank == 0
         if first:
             _check_writable(path, make=output is None)
         if joining and ranks is not None:

@@ -1,2 +1,2 @@
-"""Flight recorder: a ring of collective calls for each rank, and the hang report about the rank the others wait for.
-Torch-free."""
+"""Flight recorder: a ring buffer of each rank's collective calls, and the report on a hang that names the rank at
+fault. Torch-free."""

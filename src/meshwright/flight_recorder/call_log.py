@@ -1,4 +1,4 @@
-"""Records read from a rank's ring of calls. Torch-free."""
+"""Records of collective calls, as read from a rank's ring buffer. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that make the same calls in the same order: a process group, or two of its ranks that exchange messages.
+    """Group of ranks that make the same calls in the same order: a process group, or two of its ranks that exchange
+    messages.
 
     ranks: global ranks of the process group; pair: (sender, receiver) of the messages, None for collectives.
     """
@@ -19,12 +20,12 @@ class Group:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that take part in a call."""
+        """Global ranks that take part in a call: the pair, or all ranks of the process group."""
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
-        """Return the group as text, `0-3`, `0-6/2`, `1,5,6` or, for messages from rank 2 to 3, `0-3:2>3`; `from_text`
-        reads it."""
+        """Return the group as text, `0-3`, `0-6/2` (every second rank), `1,5,6` or, for messages from rank 2 to 3,
+        `0-3:2>3`; `from_text` parses it."""
         pair = "" if self.pair is None else f":{self.pair[0]}>{self.pair[1]}"
         return f"{format_ranks(self.ranks)}{pair}"
 
@@ -49,7 +50,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks of a text such as `0-3`, `0-6/2` (every second one) or `1,5,6`."""
+    """Parse ranks from text such as `0-3`, `0-6/2` (every second one) or `1,5,6`."""
     if "-" not in text:
         return tuple(int(rank) for rank in text.split(","))
     span, _, step = text.partition("/")
@@ -59,21 +60,21 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective call or message of a rank. Times are seconds of the machine's monotonic clock, which all its
-    processes share.
+    """Collective call or message of a rank. Times are seconds of the machine's monotonic clock, which all its processes
+    share.
 
     Attributes:
-        number: Counts all calls of the rank, from 1.
-        site: Label of the call, such as "data.gradients".
+        number: Position among all calls of the rank, from 1.
+        site: Label of the line of code that makes the call, such as "data.gradients".
         operation: Such as "all_reduce".
         axis: Mesh axis, such as "data".
         group: Ranks that make it.
-        index: Counts the calls of the group, from 1.
-        payload_bytes: Of its data on this rank.
+        index: Position among the calls of the group, from 1.
+        payload_bytes: Bytes of its data on this rank.
         form: Dtype and shape, such as "float32[128, 64]".
         place: File, line and function of the caller.
-        posted: Time of the call.
-        waited: Time at which the process began to wait for it; None before.
+        posted: Time at which the rank entered the call.
+        waited: Time at which the process began to wait for its completion; None before.
         done: Time of completion; None before.
     """
 
@@ -92,32 +93,32 @@ class Call:
 
     @property
     def what(self) -> str:
-        """Operation, call site and axis: `all_reduce data.gradients over data`."""
+        """Text with operation, call site and axis: `all_reduce data.gradients over data`."""
         return f"{self.operation} {self.site} over {self.axis}"
 
     @property
     def name(self) -> str:
-        """Index in the group and description: `call 57 (all_reduce data.gradients over data)`."""
+        """Text with index in the group and description: `call 57 (all_reduce data.gradients over data)`."""
         return f"call {self.index} ({self.what})"
 
     @property
     def waiting(self) -> bool:
-        """True if the process waits for the call."""
+        """True if the process waits for the call: it has begun to and the call is not complete."""
         return self.waited is not None and self.done is None
 
 
 @dataclass(frozen=True, slots=True)
 class RankCalls:
-    """Latest calls of a rank, as read from its ring.
+    """Latest calls of a rank, as read from its ring buffer.
 
     Attributes:
         rank: Global rank.
-        ranks: Number of all ranks.
+        ranks: World size.
         process: Process id, 0 if none has opened the ring.
         calls: Oldest first and without gaps.
         counts: Number of calls made so far in each group.
-        torn: Number of records that were being written.
-        gave_up: The rank timed out.
+        torn: Number of records that could not be read, as they were just being written.
+        gave_up: The rank recorded that it timed out.
     """
 
     rank: int
@@ -130,15 +131,15 @@ class RankCalls:
 
     @property
     def last(self) -> Call | None:
-        """Latest call, or None."""
+        """Latest call that the rank entered, None without one."""
         return self.calls[-1] if self.calls else None
 
     @property
     def waiting(self) -> Call | None:
-        """Call that the process waits for, or None."""
+        """Call that the process waits for, None if it waits for none."""
         return next((call for call in reversed(self.calls) if call.waiting), None)
 
     @property
     def last_done(self) -> Call | None:
-        """Latest completed call, or None."""
+        """Latest completed call, None without one."""
         return next((call for call in reversed(self.calls) if call.done is not None), None)

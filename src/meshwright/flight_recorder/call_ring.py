@@ -1,7 +1,7 @@
-"""Ring of the calls of one rank in a memory-mapped file that outlives it: written without locks or system calls,
-readable by another process at any time. Torch-free.
+"""Ring buffer of one rank's collective calls in a memory-mapped file that outlives the process: written without locks
+or system calls, readable by another process at any time. Torch-free.
 
-    header | one count a group | records, the oldest overwritten first | heap of names
+    header | number of calls of each group | records, the oldest overwritten first | heap of names
 
 A record is one cache line. Its constant part has a checksum, by which a reader detects a record that is being written;
 the two times that are set later are aligned words. Names (sites, groups, code locations, shapes) are written once, to
@@ -45,19 +45,18 @@ _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "fl
 
 
 def _compute_records_offset(groups: int) -> int:
-    """Return the byte offset of the call records in a ring's file. groups: number of groups whose calls are counted
-    before it."""
+    """Return the byte offset of the call records in a ring's file, behind the header and `groups` counters of calls."""
     return _COUNTS + 8 * groups
 
 
 def compute_file_bytes(capacity: int = CAPACITY) -> int:
-    """Return the size in bytes of the file that holds one rank's ring of `capacity` calls."""
+    """Return the size in bytes of the file that holds one rank's ring buffer of `capacity` calls."""
     return _compute_records_offset(GROUPS) + capacity * _RECORD_BYTES + HEAP_BYTES
 
 
 def create_memory_file(rank: int, ranks: int) -> int:
-    """Create the file for one rank's ring in anonymous memory, which exists as long as a process holds it; return its
-    file descriptor. ranks: number of all ranks."""
+    """Create the file for the ring of rank `rank` of `ranks` in anonymous memory, which exists as long as a process
+    holds it open; return its file descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("meshwright-calls", os.MFD_CLOEXEC)
     else:
@@ -68,8 +67,8 @@ def create_memory_file(rank: int, ranks: int) -> int:
 
 
 def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
-    """Create the file for one rank's ring at `path`, replacing an old one; return its file descriptor. ranks: number of
-    all ranks. Raises OSError if the disk is full."""
+    """Create the file for the ring of rank `rank` of `ranks` at `path`, replacing an old one; return its file
+    descriptor. Raises OSError if the disk is full."""
     with suppress(FileNotFoundError):
         os.unlink(path)  # not overwritten: another process may still map the old one
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -83,7 +82,7 @@ def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
 
 
 def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
-    """Allocate the file of one rank's ring and write its header. descriptor: open file; ranks: number of all ranks."""
+    """Allocate the file of the ring of rank `rank` of `ranks` and write its header. descriptor: of the open file."""
     size = compute_file_bytes()
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # now: a full disk would kill the writer later, by SIGBUS
@@ -93,8 +92,8 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Recorder of this process's collective calls in a ring. descriptor: open file of the rank's ring; None: private
-    memory.
+    """Recorder of this process's collective calls in a ring buffer. descriptor: open file of the rank's ring; None:
+    private memory.
 
     `post`, `wait` and `done` together take one to three microseconds.
     """
@@ -122,16 +121,16 @@ class CallWriter:
         self._places: dict[tuple[int, int], int] = {}
         self._skipped: set[int] = set()
         self._seen: list[CodeType] = []  # kept: their ids must not be others'
-        self.name("")
+        self._add_name("")
 
     @property
     def number(self) -> int:
-        """Number of calls recorded so far."""
+        """Number of calls that this process has recorded so far."""
         return self._number
 
-    def name(self, text: str) -> int:
-        """Add a text (site, group, code location, shape) to the file's heap and return its number; 0, the empty text's,
-        if the heap is full."""
+    def _add_name(self, text: str) -> int:
+        """Add a text (site, group, code location, shape) to the file's heap and return its number, by which records
+        refer to it; 0, the number of the empty text, if the heap is full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -146,44 +145,46 @@ class CallWriter:
         return number
 
     def _add_form(self, dtype: Any, shape: Any) -> int:
-        """Add a dtype and shape, such as "float32[128, 64]", to the heap and return its number; 0 if its part of the
-        heap is full."""
+        """Add dtype and shape as text, such as "float32[128, 64]", to the heap and return its number; 0 if the heap's
+        space for such texts is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
             self._form_bytes = FORM_BYTES  # permanently, else small shapes would be named and large ones not
             return 0
         self._form_bytes += len(text) + _NAME.size
-        number = self._forms[dtype, shape] = self.name(text)
+        number = self._forms[dtype, shape] = self._add_name(text)
         return number
 
     def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """Return the number, for `post`, of a group of ranks that all make the same calls in the same order.
+        """Return the number by which `post` refers to a group of ranks that all make the same calls in the same order;
+        the first use registers the group.
 
-        pair: global ranks (from, to) within the group, between which messages keep their order; None for collectives.
+        ranks: global ranks of the process group. pair: global ranks (from, to) within it, between which messages keep
+        their order; None for collectives.
         """
         key = (tuple(ranks), pair)
         if key not in self._groups:
             self._groups[key] = len(self._counts)
-            self.name(f"group\t{len(self._counts)}\t{Group(*key).to_text()}")
+            self._add_name(f"group\t{len(self._counts)}\t{Group(*key).to_text()}")
             self._counts.append(0)
         return self._groups[key]
 
     def count(self, group: int) -> int:
-        """Return the number of calls of a group so far. group: its number, as `group` returned it."""
+        """Return how many calls this rank has made so far in a group, given by the number that `group` returned."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Record the start of a call; return its number, for `wait` and `done`.
+        """Record that this rank enters a call; return the call's number, for `wait` and `done`.
 
-        group: its number, as `group` returned it; site: label such as "data.gradients"; operation: such as
-        "all_reduce"; axis: mesh axis. Names are written at first use and never freed: a length that differs in every
-        call must be "..." in `shape`.
+        group: number that the method `group` returned; site: label of the calling line, such as "data.gradients";
+        operation: such as "all_reduce"; axis: mesh axis; payload_bytes, dtype, shape: of its data on this rank. Names
+        are written at first use and never freed: a length that differs in every call must be "..." in `shape`.
         """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
         kind = self._numbers.get((site, operation, axis))
         if kind is None:
-            kind = self.name(f"kind\t{site}\t{operation}\t{axis}")
+            kind = self._add_name(f"kind\t{site}\t{operation}\t{axis}")
             if kind:
                 self._numbers[site, operation, axis] = kind
         form = self._forms.get((dtype, shape))
@@ -199,12 +200,12 @@ class CallWriter:
         return number
 
     def wait(self, number: int) -> None:
-        """Record that the process now waits for a call. number: as `post` returned it."""
+        """Record that the process now waits for the completion of a call, given by the number that `post` returned."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = monotonic_ns()
 
     def done(self, number: int) -> None:
-        """Record the completion of a call. number: as `post` returned it."""
+        """Record the completion of a call, given by the number that `post` returned."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
@@ -213,12 +214,12 @@ class CallWriter:
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
-        """Return the recorded calls, as another process would read them."""
+        """Return the recorded calls, parsed from the ring as by another process."""
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Return the number of the code location, outside comm/, flight_recorder/ and torch, that makes the current
-        call."""
+        """Return the heap number of the code location (file, line, function) that makes the current call: the innermost
+        frame outside comm/, flight_recorder/ and torch."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
@@ -229,7 +230,7 @@ class CallWriter:
                 self._seen.append(frame.f_code)
                 file, function = frame.f_code.co_filename, frame.f_code.co_qualname
                 if not _is_internal_file(file):
-                    place = self.name(f"place\t{file.removeprefix(_PACKAGE)}:{frame.f_lineno} ({function})")
+                    place = self._add_name(f"place\t{file.removeprefix(_PACKAGE)}:{frame.f_lineno} ({function})")
                     self._places[code, frame.f_lasti] = place
                     return place
                 self._skipped.add(code)
@@ -238,14 +239,14 @@ class CallWriter:
 
 
 def _is_internal_file(file: str) -> bool:
-    """Return True if a source file lies between the caller and the recorder: comm/, flight_recorder/, torch, generated
-    code."""
+    """Return True if frames of this source file lie between the caller and the recorder: comm/, flight_recorder/,
+    torch, generated code."""
     return file.startswith((*_INTERNAL, "<")) or "/torch/" in file or "torchinductor" in file
 
 
 def read_calls(descriptor: int) -> RankCalls | None:
-    """Return the calls in the file of a rank's ring; None if it is not such a file or no process has opened it.
-    descriptor: of the open file."""
+    """Return the calls in the file of a rank's ring, given by its open descriptor; None if it is not such a file or no
+    process has opened it."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)
@@ -258,7 +259,7 @@ def read_calls(descriptor: int) -> RankCalls | None:
 
 
 def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
-    """Return the calls in `data`, a copy of a ring's file.
+    """Parse the calls in `data`, a copy of the bytes of a ring's file.
 
     again: second copy taken after the first; records replaced between the two are dropped, because their times may be
     wrong.
@@ -305,8 +306,8 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
 
 
 def _parse_names(data: bytes, start: int) -> list[str]:
-    """Return the texts on the heap of a ring's file, up to the first incomplete one. data: the file; start: offset of
-    the heap."""
+    """Return the texts on the heap of a ring's file by number, up to the first incomplete one. data: bytes of the file;
+    start: offset of the heap."""
     names = []
     while start + _NAME.size <= len(data):
         length, check = _NAME.unpack_from(data, start)
@@ -324,7 +325,7 @@ _of_process: list[CallWriter] = []  # one at most; forked processes that attach 
 
 
 def get_process_writer() -> CallWriter:
-    """Return the call recorder of this process: to the file given to `attach_process_writer`, else to private
+    """Return the call recorder of this process: it writes to the file given to `attach_process_writer`, else to private
     memory."""
     if not _of_process:
         _of_process.append(CallWriter())
@@ -332,6 +333,6 @@ def get_process_writer() -> CallWriter:
 
 
 def attach_process_writer(descriptor: int) -> CallWriter:
-    """Record the calls of this process in the open file behind `descriptor` from now on; return the recorder."""
+    """Make this process record its calls in the open file behind `descriptor` from now on; return the recorder."""
     _of_process[:] = [CallWriter(descriptor)]
     return _of_process[0]

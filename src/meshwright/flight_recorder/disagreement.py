@@ -1,7 +1,7 @@
 """Diagnosis of a hang from the recorded calls: the rank that made a different call. Torch-free.
 
-Calls are compared within a group, whose ranks all make the same calls in the same order, never across groups. Ranks
-that agree but wait are diagnosed in waiting.py.
+Calls are compared within a group of ranks, which all make the same calls in the same order, never across groups. Hangs
+of ranks whose calls agree are diagnosed in waiting.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
     """Return the verdict on a hang: which rank caused it and why. seen: states of the ranks; now: seconds of the
     monotonic clock.
 
-    None if no ranks disagree, none waits, none lags while something is wrong, and none is stopped.
+    None if no ranks disagree, none waits, none lags behind while another has ended or stopped, and none is stopped.
     """
     ranks = {each.rank: each for each in seen if each.calls is not None}
     return (
@@ -43,19 +43,20 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
 
 
 def _find_mismatch(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on the earliest call, of any group, that its ranks do not make alike; None if there is none.
-    now: seconds of the monotonic clock."""
+    """Return the verdict on the earliest call, of any group, in which the ranks differ; None if all agree. ranks: rank
+    -> its state; now: seconds of the monotonic clock."""
     found = [divergence for group in _list_groups(ranks) if (divergence := _find_divergence(ranks, group)) is not None]
     return min(found, key=lambda divergence: divergence.began).make_verdict(ranks, now) if found else None
 
 
 def _list_groups(ranks: Mapping[int, RankState]) -> list[Group]:
-    """Return the groups of all recorded calls, each once."""
+    """Return the groups of all recorded calls, each once. ranks: rank -> its state."""
     return list(dict.fromkeys(call.group for seen in ranks.values() for call in list_calls(seen) if call.group.ranks))
 
 
 def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergence | None:
-    """Return the first call of a group that its ranks do not make alike; None if there is none."""
+    """Return the first call of a group in which its ranks differ by operation, site, dtype or shape; None if all agree.
+    ranks: rank -> its state."""
     by_rank = {
         rank: {call.index: call for call in list_calls(ranks[rank]) if call.group == group}
         for rank in group.members
@@ -74,8 +75,9 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Return the calls of one index by rank, with names lost to a full heap (`?`, or no shape) taken from most other
-    ranks; ambiguous ranks are dropped. here: rank -> its call."""
+    """Fill in operation, site and shape where a full heap lost them, by the majority of the other ranks' calls;
+    calls without a clear majority are dropped. here: rank -> its call at one index of a group; the result has the
+    same form."""
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
     whole = [call for call in here.values() if call.form and call.operation != "?"]
@@ -92,7 +94,7 @@ def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
 
 
 def _make_signature(call: Call) -> _Signature:
-    """Return what all ranks of a group must share of a call: (operation, site, dtype and shape).
+    """Return (operation, site, dtype and shape) of a call, the properties that all ranks of the group must share.
 
     An all-to-all may have parts of any length; the parts of a reduce-scatter add up to one size.
     """
@@ -108,7 +110,7 @@ def _make_signature(call: Call) -> _Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Divergence:
-    """First call that ranks of a group do not make alike.
+    """First call in which the ranks of a group differ.
 
     group, index: the group, and the call's index in it; here: rank -> its call at `index`; calls: rank -> index ->
     call, of all known calls of the group.
@@ -121,12 +123,12 @@ class _Divergence:
 
     @property
     def began(self) -> float:
-        """Time at which the first rank made its call, in seconds of the monotonic clock."""
+        """Time at which the first rank entered its call, in seconds of the monotonic clock."""
         return min(call.posted for call in self.here.values())
 
     def make_verdict(self, ranks: Mapping[int, RankState], now: float) -> Verdict:
-        """Return the verdict on the ranks that made a different call than expected. now: seconds of the monotonic
-        clock."""
+        """Return the verdict on the ranks that made a different call than expected. ranks: rank -> its state; now:
+        seconds of the monotonic clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
         if expected is None:
@@ -166,22 +168,23 @@ class _Divergence:
         return Verdict(line, kind, odd, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
-        """Return the signature that the call should have: that of most ranks; in a tie, the one that followed the
-        preceding calls earlier, None if that is ambiguous."""
+        """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks; in a
+        tie, the signature that followed the preceding calls earlier, None if that is ambiguous."""
         votes = Counter(map(_make_signature, self.here.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
         return self._predict_next([], among=dict(votes))
 
     def _list_common_calls(self) -> list[_Signature]:
-        """Return the signatures of the group's calls before the divergence, oldest first."""
+        """Return the signatures (operation, site, dtype and shape) of the group's calls before the divergence, oldest
+        first."""
         longest = max(self.calls.values(), key=lambda calls: sum(at < self.index for at in calls))
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Return the signature that should follow the group's earlier calls and then those in `then`, by the longest
-        earlier run that ends alike; None if there is none or it is ambiguous. among: allowed signatures, all unless
-        given."""
+        """Predict the signature that follows the group's earlier calls and then those in `then`: the one that followed
+        the longest matching run of earlier calls; None if there is none or it is ambiguous. among: allowed signatures,
+        all unless given."""
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None
         for end in range(1, len(history)):
@@ -196,8 +199,8 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank made a call that others make, or should make, a little later: it skipped the expected
-        one."""
+        """Return True if the rank skipped a call: the call it made in place of the `expected` signature is one that
+        others make, or should make, a little later."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))
@@ -217,6 +220,6 @@ class _Divergence:
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank's next call is the expected one, so that it made one call more than the others."""
+        """Return True if the rank made one call more than the others: its next call has the `expected` signature."""
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _make_signature(after) == expected

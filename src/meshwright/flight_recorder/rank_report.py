@@ -20,8 +20,8 @@ CALLS_AROUND = 3  # calls printed before and after the one on which ranks differ
 
 
 def read_process_state(process: int) -> str:
-    """Return the state letter of the process with this id from /proc ("T": stopped); "X" if it has ended, empty without
-    /proc."""
+    """Return the state letter of the process with this id from /proc, such as "S" (sleeping) or "T" (stopped); "X" if
+    it has ended, empty without /proc."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -32,7 +32,7 @@ def read_process_state(process: int) -> str:
 
 @dataclass
 class Snapshot:
-    """State of all ranks at one time, and the hang report about it.
+    """State of all ranks at one time, from which the hang report is written.
 
     seen: state of each rank; now: seconds of the monotonic clock; when: date and time as text; stacks: rank -> lines of
     its stack dump.
@@ -45,10 +45,10 @@ class Snapshot:
 
     @classmethod
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
-        """Return the current state of all ranks and their processes.
+        """Return a snapshot of all ranks and their processes now.
 
-        rings: rank -> descriptor of the open file of its ring; ended: rank -> how its process died, such as "was killed
-        by signal 9 (SIGKILL)".
+        rings: rank -> descriptor of the open file of its ring of calls; ended: rank -> how its process died, such as
+        "was killed by signal 9 (SIGKILL)".
         """
         seen = []
         for rank, descriptor in sorted(rings.items()):
@@ -60,12 +60,12 @@ class Snapshot:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Verdict on the blamed ranks, or None if no rank waits or disagrees."""
+        """Verdict on which ranks caused the hang, or None if no rank waits or disagrees."""
         return diagnose(self.seen, self.now)
 
     @property
     def busy_ranks(self) -> list[RankState]:
-        """Blamed ranks that are alive and in no call: only their stacks show their activity."""
+        """States of the blamed ranks that are alive and wait in no call: only their stacks show their activity."""
         odd = self.verdict.odd if self.verdict is not None else ()
         return [
             each
@@ -79,8 +79,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, the calls on
-        which they differ."""
+        """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, and the calls
+        in which they differ."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, what each rank was doing:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -94,7 +94,7 @@ class Snapshot:
         return "\n".join(lines) + "\n"
 
     def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
-        """Return the lines of one rank's paragraph; odd: the rank is blamed."""
+        """Return the lines of the paragraph on one rank. seen: its state; odd: True if the rank is blamed."""
         calls = seen.calls
         mark = ">" if odd else " "
         if calls is None:
@@ -122,12 +122,12 @@ class Snapshot:
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
-        """Return the time since a moment as text, such as `12.3 s`. moment: seconds of the monotonic clock."""
+        """Return the time since `moment` (seconds of the monotonic clock) as text, such as `12.3 s`."""
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int, shown: set[int]) -> list[str]:
-        """Return the lines for the calls of a group around the call `index`, one each, with the ranks that made them.
-        shown: ranks that the report prints."""
+        """Return one line for each call of a group around the call `index`, with the ranks that made it. shown: ranks
+        that the report prints."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:
@@ -147,19 +147,18 @@ class Snapshot:
 
 
 def _describe_call(call: Call) -> str:
-    """Return the text `call 57 of ranks 0-3 (...)` with operation, dtype, shape and bytes of a call."""
+    """Return text on a call: `call 57 of ranks 0-3 (...)` with operation, dtype, shape and bytes."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
     return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
-    """Return "all" if `ranks` are all `members` of a group, else text such as "ranks 0-3"."""
+    """Return "all" if `ranks` are all `members` (states of the ranks) of a group, else text such as "ranks 0-3"."""
     return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Return the ranks to print: all, or, of more than MAX_RANKS, so many, those that the verdict blames and their
-    group first."""
+    """Return the ranks to print: all, or MAX_RANKS of more, those that the verdict blames and their group first."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []

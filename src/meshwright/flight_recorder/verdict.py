@@ -1,4 +1,4 @@
-"""State of each rank at a hang, the verdict on it, and their wording. Torch-free."""
+"""State of each rank at a hang, the verdict on which rank caused it, and the wording of both. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RankState:
 
     Attributes:
         rank: Global rank.
-        calls: Its latest calls; None if its ring cannot be read (on another host, or not started).
+        calls: Its latest collective calls; None if its ring cannot be read (on another host, or not started).
         state: Process state letter of /proc, empty without /proc.
         ended: How its process died, if known: "was killed by signal 9 (SIGKILL)".
     """
@@ -32,22 +32,22 @@ class RankState:
 
     @property
     def dead(self) -> bool:
-        """True if the process ended without first recording that it gives up, because of an error or a timeout."""
+        """True if the process is known to have died, or ended without recording that it timed out."""
         return bool(self.ended) or (self.state in _DEAD and not self.gave_up)
 
     @property
     def running(self) -> bool:
-        """True if the process exists, is not stopped and has not given up."""
+        """True if the process exists, is not stopped by a signal and has not recorded a timeout."""
         return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
 
     @property
     def gave_up(self) -> bool:
-        """True if the rank timed out and recorded it."""
+        """True if the rank recorded that it timed out."""
         return self.calls is not None and self.calls.gave_up
 
     @property
     def stopped(self) -> bool:
-        """True if the process is stopped by a signal or debugger."""
+        """True if the process is stopped by a signal (SIGSTOP) or debugger."""
         return self.state in _STOPPED
 
     @property
@@ -61,10 +61,12 @@ class Verdict:
     """Result of a hang's diagnosis.
 
     Attributes:
-        line: One sentence.
-        kind: "dead", "stopped", "behind", "skipped", "extra", "other", "shape", "disagree", "circle", "late" or "link".
+        line: One sentence for the user.
+        kind: Cause. Process "dead" or "stopped"; rank "behind" the others; call "skipped", "extra", "other" (than the
+            group's) or of another "shape"; ranks that "disagree" without majority; "circle" of ranks that wait for each
+            other; rank that came "late"; "link" that carries no data.
         odd: Ranks it blames.
-        group, index: Group and index in it of the call that shows it; None and 0 if there is none.
+        group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
 
     line: str
@@ -75,12 +77,13 @@ class Verdict:
 
     @property
     def is_call_mismatch(self) -> bool:
-        """True if ranks made different calls, which then is the root cause."""
+        """True if ranks made different calls, which is then the root cause."""
         return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 
 def describe_position(seen: RankState) -> str:
-    """Return where a rank is, to end a sentence: `in call 57 (...)`, `after call 56 (...)`; empty if unknown."""
+    """Return text on the rank's position among its calls, to end a sentence: `in call 57 (...)`, `after call 56 (...)`;
+    empty if unknown."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
@@ -88,7 +91,7 @@ def describe_position(seen: RankState) -> str:
 
 
 def list_calls(seen: RankState) -> tuple[Call, ...]:
-    """Return the latest calls of a rank, oldest first; none if its ring cannot be read."""
+    """Return the latest calls of a rank, oldest first; empty if its ring cannot be read."""
     return () if seen.calls is None else seen.calls.calls
 
 
@@ -96,17 +99,17 @@ def list_calls(seen: RankState) -> tuple[Call, ...]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as the subject of a sentence: `rank 2`, `ranks 0-3`."""
+    """Return ranks as text for the subject of a sentence: `rank 2`, `ranks 0-3`."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks)).replace(',', ', ')}"
 
 
 def choose_has(ranks: Sequence[int]) -> str:
-    """Return "has" for one rank, "have" for several."""
+    """Return the verb "has" for one rank, "have" for several."""
     return "have" if len(ranks) > 1 else "has"
 
 
 def choose_is(ranks: Sequence[int]) -> str:
-    """Return "is" for one rank, "are" for several."""
+    """Return the verb "is" for one rank, "are" for several."""
     return "are" if len(ranks) > 1 else "is"
 
 
@@ -118,7 +121,7 @@ def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> 
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Return the text on the call that a rank waits in, or on its last completed one. now: seconds of the monotonic
+    """Return text on the call that a rank waits in, or else on its last completed one. now: seconds of the monotonic
     clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
@@ -129,5 +132,5 @@ def describe_activity(seen: RankState, now: float) -> str:
 
 
 def describe_process(seen: RankState) -> str:
-    """Return the text on the state of a rank's process, or on how it died."""
+    """Return text on the state of a rank's process, or on how it died."""
     return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

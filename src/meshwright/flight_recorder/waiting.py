@@ -25,7 +25,7 @@ LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others wa
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Return the verdict on the ranks that others wait for, at the ends of the chains of waiting ranks; None if no rank
-    waits. now: seconds of the monotonic clock."""
+    waits. ranks: rank -> its state; now: seconds of the monotonic clock."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -58,12 +58,13 @@ def _is_stopped(seen: RankState) -> bool:
 
 
 def _is_free(seen: RankState) -> bool:
-    """Return True if the rank waits in no call."""
+    """Return True if the rank waits in no call, so that only its own code can hold up the others."""
     return seen.calls is None or seen.calls.waiting is None
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """Return the ranks that have not entered a call, or, if all readable ones have, those whose ring cannot be read."""
+    """Return the ranks of a call's group that have not entered it, or, if all readable ones have, those whose ring
+    cannot be read. ranks: rank -> its state."""
 
     def entered(rank: int) -> bool:
         calls = ranks[rank].calls if rank in ranks else None
@@ -75,8 +76,8 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
 
 
 def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the ranks that wait for no other, at the ends of all chains of waiting ranks from `rank`. blockers: rank ->
-    ranks that it waits for."""
+    """Yield the ranks at the ends of all chains "rank waits for rank" that begin at `rank`: those that wait for no
+    other. blockers: rank -> ranks that it waits for."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()
@@ -95,10 +96,10 @@ def _blame_missing(
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Return the verdict on ranks that others wait for and that wait for none.
+    """Return the verdict on ranks that others wait for and that wait for none themselves.
 
-    odd: those ranks; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the
-    monotonic clock.
+    ranks: rank -> its state; odd: those ranks; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits
+    for; now: seconds of the monotonic clock.
     """
     first = ranks[odd[0]]
     kind = "dead" if first.dead else "stopped" if first.stopped else "behind"
@@ -124,7 +125,8 @@ def _blame_missing(
 def _blame_unreadable(
     absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
-    """Return the verdict on ranks of other hosts (`absent`), whose calls cannot be read.
+    """Return the verdict if ranks wait for the ranks `absent`, which are on other hosts so that their calls cannot be
+    read.
 
     waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
     """
@@ -142,7 +144,8 @@ def _blame_late_or_link(
 ) -> Verdict:
     """Return the verdict if all ranks are in the same call: one came late, or the network carries no data.
 
-    stuck: ranks that wait; waiting: rank -> call it waits in; now: seconds of the monotonic clock.
+    ranks: rank -> its state; stuck: ranks that wait; waiting: rank -> call it waits in; now: seconds of the monotonic
+    clock.
     """
     call = waiting[stuck[0]]
     entered = {
@@ -167,7 +170,8 @@ def _describe_circle(
 ) -> Verdict:
     """Return the verdict on ranks that wait for each other in a cycle.
 
-    waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
+    ranks: rank -> its state; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds
+    of the monotonic clock.
     """
     path = [min(waiting)]
     while blockers[path[-1]][0] not in path:
@@ -186,10 +190,11 @@ def _describe_circle(
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on ranks behind others on CUDA, where hosts queue calls without waiting; None if no process is
-    stopped or ended, or none is behind. now: seconds of the monotonic clock.
+    """Return the verdict on ranks that have made fewer calls of a group than others; None if there are none or no
+    process is stopped or ended. For CUDA, where hosts queue calls without waiting for them. ranks: rank -> its state;
+    now: seconds of the monotonic clock.
 
-    The rank with fewer calls of a group than others, that is not itself ahead of another rank, is the cause.
+    The cause is a rank behind others that is not itself ahead of another rank.
     """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
@@ -211,7 +216,7 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _count_calls(seen: RankState, group: Group) -> int:
-    """Return the number of calls that a rank has made in a group."""
+    """Return the number of calls that a rank has made in a group, 0 if unknown."""
     return seen.calls.counts.get(group, 0) if seen.calls else 0
 
 
@@ -224,8 +229,8 @@ def _blame_lagging(
 ) -> Verdict:
     """Return the verdict on lagging ranks, with the earliest call that the first of them has not made.
 
-    odd: those ranks; kind: "dead", "stopped" or "behind"; slower: rank -> ranks behind it -> groups in which they are;
-    now: seconds of the monotonic clock.
+    ranks: rank -> its state; odd: the lagging ranks; kind: "dead", "stopped" or "behind"; slower: rank -> ranks behind
+    it -> groups in which they are; now: seconds of the monotonic clock.
     """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
@@ -255,7 +260,7 @@ def _blame_lagging(
 
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Return the verdict on stopped processes that no rank waits for in a call, such as during a save; None if none is
-    stopped. now: seconds of the monotonic clock."""
+    stopped. ranks: rank -> its state; now: seconds of the monotonic clock."""
     odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not odd:
         return None

@@ -1,4 +1,4 @@
-"""Which device each process computes on. Asks torch only where the answer depends on the machine."""
+"""Choice of the device on which each process computes. Imports torch only where the answer depends on the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def one_device(wanted: str) -> str:
-    """Resolve a device name of `DEVICES` to "cpu" or "cuda"; "auto" is the GPU if there is one.
+    """Resolve the device name `wanted` ("auto", "cpu" or "cuda") to "cpu" or "cuda"; "auto" is the GPU if there is one.
 
     `UserError` for an unknown name or a missing device. CUDA_VISIBLE_DEVICES determines which GPU is used.
     """
@@ -36,9 +36,8 @@ def one_device(wanted: str) -> str:
 
 
 def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:
-    """Raise `UserError` for device "cuda" together with a layout, whose local ranks compute on the CPU. prefix: of both
-    names in the message, such as "--".
-    """
+    """Raise `UserError` if device "cuda" is combined with a layout (not None), whose local ranks compute on the CPU.
+    prefix: put before both option names in the message, such as "--"."""
     if layout is not None and device == "cuda":
         raise UserError(
             f"{prefix}layout with {prefix}device cuda: the ranks of a layout compute on the CPU; leave one of them out"
@@ -46,10 +45,8 @@ def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> No
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """Return "cpu" or "cuda:N" for the recipe's run.device (`wanted`), one GPU for each local rank.
-
-    `UserError` when there is no such device.
-    """
+    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: the recipe's run.device ("auto",
+    "cpu" or "cuda"). `UserError` if there is no such device."""
     if wanted == "cpu":
         return "cpu"
     count = len(_visible_devices())
@@ -64,9 +61,9 @@ def choose_device(wanted: str, local_rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Host and GPUs of one rank that another tool started: host name, local rank if known, UUIDs of the GPUs visible to
-    it."""
+class RankDevices:
+    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: its name. local_rank: None if
+    unknown. devices: UUIDs of the GPUs visible to the rank."""
 
     host: str
     local_rank: int | None
@@ -76,17 +73,20 @@ class Seat:
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
 
-    wanted: the recipe's run.device. Collective: every rank calls it with the common store; all raise the same
-    `UserError`. The local rank may be unknown, and each rank may see one GPU only.
+    wanted: the recipe's run.device ("auto", "cpu" or "cuda"). place: this rank's number and the number of ranks. store:
+    key-value store that all ranks share. Collective: all ranks raise the same `UserError`. The local rank may be
+    unknown, and each rank may see one GPU only.
     """
     if wanted == "cpu":
         return "cpu"
-    seat = Seat(socket.gethostname(), place.local_rank, _visible_devices())
-    store.set(f"meshwright/seat/{place.rank}", json.dumps(asdict(seat)))
+    own = RankDevices(socket.gethostname(), place.local_rank, _visible_devices())
+    store.set(f"meshwright/seat/{place.rank}", json.dumps(asdict(own)))
     if place.rank == 0:
         said = store.multi_get([f"meshwright/seat/{rank}" for rank in range(place.ranks)])
         try:
-            answer: dict[str, object] = {"devices": assign_devices(wanted, [Seat(**json.loads(text)) for text in said])}
+            answer: dict[str, object] = {
+                "devices": assign_devices(wanted, [RankDevices(**json.loads(text)) for text in said])
+            }
         except UserError as error:
             answer = {"problem": str(error)}
         store.set("meshwright/devices", json.dumps(answer))
@@ -96,42 +96,43 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     return str(agreed["devices"][place.rank])
 
 
-def assign_devices(wanted: str, seats: Sequence[Seat]) -> list[str]:
+def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:
     """Return the device of each rank, "cpu" or "cuda:N" among the GPUs visible to it: N is its local rank, or 0 if it
     sees one.
 
-    wanted: the recipe's run.device; seats: by rank. `UserError` when a rank has no GPU, or two ranks share one.
+    wanted: the recipe's run.device; rank_devices: host and GPUs of each rank. `UserError` when a rank has no GPU, or
+    two ranks share one.
     """
-    if wanted == "auto" and not any(seat.devices for seat in seats):
-        return ["cpu"] * len(seats)
+    if wanted == "auto" and not any(each.devices for each in rank_devices):
+        return ["cpu"] * len(rank_devices)
     chosen: list[str] = []
     taken: dict[tuple[str, str], int] = {}
-    for rank, (seat, local) in enumerate(zip(seats, _local_ranks(seats), strict=True)):
-        index = 0 if len(seat.devices) == 1 else local
-        if not 0 <= index < len(seat.devices):
+    for rank, (each, local) in enumerate(zip(rank_devices, _local_ranks(rank_devices), strict=True)):
+        index = 0 if len(each.devices) == 1 else local
+        if not 0 <= index < len(each.devices):
             raise UserError(
-                f'run.device = "{wanted}": {seat.host} has {_format_devices(len(seat.devices))}, and rank {rank}, '
+                f'run.device = "{wanted}": {each.host} has {_format_devices(len(each.devices))}, and rank {rank}, '
                 f'number {local} there, needs one of its own; start fewer ranks there or set run.device = "cpu"'
             )
-        other = taken.setdefault((seat.host, seat.devices[index]), rank)
+        other = taken.setdefault((each.host, each.devices[index]), rank)
         if other != rank:
             raise UserError(
-                f'run.device = "{wanted}": ranks {other} and {rank} on {seat.host} would share one GPU; start one rank '
+                f'run.device = "{wanted}": ranks {other} and {rank} on {each.host} would share one GPU; start one rank '
                 'for each GPU, let each see all GPUs or one of its own, or set run.device = "cpu"'
             )
         chosen.append(f"cuda:{index}")
     return chosen
 
 
-def _local_ranks(seats: Sequence[Seat]) -> list[int]:
-    """Return each rank's local rank: as reported if all ranks of its host reported different ones, else in order of
-    ranks."""
+def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
+    """Return each rank's number on its host, from 0: as reported if all ranks of the host reported different ones, else
+    in the order of ranks."""
     by_host: dict[str, list[int]] = {}
-    for rank, seat in enumerate(seats):
-        by_host.setdefault(seat.host, []).append(rank)
-    numbers = [0] * len(seats)
+    for rank, each in enumerate(rank_devices):
+        by_host.setdefault(each.host, []).append(rank)
+    numbers = [0] * len(rank_devices)
     for ranks in by_host.values():
-        local_ranks = [number for rank in ranks if (number := seats[rank].local_rank) is not None]
+        local_ranks = [number for rank in ranks if (number := rank_devices[rank].local_rank) is not None]
         trusted = len(set(local_ranks)) == len(ranks)
         for rank, number in zip(ranks, local_ranks if trusted else range(len(ranks)), strict=True):
             numbers[rank] = number
@@ -148,5 +149,5 @@ def _visible_devices() -> list[str]:
 
 
 def _format_devices(count: int) -> str:
-    """Format a number of CUDA devices."""
+    """Format a number of CUDA devices with its noun, such as "2 CUDA devices"."""
     return f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"

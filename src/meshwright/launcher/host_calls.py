@@ -1,6 +1,6 @@
-"""The calls of the ranks on this host where no launcher of ours keeps them: torchrun, Kubernetes, SLURM. Each writes
-them to a file in memory that its neighbours can read; the first that waits in vain reports them all. Free of torch.
-"""
+"""Flight recorder of the ranks on one host when torchrun, Kubernetes or SLURM started them, so that no launcher process
+of Meshwright watches them: each rank records its collective calls in a file in memory that the others can read, and the
+first rank whose wait times out reports them all. Free of torch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _REPORTED = "reported"
 
 
 class HostCalls:
-    """The flight-recorder files of this host's ranks, in a directory in memory (/dev/shm; else the temporary
-    directory).
+    """Flight-recorder files of this host's ranks, in one directory in memory (/dev/shm; else the temporary directory).
 
-    Each rank records its collective calls in a file that the others can read. token: the same on all ranks of a run.
+    Each rank records its collective calls in a file of its own that the others can read. directory: the run's; place:
+    this rank's number and the number of ranks; token: random text that is the same on all ranks of a run.
     """
 
     def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
@@ -56,16 +56,17 @@ class HostCalls:
 
     @classmethod
     def agree(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
-        """Create this rank's file. Collective: every rank calls it after rank 0 has locked the run directory."""
+        """Create this rank's file, with a token from rank 0. store: key-value store that all ranks share. Collective:
+        every rank calls it after rank 0 has locked the run directory."""
         if place.rank == 0:
             store.set(_KEY, secrets.token_hex(8))
         return cls(directory, place, store.get(_KEY).decode())
 
     def report(self, error: RankLost) -> RankLost:
-        """Return the error to raise in place of `error`: the first rank of this host to call gets one with the verdict
-        on all ranks.
+        """Return the error to raise in place of `error`, which says that another rank stopped answering.
 
-        It prints the hang report and writes it to the run directory; the other ranks get `error` back.
+        The first rank of this host to call it prints the hang report, writes it to the run directory and gets an error
+        that names the rank at fault; the other ranks get `error` back.
         """
         try:
             os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
@@ -75,18 +76,16 @@ class HostCalls:
         return error if verdict is None else RankLost(verdict.line)
 
     def _report_killed_run(self, path: Path) -> None:
-        """Report on the ranks of a killed run that left the directory `path`, and remove it; only one rank does."""
+        """Print the hang report of an earlier run that was killed and left its files in the directory `path`, and
+        remove it; of several ranks that call this, one does so."""
         ours = path.with_name(f"left-{path.name}")
         with suppress(OSError):
             path.rename(ours)
             self._print_verdict(ours, "in the start before this one: ")
 
     def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
-        """Read the calls in the files of `path`, remove them, print and write the hang report; return the verdict, if
-        any.
-
-        when: text before the verdict's line.
-        """
+        """Read and remove the recorder files in `path`; if they show which rank is at fault, print and write the hang
+        report. Return the verdict (rank and reason), None if there is none. when: text before the verdict's line."""
         files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
         rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)
@@ -101,7 +100,7 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """Remove this rank's file after a run that ended well."""
+        """Remove this rank's recorder file after a run without errors."""
         with suppress(OSError):
             self._own_file.unlink()
             self._path.rmdir()  # the last one's

@@ -16,12 +16,12 @@ _VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory for processes of this machine, in bytes.
+    """Memory that processes of this machine can use, in bytes.
 
     Attributes:
         total: The control group's limit, else the machine's memory without swap.
-        available: What can be allocated now without swapping or being killed.
-        source: What sets `total`: "control group" or "machine".
+        available: Memory that can be allocated now without swapping or being killed.
+        source: Origin of `total`: "control group" or "machine".
     """
 
     total: int
@@ -30,7 +30,8 @@ class HostMemory:
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> HostMemory:
-        """Return the memory now. root: directory with `proc` and `sys`, another one in tests."""
+        """Return the memory of this machine or control group now. root: directory that holds `proc` and `sys`, "/"
+        outside tests."""
         total, available = _read_machine(root)
         source = "machine"
         for directory, (_, limit_name, usage_name, reclaimable) in _control_groups(root):
@@ -54,7 +55,7 @@ def machine_memory() -> int:
 
 
 def _read_machine(root: Path) -> tuple[int, int]:
-    """Return the machine's total and available memory in bytes."""
+    """Return (total, available) memory of the machine in bytes, from /proc/meminfo below `root`."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {"MemTotal": total, "MemAvailable": total}
     with suppress(OSError, ValueError):
@@ -66,7 +67,8 @@ def _read_machine(root: Path) -> tuple[int, int]:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Yield the memory control groups of this process, from its own to the outermost, each with its version's files.
+    """Yield (directory, file names) of each memory control group of this process, from its own to the outermost; file
+    names: (mount, limit, usage, key of reclaimable memory) in the cgroup version.
 
     A container may see its own group as the mount's root and not its path.
     """

@@ -1,7 +1,7 @@
-"""This host's addresses and network interfaces, as far as ranks on several hosts need them to reach each other.
+"""Addresses and network interfaces of this host, by which ranks on several hosts reach each other.
 
-    python -m meshwright.launcher.hosts HOST             # this host's own address on the way to HOST
-    python -m meshwright.launcher.hosts --is-here HOST   # true or false: whether HOST is this host
+    python -m meshwright.launcher.hosts HOST             # this host's own address on the route to HOST
+    python -m meshwright.launcher.hosts --is-here HOST   # true if HOST is this host, else false
 
 Free of torch.
 """
@@ -28,8 +28,8 @@ _ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: no host's, so that the de
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
-def addresses_of(host: str) -> list[str]:
-    """Return the IP addresses of a host name or address. `UserError` where the name is unknown."""
+def resolve_addresses(host: str) -> list[str]:
+    """Return the IP addresses of a host name or address. `UserError` if the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
@@ -38,10 +38,10 @@ def addresses_of(host: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own IP address on the route to `host` (on itself: that address). `UserError`
-    without a route."""
+    """Return this host's own IP address on the network route to `host` (if that is this host, the given address
+    itself). `UserError` without a route."""
     reasons = []
-    for address in addresses_of(host):
+    for address in resolve_addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -54,7 +54,7 @@ def address_towards(host: str) -> str:
 
 
 def address_outwards() -> str | None:
-    """Return this host's own IP address on its default route, None without one."""
+    """Return this host's own IP address on its default network route, None without one."""
     try:
         return address_towards(_ELSEWHERE)
     except UserError:
@@ -68,7 +68,7 @@ def is_loopback(address: str) -> bool:
 
 def is_here(host: str) -> bool:
     """Return True if `host` (a name or address) is this host."""
-    return any(is_loopback(address) or interface_of(address) is not None for address in addresses_of(host))
+    return any(is_loopback(address) or find_interface(address) is not None for address in resolve_addresses(host))
 
 
 def is_own_name(host: str) -> bool:
@@ -76,8 +76,9 @@ def is_own_name(host: str) -> bool:
     return host.lower().partition(".")[0] == socket.gethostname().lower().partition(".")[0] != "localhost"
 
 
-def interface_of(address: str) -> str | None:
-    """Return the network interface with an IP address (in IPv4 its primary one), None if none has it."""
+def find_interface(address: str) -> str | None:
+    """Return the name of this host's network interface with an IP address (of IPv4, its primary one), None if none has
+    it."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return next((name for name in names if name in ("lo", "lo0")), None)
@@ -99,23 +100,25 @@ def interface_of(address: str) -> str | None:
 def agree_on_interface(place: Place, store: Any) -> str | None:
     """Return the network interface on which gloo reaches the ranks on other hosts, None where it is unknown.
 
-    Collective: every rank that torchrun, Kubernetes or SLURM started calls it with the common `store`. By default gloo
-    resolves this host's own name, which often leads to the loopback interface or to nothing.
+    place: this rank's number and the rendezvous URL; store: key-value store that all ranks share. Collective: every
+    rank that torchrun, Kubernetes or SLURM started calls it. By default gloo resolves this host's own name, which often
+    leads to the loopback interface or to nothing.
     """
     if place.method.startswith("file://"):
         return None
     meeting = os.environ["MASTER_ADDR"] if place.method == "env://" else urlsplit(place.method).hostname or ""
-    mine, there = address_towards(meeting), addresses_of(meeting)[0]
+    mine, there = address_towards(meeting), resolve_addresses(meeting)[0]
     # On the host where all meet, that name may lead back to itself: what it means elsewhere the others know.
     store.set(f"meshwright/meeting/{place.rank}", "" if is_loopback(mine) else there)
     if is_loopback(mine):
         said = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(place.ranks)])
         mine = next((address.decode() for address in said if address), mine)
-    return interface_of(mine)
+    return find_interface(mine)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the answer to a launch script's question; on failure print one line and return exit code 2."""
+    """Print the address or the true/false answer that a launch script asks for (see the module); return the exit code:
+    0, or 2 after one line on an error."""
     try:
         if arguments[0] == "--is-here":
             print(str(is_here(arguments[1])).lower())

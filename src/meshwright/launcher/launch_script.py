@@ -23,7 +23,8 @@ SAVE_SECONDS = 120  # that a checkpoint may take when a run is told to stop
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """A launch script and what it starts: `nodes` hosts with `devices_per_node` ranks each. warnings: one line each."""
+    """Launch script of a recipe. script: its text. layout: notation. nodes, devices_per_node: hosts it starts, and
+    ranks on each. warnings: one line each, for the user."""
 
     script: str
     layout: str
@@ -34,10 +35,10 @@ class LaunchScript:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Hosts and limits of a job. nodes, devices_per_node: default: as many as the layout's ranks need. restarts: how
-    often the ranks are started again after one was lost. time: SLURM's time limit, such as "24:00:00". sbatch: further
-    options of SLURM, such as "--partition=gpu".
-    """
+    """Hosts and limits of a job. nodes, devices_per_node: default: as many as the layout's ranks need. cpus_per_device:
+    CPU cores of each rank, default: SLURM's, or under torchrun an equal share of the host's. restarts: maximum number
+    of restarts after a lost rank. time: SLURM's time limit, such as "24:00:00". sbatch: further options of SLURM, such
+    as "--partition=gpu"."""
 
     nodes: int | None = None
     devices_per_node: int | None = None
@@ -55,10 +56,11 @@ def launch_script(
     *,
     trust: bool = False,
 ) -> LaunchScript:
-    """Build the script that trains `recipe_path` with `overrides` by torchrun or SLURM, one rank for each device.
+    """Build a launch script, torchrun's or SLURM's, that trains the recipe file `recipe_path` with `overrides`, such as
+    "train.steps=100", one rank for each device. resources: hosts and limits of the job.
 
-    It starts the ranks in the current directory and with this Python, which every host must have. trust: let the
-    recipe run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the devices.
+    It starts the ranks in the current directory and with this Python, which every host must have. trust: let the recipe
+    run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the devices.
     """
     time, sbatch, cpus_per_device = resources.time, resources.sbatch, resources.cpus_per_device
     recipe = load_recipe(recipe_path, overrides, trust=trust)
@@ -66,7 +68,7 @@ def launch_script(
     if kind == "torchrun" and (time is not None or sbatch):
         raise UserError(f"{'--time' if time is not None else '--sbatch'} belongs to --slurm: torchrun has no queue")
     layout = recipe.parsed_layout
-    nodes, devices_per_node = hosts_of(layout, resources.nodes, resources.devices_per_node)
+    nodes, devices_per_node = split_over_hosts(layout, resources.nodes, resources.devices_per_node)
     hosts, ranks = _format_count(nodes, "host"), _format_count(devices_per_node, "rank")
     path = str(recipe_path)
     words = [f"./{path}" if path.startswith("-") else path, *overrides, *["--trust-recipe"][: int(trust)]]
@@ -99,10 +101,11 @@ def launch_script(
     return LaunchScript(script, str(layout), nodes, devices_per_node, (warning,) if warning else ())
 
 
-def hosts_of(layout: Layout, nodes: int | None, devices_per_node: int | None) -> tuple[int, int]:
-    """Return (hosts, devices per host) for the layout's ranks; either may be given, None is derived.
+def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | None) -> tuple[int, int]:
+    """Return (hosts, devices per host) for the layout's ranks, one for each device; either may be given, None is
+    derived.
 
-    `UserError` with numbers that fit where their product is not the number of ranks.
+    `UserError`, with numbers that fit, if their product is not the number of ranks.
     """
     ranks, said = layout.world_size, (nodes, devices_per_node)
     if said == (None, None):
@@ -123,7 +126,7 @@ def hosts_of(layout: Layout, nodes: int | None, devices_per_node: int | None) ->
 
 
 def _fill_template(name: str, values: Mapping[str, object]) -> str:
-    """Return the script template of this name with each @KEY@ replaced by its value."""
+    """Return the text of the script template file `name` with each @KEY@ replaced by its value."""
     return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), (SCRIPTS / name).read_text())
 
 
@@ -133,19 +136,20 @@ def _format_count(number: int, what: str) -> str:
 
 
 def _shell_safe_name(name: str) -> str:
-    """Replace the characters of a name that are special to a shell or in sbatch file names."""
+    """Return a name in which every character except letters, digits and "_.-" is replaced by "_", for shells and sbatch
+    file names."""
     return re.sub("[^A-Za-z0-9_.-]", "_", name)
 
 
 def _check_time_limit(text: str) -> str:
-    """Return a SLURM time limit unchanged; `UserError` if it is malformed."""
+    """Return a SLURM time limit, such as "24:00:00", unchanged; `UserError` if it is malformed."""
     if re.fullmatch("[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", text):
         return text
     raise UserError(f'--time "{text}": a limit is written as minutes, as in 90, or as 24:00:00 or 2-12:00:00')
 
 
 def _check_sbatch_option(text: str) -> str:
-    """Return an sbatch option unchanged; `UserError` if it is malformed."""
+    """Return an sbatch option, such as "--partition=gpu", unchanged; `UserError` if it is malformed."""
     if re.fullmatch(r"-[^\r\n]+", text):
         return text
     raise UserError(f'--sbatch "{text}" is no option of sbatch; right would be --sbatch=--partition=gpu')

@@ -1,5 +1,5 @@
-"""Starts the ranks of a run on this machine and stays until they end: passes signals on, says who died, starts again.
-Free of torch."""
+"""Starts the ranks of a run on this machine and supervises them until they end: forwards signals, reports which rank
+was lost, restarts. Free of torch."""
 
 from __future__ import annotations
 
@@ -39,16 +39,20 @@ TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing the
 
 
 class RankFault(Exception):
-    """An internal error in a rank; the text holds that rank's traceback."""
+    """Raised for an internal error in a rank; the text holds that rank's traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """Launch of a run. description: sent to every rank as JSON, with rank, ranks, method, threads and directory added.
+    """Arguments of `launch`. description: sent to every rank as JSON, with rank, ranks, method, threads and directory
+    added.
 
-    threads: per rank; unless given OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous
-    URL; a new file unless given, since a free port may be taken before rank 0 binds it. collective_timeout: seconds, as
-    in the ranks. command: starts one rank. trains: takes steps and saves checkpoints; else `directory` is temporary.
+    ranks: number of processes. directory: run directory, locked meanwhile. restarts: maximum number of restarts after a
+    lost rank. threads: per rank; unless given OMP_NUM_THREADS, else this machine's cores divided by the ranks. method:
+    rendezvous URL; a new file unless given, since a free port may be taken before rank 0 binds it. collective_timeout:
+    seconds, as in the ranks. command: starts one rank. output: file descriptor that ranks get as standard output.
+    trains: takes steps and saves checkpoints; else `directory` is temporary. before_ranks: called once the directory is
+    locked. log: called with each line for the user.
     """
 
     description: Mapping[str, Any]
@@ -66,7 +70,7 @@ class LaunchSpec:
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
-    """Start the ranks of a run on this machine, wait for them, and return rank 0's result document.
+    """Start the ranks of a run on this machine, wait for them, and return rank 0's result (JSON dict).
 
     Raises what the ranks raised (`UserError`, `CheckFailed` ...); `RankLost` when one died; `RankFault` with its
     traceback; `Terminated` after SIGTERM, when all have saved; `KeyboardInterrupt` after an interrupt, likewise.
@@ -84,7 +88,8 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
-    """Start all ranks, again after a lost rank up to `spec.restarts` times; return rank 0's result."""
+    """Start all ranks, and again after a rank was lost, up to `spec.restarts` times; return rank 0's result. directory:
+    of the run, locked."""
     with StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
@@ -97,7 +102,8 @@ def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
 
 
 class _Attempt:
-    """One start of all ranks, watched until they have ended."""
+    """One start of all ranks of a run, supervised until they have ended. signals: stop signals that the launcher
+    received."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
@@ -107,7 +113,7 @@ class _Attempt:
         self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
 
     def run(self) -> dict[str, Any]:
-        """Start the ranks, watch them, return rank 0's result; no rank is left running."""
+        """Start the ranks, wait for their end, return rank 0's result; no rank is left running."""
         with rendezvous_directory() as meeting:
             try:
                 for number in range(self.spec.ranks):
@@ -119,7 +125,7 @@ class _Attempt:
                 self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
-        """Start rank `number`. method: rendezvous URL."""
+        """Start the process of rank `number` and return it. method: rendezvous URL."""
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
         threads = spec.threads or choose_threads(spec.ranks)
@@ -129,7 +135,8 @@ class _Attempt:
     # --- while they run
 
     def _watch(self) -> None:
-        """Return when every rank has ended, or `SETTLE_SECONDS` after one ended abnormally."""
+        """Wait until every rank has ended, until `SETTLE_SECONDS` after one ended abnormally, or until one has been
+        stopped too long; forward signals meanwhile."""
         deadline: float | None = None
         with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
             selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)
@@ -160,16 +167,18 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Snapshot the collective calls of all ranks, and the stacks of ranks that others wait for outside any call."""
+        """Take a snapshot of the collective calls of all ranks, with the stacks of ranks that others wait for outside
+        any call."""
         ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
         for seen in self.snapshot.busy_ranks:
-            self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].where()
+            self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].read_stack()
 
     def _stopped_too_long(self) -> bool:
         """Return True if a rank's process has been stopped (SIGSTOP) for longer than the collective time-out.
 
-        In a call or not: in a save, ranks wait for each other's files with a much longer limit.
+        This also holds for a rank outside collective calls: in a save, ranks wait for each other's files with a much
+        longer limit.
         """
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
@@ -181,7 +190,8 @@ class _Attempt:
         return any(now - since > limit for since in self.stopped_since.values())
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
-        """Read what a rank has written to its report pipe; close the pipe at its end."""
+        """Read what a rank has written to its report pipe (result or error); at its end, close the pipe and stop
+        selecting it."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -194,7 +204,7 @@ class _Attempt:
                 self._record_end(rank)
 
     def _handle_exit(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
-        """Handle the exit of a rank: read the rest of its report. watched: pidfd of its process."""
+        """Handle the exit of a rank: read the rest of its report. watched: pidfd (file descriptor) of its process."""
         selector.unregister(watched)
         if rank.pipe >= 0:
             os.set_blocking(rank.pipe, False)
@@ -206,7 +216,7 @@ class _Attempt:
         self._record_end(rank)
 
     def _record_end(self, rank: StartedRank) -> None:
-        """Record when a rank ended, and parse its report."""
+        """Record the time at which a rank ended, and parse its report."""
         rank.process.wait()
         rank.ended = time.monotonic()
         with suppress(ValueError):  # nothing, or killed while it was writing
@@ -214,7 +224,8 @@ class _Attempt:
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _ended_abnormally(self, rank: StartedRank) -> bool:
-        """Return True if a rank ended so that the others cannot continue; after a stop signal they end one by one."""
+        """Return True if a rank ended without a result and not because of a stop signal, so that the others cannot
+        continue."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _pass_signals_on(self) -> None:
@@ -227,13 +238,14 @@ class _Attempt:
                     self._send_signal(rank, signal.SIGTERM if self.signals_sent == 1 else signal.SIGKILL)
 
     def _send_signal(self, rank: StartedRank, number: signal.Signals) -> None:
-        """Send a signal to a rank."""
+        """Send signal `number` to a rank's process and record that it was asked to stop; no effect on one that has
+        ended."""
         rank.stop_requested = True
         with suppress(ProcessLookupError):
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Terminate, then kill all ranks still running, and close their descriptors."""
+        """Terminate all ranks that still run, kill those that remain, and close their descriptors."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:
@@ -248,7 +260,7 @@ class _Attempt:
     # --- how it ended
 
     def _result(self) -> dict[str, Any]:
-        """Return rank 0's result, or raise the error that caused the others."""
+        """Return rank 0's result, or raise the error that caused the errors of the other ranks."""
         if all(rank.finished for rank in self.ranks):
             report = self.ranks[0].report
             assert report is not None
@@ -269,8 +281,9 @@ class _Attempt:
         raise RankLost(f"{line}; {self._describe_resume()}")
 
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Describe which rank was lost and how: the killed one, else by the calls of all ranks, else by the first error
-        reported."""
+        """Return one sentence on which rank was lost and how: killed, at fault by the recorded calls of all ranks, or
+        the first that reported an error. died: ranks that ended without a report; reported: ranks that reported an
+        error."""
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.
         known = verdict is not None and (verdict.is_call_mismatch or verdict.kind == "stopped")
@@ -283,14 +296,16 @@ class _Attempt:
         return str(reported[0].report["message"])
 
     def _print_hang_report(self, line: str) -> None:
-        """Print the hang report (the calls of every rank) and write it to the run directory. line: its first line."""
+        """Print the hang report (the recorded calls of every rank) and write it to the run directory. line: its first
+        line."""
         if self.spec.trains and self.snapshot is not None and self.snapshot.has_calls:
             text = self.snapshot.format_report(line)
             kept = write_hang_report(self.directory.lost, text)
             self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
 
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
-        """Raise `Terminated` or `KeyboardInterrupt` after a stop signal, unless a rank reported an error of its own."""
+        """Raise `Terminated` or `KeyboardInterrupt` after a stop signal, unless a rank reported another error. died:
+        ranks that ended without a report; reported: ranks that reported an error."""
         for rank in reported:
             if not died and rank.error != "Terminated" and not rank.lost_another:
                 self._raise_reported(rank)
@@ -302,7 +317,8 @@ class _Attempt:
         raise Terminated(line)
 
     def _raise_reported(self, rank: StartedRank) -> None:
-        """Raise the error that a rank reported."""
+        """Raise the error that a rank reported: its own exception class, or `RankFault` with its traceback for an
+        internal error."""
         report = rank.report
         assert report is not None
         if "fault" in report:
@@ -315,21 +331,21 @@ class _Attempt:
         raise error
 
     def _describe_death(self, rank: StartedRank) -> str:
-        """Describe how a rank died, and its last collective call."""
+        """Return text on how a rank died, its last collective call, and how far training had come."""
         line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._describe_progress()}"
         seen: list[RankState] = [] if self.snapshot is None else self.snapshot.seen
         where = next((describe_position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
 
     def _describe_progress(self) -> str:
-        """Describe how far training had come, such as "after step 12"."""
+        """Return text on how far training had come, such as "after step 12"."""
         if not self.spec.trains:
             return "before it was done"
         step = self.directory.last_step()
         return "before the first step" if step is None else f"after step {step}"
 
     def _describe_resume(self) -> str:
-        """Describe what running the same command again does: from which checkpoint it resumes."""
+        """Return text on what running the same command again does: from which checkpoint it resumes."""
         if not self.spec.trains:
             return "nothing was written: the same command begins again"
         checkpoint = newest(self.directory.checkpoints)

@@ -1,4 +1,4 @@
-"""The process of one rank that the launcher started: reads its description, does its work, reports how it ended."""
+"""Process of one rank that the launcher started: reads its description, does its work, reports its result or error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from meshwright.launcher.rendezvous import Place
 
 
 def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
-    """Run one rank: read the launcher's description from standard input, call `work(description, place)`, report its
-    result.
+    """Run one rank: read the launcher's description (JSON) from standard input, call `work(description, place)`, report
+    its result.
 
-    The result or error goes to the report pipe as JSON. Standard input stays open as long as the launcher lives; this
-    process ends with it.
+    place: rank, world size and rendezvous. The result or error goes to the report pipe as JSON. Standard input stays
+    open as long as the launcher lives; this process ends with it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -64,15 +64,15 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux)."""
+    """Make the kernel kill this process when the thread that started it ends (Linux)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _end_with_launcher(launcher: int | None) -> None:
-    """Kill this process when the launcher (its process id) dies, so that no rank holds memory, ports and the run's
-    lock."""
+    """Make this process be killed when the launcher dies, so that no rank holds memory, ports and the run's lock.
+    launcher: its process id; this process exits at once if that is no longer its parent."""
     die_with_parent()
 
     def watch() -> None:

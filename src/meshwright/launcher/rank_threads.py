@@ -1,5 +1,5 @@
-"""The number of threads of a run's ranks: chosen once and kept on resume, as the bits of a result depend on it. Free of
-torch."""
+"""Number of compute threads of a run's ranks: chosen once and kept on resume, as the last bits of a result depend on
+it. Free of torch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """Threads per rank. note: a line for the user, empty where there is nothing to report."""
+    """Number of threads per rank. note: a line for the user on why, empty where there is nothing to report."""
 
     count: int
     note: str = ""
 
 
 def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
-    """Return `run.threads`; else the threads of the checkpoint that is resumed under the same layout; else `default`.
-
-    default: of a fresh run. state: the checkpoint's, None for a fresh run.
-    """
+    """Return the threads per rank: `run.threads`; else those of the checkpoint that is resumed under the same layout;
+    else `default`. state: content of the checkpoint's `state.json`, None for a fresh run."""
     if recipe.run.threads is not None:
         return ThreadChoice(recipe.run.threads)
     if state is None or not same_layout(recipe.parsed_layout, state.get("layout")):
@@ -57,10 +55,10 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 
 def thread_change_note(before: int | None, now: int | None) -> str | None:
-    """Return a note that results may differ in their last bits if the thread count changed since the checkpoint, else
-    None.
+    """Return a line for the user that results may differ in their last bits if the thread count changed from `before`
+    (in the checkpoint) to `now`, else None.
 
-    `before` or `now` None: unknown, or without effect on the device.
+    None for either: unknown, or without effect on the device.
     """
     if before is None or now is None or before == now:
         return None
@@ -71,7 +69,8 @@ def thread_change_note(before: int | None, now: int | None) -> str | None:
 
 
 def same_layout(layout: Layout, saved: object) -> bool:
-    """Return True if a checkpoint's layout text equals `layout`, precision aside (the saved one is resolved)."""
+    """Return True if a checkpoint's layout notation `saved` equals `layout` up to the precision, which only the saved
+    one is sure to name."""
     try:
         other = Layout.parse(saved) if isinstance(saved, str) else None
     except UserError:
@@ -79,12 +78,9 @@ def same_layout(layout: Layout, saved: object) -> bool:
     return other is not None and replace(layout, precision=None) == replace(other, precision=None)
 
 
-def layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the FLOPs of one layer on one rank: forward and backward of a micro-batch.
-
-    The whole model's, LM head included, divided by its layers. layout: the recipe's unless given. None for a user's own
-    module.
-    """
+def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
+    """Return the FLOPs of one transformer layer on one rank, forward and backward of a micro-batch: the whole model's,
+    LM head included, divided by its layers. layout: the recipe's unless given. None for a user's own module."""
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None
     layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
@@ -94,33 +90,33 @@ def layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
 
 
 def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the state of the newest checkpoint in the recipe's run directory, None without one."""
+    """Return the content of `state.json` in the newest checkpoint of the recipe's run directory, None if there is
+    none."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     return None if checkpoint is None else checkpoint.state()
 
 
 def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
-    """Return the threads per rank of a run whose `ranks` ranks are all on this machine."""
+    """Return the number of threads per rank of a run whose `ranks` ranks are all on this machine."""
     return _threads_per_rank(recipe, ranks, None)
 
 
 def share_this_host(place: Place) -> bool:
-    """Return True if all ranks of the run are on this rank's host and share its cores (SLURM gave no rank cores of
-    its own). The thread count can then be computed without asking other ranks. place: this rank's number, the number
-    of ranks, and of ranks on its host.
-    """
+    """Return True if all ranks of the run are on this rank's host and share its cores (SLURM gave no rank cores of its
+    own), so that the thread count needs no exchange between ranks. place: numbers of ranks in all and on each host."""
     return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """Return the threads per rank where torchrun, Kubernetes or SLURM started the ranks: rank 0 decides, by the rank
-    with fewest cores.
+    """Return the threads per rank where torchrun, Kubernetes or SLURM started the ranks: rank 0 chooses, for the rank
+    with the fewest cores.
 
-    Collective: every rank calls it with the common `store`. `UserError` on all ranks if rank 0 finds one.
+    place: this rank's number and the number of ranks; store: key-value store that all ranks share. Collective.
+    `UserError` on all ranks if rank 0 finds one.
     """
     store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
     if place.rank == 0:
-        share = smallest_share([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
+        share = min_cores_per_rank([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
         try:
             found = _threads_per_rank(recipe, 1, share)
         except UserError as error:
@@ -135,22 +131,22 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
 
 
 def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
-    """Return the threads of each of `ranks` ranks that share `cores` cores (None: those available to this process)."""
-    return resolve_threads(recipe, choose_threads(ranks, cores, layer_flops(recipe)), resumed_state(recipe))
+    """Return the number of threads of each of `ranks` ranks that share `cores` cores (None: those available to this
+    process)."""
+    return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's host name, the cores available to it, and True under "shared" if other ranks use them too.
-
-    environment: SLURM_CPUS_PER_TASK gives the cores of one task alone.
-    """
+    """Return {"host": this rank's host name, "cores": number of cores available to it, "shared": True if other ranks
+    use the same cores}. environment: its SLURM_CPUS_PER_TASK is the number of cores of one task alone."""
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     shared = not own.isdecimal() or not int(own)
     cores = count_available_cores() if shared else min(count_available_cores(), int(own))
     return {"host": socket.gethostname(), "cores": cores, "shared": shared}
 
 
-def smallest_share(ranks: list[dict[str, Any]]) -> int:
-    """Return the fewest cores that any rank has to itself. ranks: the `cores_of_rank` of each."""
+def min_cores_per_rank(ranks: list[dict[str, Any]]) -> int:
+    """Return the smallest number of cores that any rank has to itself, at least 1; shared cores are divided by the
+    ranks on the host. ranks: the dict `cores_of_rank` of each rank."""
     ranks_on = Counter(each["host"] for each in ranks)
     return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

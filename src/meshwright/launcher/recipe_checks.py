@@ -25,18 +25,19 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.model.load_weights:  # its tokenizer may be the data's: a damaged directory is reported first
         config_from_path(recipe.model.from_path or "")
     check_vocabulary(recipe, find_least_vocabulary(recipe.data.tokenizer))
-    check_watching(recipe)
+    check_profile_and_trackers(recipe)
 
 
 def check_vocabulary(recipe: Recipe, tokens: int) -> None:
-    """Raise `UserError` if the recipe's model with a vocabulary of `tokens` cannot be trained on its layout."""
+    """Raise `UserError` if the recipe's model with a vocabulary of `tokens` entries cannot be trained on its layout."""
     layout = recipe.parsed_layout
     config = config_from_recipe(recipe.model, recipe.data.sequence, tokens)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:
-    """Raise `UserError` if all ranks run on one machine's CPU and the minimum of any layout exceeds its memory.
+    """Raise `UserError` if the run needs more than `machine_bytes` on this machine's CPU under any layout; no check on
+    GPUs.
 
     Minimum: every parameter, gradient and optimizer state once, or one hidden state for every token of a micro-batch.
     """
@@ -58,8 +59,9 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
             )
 
 
-def check_watching(recipe: Recipe) -> None:
-    """Raise `UserError` for profiled ranks beyond the layout's, and for trackers that cannot be made."""
+def check_profile_and_trackers(recipe: Recipe) -> None:
+    """Raise `UserError` if `train.profile_ranks` names a rank that the layout does not have, or if a tracker of
+    `track.to` cannot be created."""
     layout = recipe.parsed_layout
     if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
         where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: torchrun's or Kubernetes' environment, SLURM's, tcp:// and file://.
+"""Rendezvous of the ranks of a job: by torchrun's or Kubernetes' environment, SLURM's, tcp:// or file://.
 
 Free of torch until `initialise` is called.
 """
@@ -34,10 +34,10 @@ LAUNCHER = "the launcher"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank of this process and where the ranks meet. ranks: world size. local_rank: on its host, None if unknown.
+    """Rank and rendezvous of this process. ranks: world size. local_rank: number on its host, None if unknown.
 
-    method: rendezvous URL, env://, tcp:// or file://. started_by: for error lines. host_ranks: ranks on each host, None
-    if unknown.
+    method: URL at which the ranks meet: env://, tcp:// or file://. started_by: launcher's name or variables, for error
+    messages. host_ranks: number of ranks on each host, None if unknown or unequal.
     """
 
     rank: int
@@ -49,7 +49,8 @@ class Place:
 
 
 def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it joins them.
+    """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it must join
+    them. environment: variables, by default this process's.
 
     A SLURM job of one task starts its ranks itself, as on any machine.
     """
@@ -59,11 +60,11 @@ def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> b
     return "SLURM_PROCID" in environment and environment.get("SLURM_NTASKS", "1") != "1"
 
 
-def place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
-    """Return this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
+def read_place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
+    """Read this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
 
-    rendezvous: the recipe's (tcp://HOST:PORT or file:///PATH), in place of the environment's. `UserError` names the
-    variable that is missing or wrong.
+    rendezvous: URL of the recipe (tcp://HOST:PORT or file:///PATH), in place of the environment's. environment:
+    variables, by default this process's. `UserError` names the variable that is missing or wrong.
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -92,7 +93,8 @@ _LOCAL_RANKS = (
 
 
 def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
-    """Return the rank on this host from the environment of torchrun, SLURM or MPI, None if unknown."""
+    """Return this process's number on its host from the variables of torchrun, SLURM or MPI, None if unknown. rank,
+    ranks: its global rank and the world size, which MPI's or SLURM's variables must match."""
     if "LOCAL_RANK" in environment:
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
@@ -106,7 +108,8 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
 
 
 def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
-    """Return the ranks on each host, where torchrun or SLURM reports an equal number for all; else None."""
+    """Return the number of ranks on each host, where torchrun or SLURM reports an equal number for all; else None.
+    ranks: world size."""
     said = environment.get("LOCAL_WORLD_SIZE", "")
     if not said and environment.get("SLURM_NTASKS") == str(ranks):
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
@@ -115,8 +118,8 @@ def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
 
 
 def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
-    """Return a warning line if a tensor-parallel group spans hosts of `host_ranks` consecutive ranks
-    each, else None."""
+    """Return a warning line if a tensor-parallel group spans several hosts, else None. host_ranks: number of
+    consecutive ranks on each host."""
     if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
         return None
     inside = math.gcd(host_ranks, layout.tp)
@@ -128,7 +131,7 @@ def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
 
 
 def check_world_size(place: Place, layout: Layout) -> None:
-    """Raise `UserError` if the layout needs another number of ranks than were started."""
+    """Raise `UserError` if the number of ranks that were started is not the layout's."""
     if place.ranks != layout.world_size:
         raise UserError(
             f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '
@@ -145,7 +148,8 @@ def first_host(nodes: str) -> str:
 
 
 def _slurm_method(environment: Mapping[str, str]) -> str:
-    """Return the tcp:// URL at which the tasks of a SLURM job meet; the port is derived from job and step id."""
+    """Return the rendezvous URL tcp://HOST:PORT of the tasks of a SLURM job: its first host, and a port derived from
+    job and step id."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     host = environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     if host is None:
@@ -158,7 +162,7 @@ def _slurm_method(environment: Mapping[str, str]) -> str:
 
 
 def _read_int(environment: Mapping[str, str], name: str) -> int:
-    """Return an environment variable as an int; `UserError` where it is missing or no integer."""
+    """Return the environment variable `name` as an int; `UserError` if it is missing or no integer."""
     try:
         return int(environment[name])
     except KeyError:
@@ -167,15 +171,16 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
         raise UserError(f'{name} should be a whole number, not "{environment[name]}"') from None
 
 
-def meet(place: Place, timeout_seconds: float) -> Store:
-    """Connect to the store (key-value server or file) that all ranks share. `UserError` if it is unreachable within the
-    time-out."""
+def connect_to_store(place: Place, timeout_seconds: float) -> Store:
+    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share, and return it.
+    `UserError` if it is unreachable within the time-out."""
     with _rendezvous_errors(place, timeout_seconds):
         return _connect_store(place, timedelta(seconds=timeout_seconds))
 
 
 def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed: NCCL (and gloo for host tensors) on "cuda", gloo on "cpu".
+    """Initialise torch.distributed with this rank and `store`: NCCL (and gloo for host tensors) on device "cuda", gloo
+    on "cpu". timeout_seconds: limit of every collective call.
 
     `UserError` when the ranks do not meet at `store` within the time-out.
     """
@@ -196,14 +201,14 @@ def initialise(place: Place, store: Store, device: str, timeout_seconds: float) 
 
 @contextmanager
 def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
-    """Turn every error of the rendezvous inside the with block into one `UserError` or `RankLost` line."""
+    """Convert every exception of torch's rendezvous inside the with block to one `UserError` or `RankLost` line."""
     import torch.distributed as dist
 
     try:
         yield
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         if "EADDRINUSE" in str(error):  # in torch's text alone
-            raise UserError(busy_port(place.method)) from error
+            raise UserError(format_busy_port_error(place.method)) from error
         reason = " ".join(str(error).split())[:300]
         line = (
             f"rank {place.rank} of {place.ranks} could not meet the others at {place.method} within "
@@ -214,8 +219,8 @@ def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
         raise UserError(f"{line}; were all ranks started, and can they reach it?") from error
 
 
-def busy_port(method: str) -> str:
-    """Return the error line for a rendezvous URL whose TCP port another program uses."""
+def format_busy_port_error(method: str) -> str:
+    """Return the error message for a rendezvous URL whose TCP port another program uses."""
     port = _host_and_port(method)[1]
     where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
     return (
@@ -225,7 +230,8 @@ def busy_port(method: str) -> str:
 
 
 def check_port_free(method: str) -> None:
-    """Raise `UserError` if the port of tcp://HOST:PORT, at which rank 0 will listen, is taken on this host."""
+    """Raise `UserError` if the port of a rendezvous URL tcp://HOST:PORT, at which rank 0 will listen, is taken on this
+    host."""
     if not method.startswith("tcp://"):
         return
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -238,12 +244,12 @@ def check_port_free(method: str) -> None:
             listener.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise UserError(busy_port(method)) from None
+                raise UserError(format_busy_port_error(method)) from None
             raise
 
 
 def _host_and_port(method: str) -> tuple[str, int]:
-    """Return host and port of a rendezvous URL: env:// or tcp://HOST:PORT."""
+    """Return (host, port) of a rendezvous URL tcp://HOST:PORT, or for env:// from MASTER_ADDR and MASTER_PORT."""
     if method == "env://":
         return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
     host, _, port = method.removeprefix("tcp://").rpartition(":")
@@ -255,8 +261,8 @@ STORE_TIMEOUT_SECONDS = 30.0
 
 
 def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """Return the store that `connect` connects to: wait up to `timeout` for rank 0 to listen, then
-    `STORE_TIMEOUT_SECONDS`.
+    """Call `connect` on this rank and return its store; on other ranks than 0 first wait up to `timeout` for rank 0 to
+    listen, then for the store to answer, up to `STORE_TIMEOUT_SECONDS`.
 
     `RuntimeError` after that.
     """
@@ -275,7 +281,7 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
     found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
-        """Connect in a thread, as torch may wait for ever."""
+        """Connect in a thread, as torch may wait without limit."""
         try:
             found.put(connect())
         except Exception as error:  # raised below
@@ -296,7 +302,8 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
 
 
 def _connect_store(place: Place, timeout: timedelta) -> Store:
-    """Connect to the store of the rendezvous URL."""
+    """Connect this rank to the store at its rendezvous URL and return it. `timeout`: for the connection and for each
+    read."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
@@ -319,10 +326,11 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a part of torchrun's store for this start alone, as keys of killed ranks stay in it over restarts.
+    """Return a view of torchrun's store with a random key prefix for this start alone: the keys of killed ranks stay in
+    the store over restarts.
 
-    The restart counters of hosts may differ, so rank 0 names the part; each rank gets the name under a random key of
-    its own.
+    Rank 0 chooses the prefix, since the restart counters of hosts may differ; each rank gets it under a random key of
+    its own. `RuntimeError` if a rank does not come within the time-out. Collective.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -353,8 +361,8 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file that killed ranks left. Its users hold a shared lock beside it: an exclusive lock
-    means no user."""
+    """Remove the rendezvous file that killed ranks left at `path`, and hold a shared lock beside it until this process
+    ends: if the exclusive lock fails, the file is in use and stays."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

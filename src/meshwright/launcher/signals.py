@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT to the launcher while its ranks run. Free of torch."""
+"""Stop signals (SIGTERM and SIGINT) that the launcher receives while its ranks run. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 
 class StopSignals:
-    """Counts SIGTERM and SIGINT inside the with block, for the launcher to forward. No effect outside the main thread.
+    """Counter of SIGTERM and SIGINT inside the with block, for the launcher to forward. No effect outside the main
+    thread.
 
     wakeup: a socket that becomes readable on a signal.
     """
@@ -40,14 +41,14 @@ class StopSignals:
         self._write.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Count a signal and wake up the launcher."""
+        """Count a signal, whose number is `number`, and wake up the launcher."""
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         with suppress(OSError):
             self._write.send(b"!")
 
     def drain(self) -> None:
-        """Empty the wake-up socket."""
+        """Read and discard all bytes of the wake-up socket."""
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass

@@ -1,4 +1,4 @@
-"""One rank as its launcher sees it: started, watched, reported on. Free of torch."""
+"""Process of one rank as its launcher handles it: started, supervised, reported on. Free of torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ STACK_SECONDS = 0.5  # that a rank has to say where it is
 
 @dataclass(slots=True)
 class StartedRank:
-    """One rank process, as the launcher sees it. pipe: descriptor of its report, -1 when closed.
+    """Process of one rank, as the launcher handles it. number: its rank. pipe: descriptor of its report, -1 when
+    closed.
 
     calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    said: report bytes read so far; report: parsed. ended: when, on the monotonic clock. stop_requested: the launcher
-    sent it a signal.
+    said: report bytes read so far; report: parsed (JSON dict), None before. ended: time at which it ended, in seconds
+    of the monotonic clock. stop_requested: the launcher sent it a signal.
     """
 
     number: int
@@ -46,7 +47,7 @@ class StartedRank:
 
     @property
     def error(self) -> str | None:
-        """Name of the error that the rank reported, None without one."""
+        """Class name of the exception that the rank reported, None without one."""
         return None if self.report is None else self.report.get("error", self.report.get("fault"))
 
     @property
@@ -62,16 +63,16 @@ class StartedRank:
 
     @property
     def how_it_ended(self) -> str:
-        """How a rank without a report ended, as a predicate: "was killed by signal 9 (SIGKILL)"."""
+        """Text on how a rank without a report ended, as a predicate: "was killed by signal 9 (SIGKILL)"."""
         number = self.signal
         if number is None:
             return f"ended with exit code {self.process.returncode} and no report"
         known = number in {item.value for item in signal.Signals}
         return f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
 
-    def where(self) -> list[str]:
-        """Return the stack of the rank's main thread, innermost frame first; empty if it does not answer SIGUSR1 in
-        time."""
+    def read_stack(self) -> list[str]:
+        """Return the stack of the rank's main thread as lines, innermost frame first; empty if it does not answer
+        SIGUSR1 in time."""
         os.ftruncate(self.stack, 0)
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
@@ -83,7 +84,7 @@ class StartedRank:
         return [line.strip() for line in lines if line.lstrip().startswith("File ")]
 
     def close(self) -> None:
-        """Close all descriptors, after the rank has ended."""
+        """Close all file descriptors of this record, after the rank has ended."""
         for descriptor in (self.calls, self.stack, self.pipe):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -97,9 +98,10 @@ def start_rank(
     number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int],
     output: int = 2,
 ) -> StartedRank:  # fmt: skip
-    """Start the process of rank `number` of `ranks`, and send it `description` on standard input.
+    """Start the process of rank `number` of `ranks` by `command`, and send it `description` as JSON on standard input.
 
-    keep: descriptors that it inherits; output: descriptor for its standard output.
+    threads: its compute threads; keep: file descriptors that it inherits; output: descriptor that it gets as standard
+    output.
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
@@ -133,13 +135,13 @@ def start_rank(
 
 
 def _temporary_descriptor() -> int:
-    """Return the descriptor of an unnamed temporary file."""
+    """Return the descriptor of a new temporary file without a name."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 def _loopback_environment() -> dict[str, str]:
-    """Return the environment by which gloo uses the loopback interface: a host name may lead to a
+    """Return the environment variables that make gloo use the loopback interface: this host's name may lead to a
     network that is down."""
     with suppress(OSError):
         for _, name in socket.if_nameindex():

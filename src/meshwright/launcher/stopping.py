@@ -1,4 +1,4 @@
-"""Being asked to stop: a signal is noted, the step under way ends, all ranks save together."""
+"""Stop requests to a rank: a signal is recorded, the current step ends, all ranks save together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both pass on one C
 
 
 class StopRequest:
-    """Records SIGTERM inside the with block, and SIGINT unless it is handled elsewhere (by a rank's launcher).
+    """Recorder of SIGTERM inside the with block, and of SIGINT unless it is handled elsewhere (by a rank's launcher).
 
-    requested: a signal has come. A second interrupt raises `KeyboardInterrupt` at once. No effect outside the main
-    thread.
+    requested: True once a signal has come. A second interrupt raises `KeyboardInterrupt` at once. No effect outside the
+    main thread.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: set `requested`; raise `KeyboardInterrupt` on a second interrupt."""
+        """Handle a signal: set `requested`; raise `KeyboardInterrupt` on a second interrupt. number: of the signal."""
         self.requested = True
         if number == signal.SIGINT:
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: named parts, by host clock on CPU and by events on CUDA (no extra synchronisation)."""
+"""Step time by phase, measured by the host clock on CPU and by events on CUDA (no extra synchronisation)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StepClock:
     """Measures the seconds of each phase of a training step: the caller marks the end of each phase.
 
     On CUDA a mark records an event on the current stream, read only after the step has synchronised anyway. waited:
-    returns the seconds that this process has spent waiting in collective calls so far.
+    returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -24,18 +24,18 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin a step: drop the marks of the previous one."""
+        """Begin the measurement of a step: drop the marks of the previous one."""
         self._marks = []
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """Record the end of the phase `part`; phases of the same name are summed."""
+        """Record the end of the phase with the name `part`, such as "forward"; phases of the same name are summed."""
         self._marks.append((part, self._take_time(), self._waited()))
         if self.listener is not None:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by phase since `start()`, in the order of their first marks."""
+        """Return the seconds by name of the phase since `start()`, in the order of their first marks."""
         if self.cuda:
             self._marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}

@@ -1,4 +1,5 @@
-"""Predicted and measured figures of a run side by side: memory by category, time by part, bytes by axis."""
+"""Predicted and measured figures of a run side by side: memory by category, step time by phase, bytes sent by mesh
+axis."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of rank 0's process at its peak resident set, by item (such as libraries or tensors)."""
+    """Peak resident set (RSS) of rank 0's process by item, in bytes. items: "libraries", "model states", "step tensors"
+    ..."""
 
     items: Mapping[str, int]
 
@@ -36,10 +38,10 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted memory, step time and traffic of rank 0.
+    """Predicted memory, step time and traffic of rank 0; None for what could not be predicted.
 
     memory: bytes by ledger category at the peak and their sum "peak" (without "framework" and "unexplained"); time:
-    None without a hardware profile; sent_by_axis: bytes sent a step by layout axis; machine: the hardware profile;
+    seconds of a step by phase; sent_by_axis: bytes sent in a step by mesh axis; machine: the hardware profile;
     compiled: blocks run under torch.compile; notes: further console lines; process: peak RSS by item, CPU only.
     """
 
@@ -52,7 +54,8 @@ class Prediction:
     process: ProcessMemory | None = None
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the entries of `predicted` in the result document."""
+        """Return the entries of `predicted` in the result document: seconds, bytes by category and by axis, device;
+        null for what was not predicted."""
         time, machine = self.time, self.machine
         calibration = None if machine is None else machine.calibration
         return {
@@ -70,14 +73,14 @@ class Prediction:
         }
 
     def _peak_entries(self) -> dict[str, int | None]:
-        """Return the predicted peaks in bytes, under their JSON keys: of the allocator, and of the process (None off
-        the CPU)."""
+        """Return {"allocator_peak", "process_peak"}: predicted peaks in bytes of the tensor allocator and of the
+        process (None unless on a CPU)."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
 
     def format_lines(self) -> list[str]:
-        """Return the console lines that report the prediction: step time, memory, traffic, notes."""
+        """Return the lines that report the prediction on the console: step time, memory, traffic, notes."""
         parts = []
         if self.time is not None:
             found = None if self.machine is None else self.machine.calibration
@@ -98,7 +101,7 @@ class Prediction:
 
 
 class _StepTime(NamedTuple):
-    """Duration of one step in seconds: in all, by phase, and waited in collective calls on the host."""
+    """Measured duration of one step in seconds: in all, by phase, and spent waiting in collective calls on the host."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -106,26 +109,28 @@ class _StepTime(NamedTuple):
 
 
 class StepTimes:
-    """Collects the durations of this process's last steps, and returns their median for the result document."""
+    """Durations of this process's last steps after warm-up, from which the result document gets the step of median
+    duration."""
 
     def __init__(self) -> None:
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
         self._warming = WARM_UP
 
     def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
-        """Add a step whose update was applied. seconds: in all; parts: seconds by phase; waited: seconds in collective
-        calls."""
+        """Add a step whose update was applied. seconds: whole step; parts: seconds by phase; waited: seconds spent
+        waiting in collective calls."""
         if self._warming:
             self._warming -= 1
         else:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def median_step(self) -> _StepTime | None:
-        """Return the step of median duration, None before the first step after warm-up."""
+        """Return the times of the step of median duration among the last ones, None before the first step after
+        warm-up."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the entries of `measured` in the result document that concern time, in seconds."""
+        """Return the time entries of `measured` in the result document, in seconds."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -143,13 +148,14 @@ WORKING_PARTS = "compute", "optimizer"
 
 
 def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
-    """Return the seconds of a predicted step outside `WORKING_PARTS`, from its seconds by part."""
+    """Return the seconds of a predicted step in which this rank waits for others: all phases outside `WORKING_PARTS`.
+    breakdown: seconds by phase."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Split a step's seconds into `working` and `waiting`: the only parts that predicted and measured steps have in
-    common."""
+    """Return {"working": seconds, "waiting": seconds} of a step: the only split that predicted and measured steps have
+    in common. seconds: whole step; waiting: of it, waiting for other ranks."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -159,9 +165,9 @@ def collect_measured_memory(
     """Return measured bytes of rank 0: model states by ledger category, peaks of allocator and process, and
     `unexplained`.
 
-    states: bytes by state (`Trainer.memory`). prediction: the prediction's JSON dict. `peak` is the growth in the first
-    steps; `unexplained` the measured peak minus the predicted one without its calibration (process on a CPU, allocator
-    on CUDA).
+    states: bytes by kind (`Trainer.memory`). memory: the measured peaks. prediction: the prediction's JSON dict. `peak`
+    is the growth in the first steps; `unexplained` the measured peak minus the predicted one without its calibration
+    (process on a CPU, allocator on CUDA).
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
@@ -182,11 +188,8 @@ def collect_measured_memory(
 
 
 def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str | None:
-    """Return one console line: measured step time, memory and traffic with the prediction's error; None if none is
-    known.
-
-    predicted, measured: these two entries of the result document.
-    """
+    """Return one console line with measured step time, memory and traffic and the error of each prediction; None if
+    none is known. predicted, measured: the entries of these names in the result document."""
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
@@ -206,22 +209,23 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _expected_peak(memory: Mapping[str, int]) -> int:
-    """Return the predicted peak of the allocator in bytes: the ledger's, plus what calibration adds."""
+    """Return the predicted peak of the tensor allocator in bytes: the ledger's peak plus the bytes that calibration by
+    finished runs adds. memory: predicted bytes by category."""
     return memory["peak"] + memory["unexplained"]
 
 
 def _format_seconds(seconds: float) -> str:
-    """Format a duration as seconds or milliseconds with three digits."""
+    """Return text for a duration in seconds, as seconds or milliseconds with three digits."""
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
-    """Format the bytes sent a step, in all and on the axes with most traffic. axes: bytes by axis."""
+    """Return text for the bytes sent in a step, in all and on the axes with most traffic. axes: bytes by mesh axis."""
     return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 
 def _format_largest(sizes: Mapping[str, int]) -> str:
-    """Format the three largest entries of `sizes` (bytes by name)."""
+    """Return text for the three largest entries of `sizes` (bytes by name)."""
     return ", ".join(
         f"{name} {format_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3]
     )

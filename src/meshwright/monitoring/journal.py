@@ -28,8 +28,8 @@ GIB = 2**30
 
 
 class Journal:
-    """Reports one run to console, `metrics.jsonl` and trackers. Every rank calls it alike; only rank 0 prints and
-    writes."""
+    """Reports one run to console, `metrics.jsonl` and trackers (TensorBoard, MLflow ...). Every rank makes the same
+    calls; only rank 0 prints and writes."""
 
     run: RunDescription
     """Set by `begin`."""
@@ -57,7 +57,7 @@ class Journal:
         return f"{self.run.unit}_per_second"
 
     def log(self, line: str) -> None:
-        """Print one line on the console."""
+        """Print one line on the console, on rank 0."""
         self.progress.line(line)
 
     def begin(
@@ -71,9 +71,10 @@ class Journal:
     ) -> None:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
-        done: steps that the checkpoint `resumed_from` has done. threads: compute threads of a rank, None off the CPU.
-        predict: called on rank 0, after everything that a process holds between steps is allocated. `UserError` where
-        the run directory cannot be written.
+        run: description of model and data; layout: notation with precision; done: steps that the checkpoint named
+        `resumed_from` has done (None: a fresh run). threads: compute threads of a rank, None off the CPU. predict:
+        called on rank 0, after everything that a process holds between steps is allocated. `UserError` where the run
+        directory cannot be written.
         """
         self.run, recipe = run, self.recipe
         self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
@@ -88,7 +89,7 @@ class Journal:
         if resumed_from and done < steps:
             self.log(f"resumed from {resumed_from}: {done} of {steps} steps are done")
         elif resumed_from:
-            self.nothing_to_do(resumed_from, done)
+            self.log_already_done(resumed_from, done)
         if self.leader:
             self.directory.write_recipe(_with_threads(recipe, threads).to_toml())
             try:
@@ -106,8 +107,9 @@ class Journal:
         self.progress.begin(done)
         self.memory.begin()
 
-    def nothing_to_do(self, checkpoint: str, done: int) -> None:
-        """Log that `checkpoint`, after `done` steps, already has the number of steps that the recipe asks for."""
+    def log_already_done(self, checkpoint: str, done: int) -> None:
+        """Log that the checkpoint named `checkpoint`, after `done` steps, already has as many steps as the recipe asks
+        for."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
@@ -118,7 +120,8 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Report the end to trackers, restore the terminal, close the file."""
+        """Report the run's end to trackers (finished, stopped or failed), restore the terminal, close
+        `metrics.jsonl`."""
         if self.tracking is not None:
             stopped = kind is not None and issubclass(kind, (Terminated, KeyboardInterrupt))
             self.tracking.finish(FINISHED if kind is None else STOPPED if stopped else FAILED)
@@ -130,8 +133,9 @@ class Journal:
 
     # --- while it runs
 
-    def step(self, record: StepRecord) -> None:
-        """Report one training step, applied or skipped: metrics line, console, slow-rank watch."""
+    def record_step(self, record: StepRecord) -> None:
+        """Report one training step, applied or skipped: a line of `metrics.jsonl`, the console, and the check for slow
+        ranks."""
         if not self.leader:
             return
         if record.finite and not record.profiled:
@@ -175,7 +179,8 @@ class Journal:
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Add a step's metrics to those of the result: no loss of a skipped step, no throughput of a profiled one."""
+        """Store a step's metrics for the result document: no loss of a skipped step, no throughput of a profiled one.
+        line: the step's line of `metrics.jsonl`."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -184,29 +189,31 @@ class Journal:
             if key in line and key not in left_out:
                 values.append(line[key])
 
-    def saving(self, step: int, stall_seconds: float) -> None:
-        """Write the event that a checkpoint save has begun, which stalled training for `stall_seconds`."""
+    def record_save_start(self, step: int, stall_seconds: float) -> None:
+        """Write the event that the save of a checkpoint of `step` has begun, which stalled training for
+        `stall_seconds`."""
         self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
-    def save_failed(self, step: int, reason: str) -> None:
-        """Write and log the event that a checkpoint save failed; training goes on."""
+    def record_save_failure(self, step: int, reason: str) -> None:
+        """Write and log the event that the checkpoint save of `step` failed for `reason`; training continues."""
         self._write({"event": "save_failed", "step": step, "reason": reason})
         self.log(f"{reason}; training goes on and the next save tries again")
 
     def _mfu(self, rate: float) -> float | None:
-        """Model FLOP utilisation of all devices together, against their dense peak; None where FLOPs are unknown."""
+        """Return the model FLOP utilisation of all devices together, 0 to 1 of their dense peak; None if the FLOPs are
+        unknown. rate: tokens or samples per second of all ranks."""
         if self.run.flops_per_unit is None or self.run.peak_flops is None:
             return None
         return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
 
     def _format_rate(self, rate: float) -> str:
-        """Format a throughput (tokens or samples per second) with its MFU."""
+        """Return text for a throughput (tokens or samples per second of all ranks) with its MFU."""
         mfu = self._mfu(rate)
         return f"{rate:,.0f} {self.run.unit}/s" + ("" if mfu is None else f"  MFU {mfu:.0%}")
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
-        """Report a slow rank at the end of each window of steps. rank_seconds: each rank's seconds of work in this
-        step."""
+        """Log the slow rank, if any, at the end of each window of steps. done: steps done; rank_seconds: each rank's
+        seconds of work in this step."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -220,7 +227,7 @@ class Journal:
         self._slow_rank = rank
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Write one line to `metrics.jsonl` and the trackers; log once if the file cannot be written."""
+        """Write one line to `metrics.jsonl` and queue it for the trackers; log once if the file cannot be written."""
         if self.metrics is None:
             return
         if self.tracking is not None:
@@ -231,21 +238,24 @@ class Journal:
         self._metrics_problem = problem
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
-        """Send nested values, such as the prediction, to the trackers under the step `step`."""
+        """Queue nested values, such as the prediction, for the trackers as values of step number `step`."""
         if self.tracking is not None:
             self.tracking.queue_values(step, values)
 
     # --- after
 
-    def stopped(self, step: int, checkpointer: Checkpointer) -> None:
-        """Send the checkpoint paths to the trackers after a stop signal, when the run has saved."""
+    def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
+        """Send the checkpoint paths to the trackers, as values of `step`, after a stop signal and the save that follows
+        it."""
         self._track(step, _checkpoint_paths(checkpointer))
 
-    def result(self, end: RunEnd, checkpointer: Checkpointer, prediction: Prediction | None = None) -> dict[str, Any]:
-        """Return the result document of the run: outcome, predicted and measured figures, checkpoint paths.
+    def make_result(
+        self, end: RunEnd, checkpointer: Checkpointer, prediction: Prediction | None = None
+    ) -> dict[str, Any]:
+        """Return the result document (JSON dict) of the run: outcome, predicted and measured figures, checkpoint paths.
 
-        prediction: replaces the one made before the first step. If this process had no step left to do, the figures are
-        read from `metrics.jsonl`.
+        end: final step and bytes of model states. prediction: replaces the one made before the first step. If this
+        process had no step left to do, the outcome is read from `metrics.jsonl`.
         """
         self.prediction = self.prediction if prediction is None else prediction
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
@@ -279,7 +289,7 @@ class Journal:
         )
 
     def _outcome(self, end: RunEnd) -> dict[str, Any]:
-        """Return steps, last loss and metrics, median throughput and MFU, under their keys in the result."""
+        """Return the outcome by key of the result document: steps, last loss and metrics, median throughput, MFU."""
         figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
         rates = figures[self.rate_name]
         rate = statistics.median(rates) if rates else None
@@ -298,7 +308,7 @@ class Journal:
             **utilisation,
         }
 
-    def keep_result(self, result: dict[str, Any]) -> None:
+    def write_result(self, result: dict[str, Any]) -> None:
         """Write the result document into the run directory and send it to the trackers; log a failure."""
         tracked = ("predicted", "measured", "checkpoint", "best_checkpoint")
         self._track(result["step"], {key: result[key] for key in tracked})
@@ -308,11 +318,11 @@ class Journal:
             except UserError as error:
                 self.log(str(error))
 
-    def earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
+    def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
         """Return, on rank 0, the result document in the run directory if it is of a run of exactly `step` steps; else
         None.
 
-        Its checkpoint paths are replaced by where the checkpoints are now.
+        Its checkpoint paths are replaced by the present paths of the checkpointer.
         """
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
@@ -320,7 +330,8 @@ class Journal:
         return result | _checkpoint_paths(checkpointer)
 
     def _earlier_figures(self) -> dict[str, list[float]]:
-        """Read, on rank 0, the values of loss, metrics and throughput by key from `metrics.jsonl`."""
+        """Read the values of loss, metrics and throughput from `metrics.jsonl` on rank 0: key -> list over steps; empty
+        lists on other ranks."""
         figures: dict[str, list[float]] = {key: [] for key in self._figures}
         if self.leader:
             for line in read_metrics(self.directory.metrics):
@@ -331,13 +342,14 @@ class Journal:
 
 
 def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
-    """Return the recipe with `run.threads` set to the number that was chosen (None: unchanged)."""
+    """Return the recipe with `run.threads` set to the number of threads that was chosen (None: unchanged)."""
     run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
     return recipe.model_copy(update={"run": run})
 
 
 def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
-    """Return the paths of the newest and the best checkpoint, under their keys in the result document."""
+    """Return {"checkpoint", "best_checkpoint"}: the paths of the newest checkpoint and of that with the lowest
+    validation loss, None without one."""
     newest, best = checkpointer.newest(), checkpointer.best()
     return {
         "checkpoint": str(newest.path) if newest else None,

@@ -1,4 +1,5 @@
-"""The C library's memory allocator, set for training on a CPU, and what the kernel says of a process's memory."""
+"""Settings of the C library's memory allocator for training on a CPU, and the kernel's figures on a process's
+memory."""
 
 from __future__ import annotations
 
@@ -28,27 +29,28 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return to the kernel, now, the freed memory that glibc still keeps, as start-up leaves it; no
-    effect elsewhere."""
+    """Return freed memory that glibc keeps to the kernel now, as after start-up; no effect elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def kernel_cache_capacity() -> int:
-    """Return how many compiled kernels oneDNN caches in this process: one for each shape of a 16-bit matrix product."""
+    """Return the number of compiled kernels that oneDNN caches in this process: one for each shape of a 16-bit matrix
+    product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
 def resident_bytes() -> int | None:
-    """Return the resident set of this process now, in bytes (proc(5)); None where the kernel does not report it."""
+    """Return the current resident set (RSS) of this process in bytes (proc(5)); None where the kernel does not report
+    it."""
     return _read_status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int | None:
-    """Return the peak resident set of this process in bytes, since its start or `reset_peak_rss` (proc(5)); None if
-    unknown.
+    """Return the peak resident set (RSS) of this process in bytes since its start or `reset_peak_rss` (proc(5)); None
+    if unknown.
 
     Not getrusage(2), which also counts the memory before exec(2): a launcher that prepared data is larger than the
     ranks that it starts.
@@ -57,7 +59,7 @@ def peak_resident_bytes() -> int | None:
 
 
 def reset_peak_rss() -> bool:
-    """Reset the kernel's peak RSS counter (VmHWM); return whether it worked."""
+    """Reset the kernel's peak RSS counter (VmHWM) of this process; return True if it worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -66,7 +68,8 @@ def reset_peak_rss() -> bool:
 
 
 def _read_status_bytes(key: str) -> int | None:
-    """Return the value of a key of /proc/self/status (given there in KiB) in bytes, None where it is missing."""
+    """Return the value of a key of /proc/self/status, such as "VmRSS", converted from KiB to bytes; None where it is
+    missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Metrics file of a run, `metrics.jsonl`: one JSON object a line, each step once, and events."""
+"""Metrics file of a run, `metrics.jsonl`: one JSON object per line, for each step and for events such as a save."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
-    """Appends JSON lines to `metrics.jsonl`; on resume cuts off the lines written after the checkpoint.
+    """Writer of `metrics.jsonl`: appends JSON lines; on resume it cuts off the lines written after the checkpoint.
 
     Each line is written completely or not at all; lines that a full disk refuses are retried with the next write.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """Open the file. resume_step: steps done in the checkpoint that the run continues from (0: a fresh run).
+        """Open the file. resume_step: number of steps done in the checkpoint from which the run resumes (0: a fresh
+        run); lines of later steps are cut off.
 
         Raises OSError when the file cannot be opened.
         """
@@ -38,7 +39,8 @@ class MetricsFile:
             raise
 
     def write(self, line: dict[str, Any]) -> str | None:
-        """Append one line, floats that are not finite as null. Return None, or the reason why the line has to wait."""
+        """Append one line; floats that are not finite become null. Return None, or the reason why the line could not be
+        written yet and waits for the next write."""
         self._waiting += json.dumps(_replace_non_finite(line)).encode() + b"\n"
         try:
             written = os.pwrite(self._descriptor, self._waiting, self._size)
@@ -75,7 +77,8 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _bytes_to_keep(content: bytes, resume_step: int) -> int:
-    """Return the length in bytes of the leading complete lines of steps up to `resume_step` (inclusive)."""
+    """Return the length in bytes of the leading complete lines of a metrics file whose step is at most `resume_step`.
+    content: the file."""
     kept = 0
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"\n") or (_parse_line(line) or {}).get("step", 0) > resume_step:
@@ -85,7 +88,7 @@ def _bytes_to_keep(content: bytes, resume_step: int) -> int:
 
 
 class SlowRankWatch:
-    """Finds a rank whose own work takes longer than the others', over windows of `window` steps.
+    """Detector of a rank whose own work takes longer than the others', over windows of `window` steps.
 
     A rank's time is the median over the window of its seconds of work, without waiting; the rank is slow when that is
     more than `factor` times the median of the other ranks.
@@ -97,8 +100,8 @@ class SlowRankWatch:
         self._steps: list[Sequence[float]] = []
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
-        """Add one step's seconds of work by rank. At the end of a window return (slow rank, ratio to the others'
-        median), else None."""
+        """Add one step's seconds of work, one per rank. At the end of a window return (slow rank, ratio of its time to
+        the others' median), else None; also None if no rank is slow."""
         assert len(seconds) == self._ranks
         self._steps.append(seconds)
         if len(self._steps) < self.window or self._ranks < 2:
@@ -112,12 +115,12 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if the step added last ended a window."""
+        """True if no window of steps is in progress: the step added last completed one."""
         return not self._steps
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process so far in bytes: allocated on CUDA, resident on a CPU."""
+    """Return the peak memory of this process so far in bytes: allocated on a CUDA `device`, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if (resident := peak_resident_bytes()) is not None:
@@ -127,7 +130,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return a JSON value with NaN and infinities replaced by None, in nested dicts too."""
+    """Return a JSON value with NaN and infinities replaced by None, also inside nested dicts."""
     if isinstance(value, dict):
         return {key: _replace_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, float) and value - value != 0.0:  # NaN or infinite

@@ -1,4 +1,5 @@
-"""`train.profile`: what the ranks did in some steps, as traces that Perfetto opens, under the names of the program."""
+"""Profiler of a run (`train.profile`): records the steps of all ranks and writes traces for Perfetto, whose spans have
+the names of the pipeline program's steps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watched_calls import settle_calls, watch_calls
 from meshwright.monitoring.clock import StepClock
-from meshwright.monitoring.profile_trace import RankSteps, Span, build_rank_trace, clock_offset, merge_rank_traces
+from meshwright.monitoring.profile_trace import (
+    RankSteps,
+    Span,
+    build_rank_trace,
+    compute_clock_offset,
+    merge_rank_traces,
+)
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.parallel.pipeline import Compute
 from meshwright.parallel.step import ForwardBackward
@@ -35,7 +42,7 @@ _PARTS = {"data": "data", "reduce": "reduce", "agree": "agreement", "update": "u
 
 
 class ProfiledTrainer(Protocol):
-    """The attributes of a trainer that a profile reads and hooks into."""
+    """Attributes of a trainer that the profiler reads and hooks into: steps done, clock of the phases, passes."""
 
     steps_done: int
     clock: StepClock
@@ -43,8 +50,8 @@ class ProfiledTrainer(Protocol):
 
 
 class Profile:
-    """Records the steps that `train.profile` names, and writes their traces. Every rank calls it around every training
-    step."""
+    """Recorder of the steps that `train.profile` names; writes their traces. Every rank calls it around every training
+    step. say: called with each log line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, say: Callable[[str], None]) -> None:
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
@@ -55,7 +62,8 @@ class Profile:
         self._taking: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
-        """Start recording if this step is to be profiled; return True if it is recorded."""
+        """Start recording if the next step is the first to be profiled; return True if that step is recorded.
+        Collective."""
         if self._taking is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._taking = _ProfileRecording(trainer, self._mesh, self._record_operators)
         if self._taking is not None:
@@ -63,8 +71,8 @@ class Profile:
         return self._taking is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
-        """Finish a recorded step, and write the trace after the last; return True if it was recorded. ending: the run
-        ends here."""
+        """Finish a recorded step, and write the trace after the last; return True if the step was recorded. ending: the
+        run ends here."""
         if self._taking is None:
             return False
         self._taking.step_done()
@@ -75,8 +83,8 @@ class Profile:
         return True
 
     def _write(self, taken: _ProfileRecording, program: PipelineProgram, last: int) -> None:
-        """Write each rank's trace, then on rank 0 the trace of all ranks; log a failure. last: number
-        of the last step."""
+        """Write each rank's trace, then on rank 0 the merged trace of all ranks; log a failure. taken: the recording;
+        program: the pipeline schedule; last: number of the last step."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - taken.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
@@ -108,13 +116,13 @@ class Profile:
             self._say(said[1] if said else f"profile of {those}: {directory / MERGED} (ui.perfetto.dev opens it)")
 
     def _pipeline_ranks(self) -> dict[int, int]:
-        """Return the pipeline rank of each rank of the world."""
+        """Return the pipeline rank of each rank of the world: global rank -> rank in pp."""
         groups = self._mesh.layout.groups("pp")
         return {rank: place for ranks in groups for place, rank in enumerate(ranks)}
 
 
 class _ProfileRecording:
-    """A profile being recorded on this rank. operators: record torch's operators as well."""
+    """Recording of consecutive steps on this rank. operators: torch.profiler records operators and kernels as well."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
         self.steps = 0
@@ -139,17 +147,17 @@ class _ProfileRecording:
             self.operators.start()
 
     def step_begins(self) -> None:
-        """Note the time at which a step begins."""
+        """Record the time at which a step begins."""
         self._begun = time.time_ns()
 
     def step_done(self) -> None:
-        """Add the span of the step that just ended."""
+        """Add the span (interval of the trace) of the step that just ended."""
         self.steps += 1
         step = self._trainer.steps_done
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
 
     def stop(self) -> None:
-        """Stop recording, after all collective calls have ended. Raises RankLost.
+        """Stop recording on this rank, after all collective calls have ended. Raises RankLost.
 
         A call that begins under torch's profiler and ends after it would corrupt the process's memory (torch 2.13).
         """
@@ -163,16 +171,17 @@ class _ProfileRecording:
         self._watch.__exit__(None, None, None)
 
     def rank_steps(self) -> RankSteps:
-        """Return the recorded spans and collective calls, with the start of the trace on this rank's clock."""
+        """Return the recorded spans and collective calls of this rank, with the start of the trace on its clock."""
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that names a range of operators in torch's trace (nothing where no operators
-        are recorded)."""
+        """Return a context manager that puts the operators run inside it into a range called `name` in torch's trace;
+        without effect if no operators are recorded."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
-        """Add the span of the step phase that just ended (a mark of `StepClock`), and begin the next."""
+        """Add the span of the step phase that just ended, and begin the next. part: name of the phase, from
+        `StepClock`; "" at the start of a step."""
         now = time.time_ns()
         self._annotations.close()
         if part in _PARTS:
@@ -183,7 +192,8 @@ class _ProfileRecording:
 
     @contextmanager
     def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
-        """Record the span of one forward or backward computed inside the with block."""
+        """Record the span of one forward or backward that runs inside the with block. kind: forward, backward,
+        input-gradient or weight-gradient pass."""
         label, name = self._names.describe_step(kind, stage, replica, micro_batch)
         begun = time.time_ns()
         with self._annotate_operators(label):
@@ -194,32 +204,35 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wraps a `Compute` (parallel/pipeline.py): runs each of its forwards and backwards inside the context `around`."""
+    """Wrapper of a `Compute` (parallel/pipeline.py: forward and backward of the pipeline stages on this rank) that runs
+    each pass inside the context `around(kind, stage, replica, micro-batch)`."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
         self._compute, self._around = compute, around
         self.buffer = compute.buffer
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the forward of a micro-batch on a stage inside its recorded span. x: input, None on
-        the first stage."""
+        """Compute the forward of a micro-batch on a stage inside its recorded span. x: input activation, None on the
+        first stage. Returns the output activation, None on the last stage."""
         with self._around(Kind.FORWARD, stage, replica, micro_batch):
             return self._compute.forward(stage, replica, micro_batch, x)
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the full backward inside its recorded span. d_out: gradient of the output, None on the last stage."""
+        """Compute the full backward of a micro-batch inside its recorded span. d_out: gradient of the stage's output,
+        None on the last stage. Returns the gradient of its input, None on the first stage."""
         with self._around(Kind.BACKWARD, stage, replica, micro_batch):
             return self._compute.backward(stage, replica, micro_batch, d_out)
 
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Compute the input-gradient pass (B) inside its recorded span; return the input's gradient."""
+        """Compute the input-gradient pass (B) of a micro-batch inside its recorded span. d_out: gradient of the stage's
+        output, None on the last stage. Returns the gradient of its input, None on the first stage."""
         with self._around(Kind.INPUT_GRADIENT, stage, replica, micro_batch):
             return self._compute.input_gradient(stage, replica, micro_batch, d_out)
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Compute the weight-gradient pass (W) inside its recorded span."""
+        """Compute the weight-gradient pass (W) of a micro-batch inside its recorded span."""
         with self._around(Kind.WEIGHT_GRADIENT, stage, replica, micro_batch):
             self._compute.weight_gradient(stage, replica, micro_batch)
 
@@ -228,8 +241,8 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Return the start of the profile on rank 0's clock, and by how much this rank's clock is ahead of it
-    (nanoseconds)."""
+    """Return (start of the profile on rank 0's clock, lead of this rank's clock over rank 0's), both in nanoseconds,
+    from several barriers. Collective."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # nobody leaves before all have come: they leave at nearly the same moment
@@ -239,11 +252,12 @@ def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
     together = seen.to(mesh.device)
     collectives.all_reduce(together, mesh.world, "profile.clocks")
     *times, machines = together.tolist()
-    return times[-1][0], clock_offset(times, machines, rank)
+    return times[-1][0], compute_clock_offset(times, machines, rank)
 
 
 def _clock_id() -> int:
-    """Return a number shared by processes on the same clock (a hash of Linux's boot id); random where it is unknown."""
+    """Return an integer that is equal for processes on the same machine clock (a hash of Linux's boot id); random if
+    unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -255,12 +269,12 @@ def _clock_id() -> int:
 
 
 def _steps_path(directory: Path, rank: int) -> Path:
-    """Return the path of the file in which a rank leaves its steps for rank 0 to merge."""
+    """Return the path of the temporary file in which a rank leaves its recorded steps for rank 0 to merge."""
     return directory / f".steps-{rank:05d}.json.gz"
 
 
 def _load_operator_trace(profiler: Any, path: Path) -> dict[str, Any]:
-    """Return the Chrome trace of torch's profiler as a dict, by way of a temporary file at `path`."""
+    """Return the Chrome trace of torch's profiler as a dict, exported to a temporary file at `path` and read back."""
     try:
         profiler.export_chrome_trace(str(path))
         if not path.exists():
@@ -272,7 +286,7 @@ def _load_operator_trace(profiler: Any, path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Write gzipped JSON to `path` atomically."""
+    """Write `value` as gzipped JSON to `path` atomically."""
     fresh = path.with_name(f".{path.name}.new")
     try:
         with gzip.open(fresh, "wt", compresslevel=3) as file:

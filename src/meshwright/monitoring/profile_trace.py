@@ -1,4 +1,4 @@
-"""Trace events of one rank, and of all ranks on one clock beside the planned program."""
+"""Chrome traces of a profile: of one rank, and of all ranks on one clock beside the simulated pipeline program."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ Events = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that a rank did, from `start` to `end` (nanoseconds since 1970 on its clock).
+    """Interval of a rank's trace, such as one forward: from `start` to `end`, nanoseconds since 1970 on the rank's
+    clock.
 
-    kind, label, name: as in `program.timeline.Span`; args: shown with it in the trace viewer.
+    kind: word that decides the colour, such as "forward"; label: short text; name: full description; args: further
+    values that the trace viewer shows.
     """
 
     kind: str
@@ -44,8 +46,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """Recorded spans and collective calls of one rank. zero: time 0 of the trace on the rank's clock,
-    in nanoseconds."""
+    """Recorded spans and collective calls of one rank. zero: start of the trace on the rank's clock, in nanoseconds
+    since 1970."""
 
     rank: int
     zero: int
@@ -53,7 +55,7 @@ class RankSteps:
     calls: Sequence[WatchedCall]
 
     def table(self) -> dict[str, Any]:
-        """Return the record as a JSON-compatible dict, which `from_table` reads."""
+        """Return this record as a JSON-compatible dict, which `from_table` reads."""
         return {
             "rank": self.rank,
             "zero": self.zero,
@@ -63,16 +65,16 @@ class RankSteps:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> RankSteps:
-        """Build the record from the dict of `table()`; other keys are ignored."""
+        """Build the record from the dict that `table` returned; other keys are ignored."""
         spans, calls = [Span(**span) for span in table["spans"]], [WatchedCall(**call) for call in table["calls"]]
         return cls(table["rank"], table["zero"], spans, calls)
 
 
-def clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int], rank: int) -> int:
-    """Return by how many nanoseconds the clock of `rank` is ahead of rank 0's.
+def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int], rank: int) -> int:
+    """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's; 0 if both share a clock.
 
-    times: [barrier][rank], when each rank left the barrier, of which the median difference counts; machines: a number
-    per rank, equal for ranks that share a clock.
+    times: [barrier][rank], nanoseconds at which each rank left the barrier; the median difference counts. machines: a
+    number per rank, equal for ranks that share a clock.
     """
     if machines[rank] == machines[0]:
         return 0
@@ -80,7 +82,8 @@ def clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int], rank: 
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank; return it and its device events, which the trace of all ranks takes up.
+    """Build the Chrome trace of one rank. Returns (trace document, its events on the device), of which the latter are
+    for the merged trace of all ranks.
 
     operators: the Chrome trace of torch's profiler on this rank.
     """
@@ -106,29 +109,29 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
             kernels.append(event | place)
     names = threads.events()
     on_device = [event for event in names if event["tid"] in {kernel["tid"] for kernel in kernels}]
-    return _chrome_trace([*rank_events(steps), *names, *found]), on_device + kernels
+    return _chrome_trace([*build_rank_events(steps), *names, *found]), on_device + kernels
 
 
 def merge_rank_traces(
     parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Build the Chrome trace of all ranks, one process each. parts: each rank's `RankSteps.table` with its device
-    events "kernels".
+    """Build the Chrome trace document of all ranks, one process each. parts: each rank's `RankSteps.table` with its
+    device events under "kernels".
 
-    A `program` of several ranks is added as simulated with the median durations recorded here, starting at the first
-    forward of the last step. places: pipeline rank by rank.
+    A `program` (pipeline schedule) of several ranks is added as simulated with the median durations recorded here,
+    starting at the first forward of the last step. places: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
     for rank, part in zip(ranks, parts, strict=True):
-        events += [*rank_events(rank), *part["kernels"]]
+        events += [*build_rank_events(rank), *part["kernels"]]
     if program.ranks > 1:
         events += _simulated_events(ranks, program, places)
     return _chrome_trace(events)
 
 
-def rank_events(steps: RankSteps) -> Events:
-    """Return the trace events of a rank: its process, the thread of its steps, the threads of its collective calls."""
+def build_rank_events(steps: RankSteps) -> Events:
+    """Return the trace events of a rank: its process, a thread for its steps, and threads for its collective calls."""
     process, first = steps.rank, steps.rank * THREADS
     events: Events = [make_process_event(process, f"rank {steps.rank}")]
     events += make_thread_events(process, first + STEPS, "steps")
@@ -162,10 +165,8 @@ def rank_events(steps: RankSteps) -> Events:
 
 
 def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, places: Mapping[int, int]) -> Events:
-    """Return the trace events of `program` simulated with the recorded durations; empty where a step's is missing.
-
-    places: pipeline rank by rank.
-    """
+    """Return the trace events of the pipeline schedule `program`, simulated with the median durations recorded by
+    `ranks`; empty if the durations do not fit it. places: global rank -> pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:
@@ -196,22 +197,23 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
 
 
 class _ThreadNumbers:
-    """Numbers the threads of a rank in a trace by their names. first: offset of the first number."""
+    """Thread numbers of a rank in a trace, assigned to thread names in order of use. first: number of the first, from
+    the rank's own range."""
 
     def __init__(self, rank: int, first: int) -> None:
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()
 
     def number(self, name: str) -> int:
-        """Return the thread number of a name; a new name gets the next free one."""
+        """Return the number of the thread called `name`; a new name gets the next free one."""
         return self._numbers.setdefault(name, self._first + len(self._numbers))
 
     def events(self) -> Events:
-        """Return the trace events that name the threads."""
+        """Return the trace events that tell the viewer the threads' names."""
         return [
             event for name, number in self._numbers.items() for event in make_thread_events(self._rank, number, name)
         ]
 
 
 def _chrome_trace(events: Events) -> dict[str, Any]:
-    """Return a Chrome trace document with these events."""
+    """Return a Chrome trace document (JSON dict) with these events."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}

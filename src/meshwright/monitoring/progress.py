@@ -1,4 +1,4 @@
-"""Progress on stderr: a live bar on a terminal, plain lines anywhere else."""
+"""Progress of a run on stderr: a live bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
 
 
 class Progress:
-    """Shows the progress of a run's steps on stderr; with `show=False` (ranks other than 0) nothing.
+    """Progress display of a run on stderr; `show=False` (ranks other than 0) shows nothing.
 
-    steps: of the whole run; stream: stderr unless given.
+    steps: number of the whole run; stream: stderr unless given.
     """
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
@@ -48,7 +48,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def step(self, done: int, figures: str) -> None:
-        """Show that `done` steps are done. figures: loss and throughput, a few words."""
+        """Show that `done` steps are done. figures: text after the bar, such as loss and throughput."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=figures)
         elif self._show and (done == self._steps or not self._last or time.monotonic() - self._last > PLAIN_SECONDS):

@@ -1,4 +1,4 @@
-"""Plain records from which a run is reported: the run, each of its steps, its end."""
+"""Plain records about a run for its reports: its description, each of its steps, its end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Mean metrics of a step reported beside its loss, such as accuracy. values: by key of metrics.jsonl; text: console
-    form."""
+    """Mean metrics of a step that are reported beside its loss, such as accuracy. values: by key of metrics.jsonl;
+    text: the same for the console."""
 
     values: Mapping[str, float] = {}
     text: str = ""
@@ -23,7 +23,7 @@ class Validation(NamedTuple):
     metrics: Metrics = Metrics()
 
     def to_json_dict(self) -> dict[str, float]:
-        """Return loss and metrics under their keys in metrics.jsonl, prefixed by `validation_`."""
+        """Return loss and metrics under their keys in metrics.jsonl, each prefixed by `validation_`."""
         values = {f"validation_{name}": value for name, value in self.metrics.values.items()}
         return {"validation_loss": self.loss, **values}
 
@@ -33,9 +33,9 @@ class RunDescription:
     """Facts about a run that are known before its first step.
 
     model, data: a few words each for the console; notes: further console lines. parameters: number of trained elements.
-    unit: what throughput counts ("tokens", "samples"); units_per_step: over all ranks. flops_per_unit: training FLOPs
-    of one token or sample, None where unknown (no MFU then); peak_flops: dense FLOP/s of one device. metric_names: keys
-    in metrics.jsonl of the metrics beside loss and validation loss.
+    unit: what throughput counts ("tokens", "samples"); units_per_step: their number over all ranks. flops_per_unit:
+    training FLOPs of one token or sample, None where unknown (no MFU then); peak_flops: dense FLOP/s of one device.
+    metric_names: keys in metrics.jsonl of the metrics beside loss and validation loss.
     """
 
     model: str
@@ -53,10 +53,11 @@ class RunDescription:
 class StepRecord:
     """Figures of one training step, as the journal reports it.
 
-    step: its number, from 1. finite: loss and gradient norm are finite, so the update was applied. skipped_steps: in
-    the run so far. loss_scale: used in this step, None where it is not dynamic; next_loss_scale: of the next step.
-    seconds: of the step without validation; seconds_by_part: by phase; waiting_seconds: of the host in collective
-    calls; rank_seconds: each rank's own work. profiled: recorded by the profiler, which slows a step.
+    step: its number, from 1. finite: loss and gradient norm are finite, so the update was applied. skipped_steps:
+    number of skipped steps in the run so far. loss_scale: used in this step, None where it is not dynamic;
+    next_loss_scale: of the next step. seconds: of the step without validation; seconds_by_part: by phase;
+    waiting_seconds: of the host in collective calls; rank_seconds: each rank's own work. profiled: recorded by the
+    profiler, which slows a step.
     """
 
     step: int
@@ -78,7 +79,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """State of a run at its last step: counters, and bytes of model states and of a step's traffic on this rank."""
+    """Figures of a run at its last step on this rank. step, skipped_steps: counters; layout: notation; state_bytes,
+    predicted_state_bytes: bytes of model states by kind; predicted_sent_bytes: bytes sent in a step, by call site."""
 
     step: int
     skipped_steps: int

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page with loss, throughput, recipe, evaluation and a sample."""
+"""Report of a run: one self-contained HTML page with loss, throughput, recipe, evaluation and a generated sample."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def write_report(
 ) -> Path:
     """Write `report.html` into a run directory from its metrics, recipe and result; return the path of the page.
 
-    evaluation: the document returned by `evaluate`; sample: that of `generate` (`prompt` and `text`). `UserError` when
-    nothing has been trained there or the page cannot be written.
+    evaluation: the document returned by `evaluate`; sample: the document of `generate` (`prompt` and `text`).
+    `UserError` when nothing has been trained there or the page cannot be written.
     """
     from meshwright.monitoring.report_inputs import (
         check_evaluation,
@@ -57,8 +57,8 @@ def _format_page(
     evaluation: dict[str, Any] | None,
     sample: dict[str, Any] | None,
 ) -> str:
-    """Return the report page as HTML. lines: step lines of metrics.jsonl; result: the result document; recipe: its
-    text."""
+    """Return the report page as HTML. name: of the run; lines: step lines of metrics.jsonl; result: the result
+    document; recipe: its TOML text; evaluation, sample: documents of `evaluate` and `generate`, None: left out."""
     training = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
     validation = [(line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None]
     work = _work_unit(lines)
@@ -70,9 +70,9 @@ def _format_page(
         element("h1", f"Run {name}"),
         _summary_table(lines, result),
         element("h2", "Loss"),
-        step_chart(losses, "nats per token" if work == "tokens" else "loss"),
+        draw_step_chart(losses, "nats per token" if work == "tokens" else "loss"),
         element("h2", "Throughput"),
-        step_chart([Series(f"{work} per second", rate, "green", dots=True)], f"{work} per second", from_zero=True),
+        draw_step_chart([Series(f"{work} per second", rate, "green", dots=True)], f"{work} per second", from_zero=True),
     ]
     if rows := _compared_rows(result):
         parts += [element("h2", "Predicted and measured"), table(("", "predicted", "measured"), rows)]
@@ -87,12 +87,14 @@ def _format_page(
 
 
 def _work_unit(lines: list[dict[str, Any]]) -> str:
-    """Return what throughput counts: "tokens", or "samples" for a user's own module."""
+    """Return the unit that throughput counts: "tokens", or "samples" for a user's own module. lines: step lines of
+    metrics.jsonl."""
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
 
 
 def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
-    """Return the table of a run's main figures."""
+    """Return the HTML table of a run's main figures. lines: step lines of metrics.jsonl; result: the result
+    document."""
     work = _work_unit(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
@@ -120,8 +122,8 @@ def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Marku
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return table rows (name, predicted, measured) for step time, memory and traffic; empty without a recorded
-    prediction."""
+    """Return table rows (name, predicted, measured), as text, for step time, memory and traffic; empty if the result
+    document has no prediction."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
     said = [
         ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),
@@ -146,7 +148,8 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _format_step_seconds(side: dict[str, Any]) -> str:
-    """Format a step's seconds with their bounds. side: `predicted` or `measured` of the result document."""
+    """Return text for a step's seconds with their bounds, empty if unknown. side: entry `predicted` or `measured` of
+    the result document."""
     if side.get("step_seconds") is None:
         return ""
     low, high = side.get("step_seconds_low"), side.get("step_seconds_high")
@@ -154,22 +157,22 @@ def _format_step_seconds(side: dict[str, Any]) -> str:
 
 
 def _format_parts(seconds: dict[str, float] | None) -> str:
-    """Format seconds by phase."""
+    """Return text for the seconds of a step by phase, empty for None."""
     return ", ".join(f"{part} {value:.3g}" for part, value in (seconds or {}).items() if value)
 
 
 def _format_bytes(size: int | None) -> str:
-    """Format a number of bytes; empty for None."""
+    """Return text for a number of bytes, empty for None."""
     return "" if size is None else f"{size:,} B"
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:
-    """Format the MFU and the peak FLOP/s that it refers to."""
+    """Return text for the MFU and the peak FLOP/s that it refers to. result: the result document."""
     return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return table rows (name, value) of an evaluation on held-out files."""
+    """Return table rows (name, value), as text, of the document that `evaluate` returned for held-out files."""
     rows = [
         ("loss", f"{evaluation['loss']:.4f} nats per token"),
         ("perplexity", f"{evaluation['perplexity']:.2f}"),
@@ -183,12 +186,13 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _format_number(value: float | None, form: str) -> str:
-    """Format a number with the format spec `form`; None as "not finite"."""
+    """Return a number formatted by the format spec `form`; "not finite" for None."""
     return "not finite" if value is None else format(value, form)
 
 
 def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tuple[float, float]]:
-    """Return the exponential moving average of (step, value) points, without start-up bias. weight: of the past."""
+    """Return the exponential moving average of (step, value) points, without start-up bias. weight: factor of the past
+    in each update."""
     smoothed, average, mass = [], 0.0, 0.0
     for step, value in points:
         average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
@@ -196,9 +200,9 @@ def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tupl
     return smoothed
 
 
-def step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False) -> Markup:
-    """Return a line chart over the training steps. unit: of the values, for the axis title; from_zero: the y axis
-    begins at 0."""
+def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False) -> Markup:
+    """Return a line chart over the training steps as SVG markup. unit: of the values, for the axis title; from_zero:
+    the y axis begins at 0."""
     points = [point for one in series for point in one.points]
     if not points:
         return paragraph("No finite values.")

@@ -1,4 +1,4 @@
-"""Checked inputs of the report: a run directory may be untrusted or damaged."""
+"""Validation of the report's inputs: the files of a run directory may be untrusted or damaged."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Whole = Annotated[int, Field(ge=0, le=2**63)]
 
 
 class _Document(BaseModel):
-    """Base of the checked JSON documents: strict types, further keys allowed."""
+    """Base model of the validated JSON documents: strict types, further keys allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class _StepLine(_Document):
-    """Step line of metrics.jsonl: the keys that the report reads."""
+    """Model of a step line of metrics.jsonl: the keys that the report reads."""
 
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
@@ -36,7 +36,7 @@ class _StepLine(_Document):
 
 
 class _Figures(_Document):
-    """`predicted` or `measured` of a result document: the keys that the report reads."""
+    """Model of the entries `predicted` and `measured` of a result document: the keys that the report reads."""
 
     step_seconds: _Number | None = None
     step_seconds_low: _Number | None = None
@@ -48,7 +48,7 @@ class _Figures(_Document):
 
 
 class _Result(_Document):
-    """Result document of a run: the keys that the report reads."""
+    """Model of the result document of a run: the keys that the report reads."""
 
     parameters: _Whole | None = None
     layout: str | None = None
@@ -61,7 +61,7 @@ class _Result(_Document):
 
 
 class _Evaluation(_Document):
-    """Document returned by `evaluate`."""
+    """Model of the document returned by `evaluate`; loss in nats per token."""
 
     loss: _Number
     perplexity: _Number
@@ -71,14 +71,15 @@ class _Evaluation(_Document):
 
 
 class _Sample(_Document):
-    """Document printed by `generate --json`."""
+    """Model of the document printed by `generate --json`."""
 
     prompt: str
     text: str
 
 
 def read_recipe(path: Path) -> str:
-    """Return the text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if it cannot be read."""
+    """Return the TOML text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if it cannot be
+    read."""
     try:
         return read_file(path, "recipe_bytes").decode(errors="replace")
     except OSError as error:
@@ -86,7 +87,8 @@ def read_recipe(path: Path) -> str:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the step lines of a metrics file. `UserError` if it cannot be read, has no step, or a value is invalid."""
+    """Return the lines of a metrics file that describe steps, as dicts. `UserError` if it cannot be read, has no step,
+    or a value is invalid."""
     try:
         lines = [line for line in read_metrics(path) if "loss" in line]
     except OSError as error:
@@ -102,8 +104,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Return the result document of a run; empty if the run has not ended. `UserError` if unreadable or a value is
-    invalid."""
+    """Return the result document of a run as a dict; empty if the run has not ended. `UserError` if unreadable or a
+    value is invalid."""
     try:
         found = read_json(path)
     except FileNotFoundError:
@@ -126,7 +128,8 @@ def check_sample(document: Mapping[str, Any]) -> None:
 
 
 def _validate(kind: type[_Document], value: Any, where: str) -> dict[str, Any]:
-    """Validate a document against a model and return it unchanged; `UserError` names `where` and the first bad key."""
+    """Validate the parsed JSON `value` against a model and return it unchanged; `UserError` names the file `where` and
+    the first bad key."""
     try:
         kind.model_validate(value)
     except ValidationError as error:

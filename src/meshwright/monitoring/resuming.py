@@ -1,4 +1,4 @@
-"""Check that a recipe may resume the run in its directory, before anything is started. Free of torch."""
+"""Checks whether a recipe may resume the run in its directory, before anything is started. Free of torch."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ _FIXED_BECAUSE = {
 
 
 def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, Any] | None:
-    """Return the state of the newest checkpoint in the recipe's run directory; None without one, as any recipe may
-    start.
+    """Return the content of `state.json` in the newest checkpoint of the recipe's run directory; None without a
+    checkpoint.
 
-    `UserError` naming the first key that differs from the checkpoint's recipe though it may not change, and where it is
-    set; also when the prepared data (`data_sha256`, of their tokens) are not those that it was trained on.
+    `UserError` naming the first key that must not change but differs from the checkpoint's recipe, and where it is set;
+    also when the prepared data (`data_sha256`: checksum of their tokens) are not those of the checkpoint.
     """
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return None
     state = checkpoint.state()
-    resume_differences(load_recipe_text(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
+    check_resume_differences(load_recipe_text(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
     before, key = state["data_sha256"], recipe.data.source_key
     if data_sha256 is not None and data_sha256 != before:
         raise UserError(
@@ -69,9 +69,9 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
     return state
 
 
-def resume_differences(old: Recipe, new: Recipe) -> None:
-    """Raise `UserError` naming the first key that differs and may not change when a run is resumed (see
-    `RESUMABLE`)."""
+def check_resume_differences(old: Recipe, new: Recipe) -> None:
+    """Raise `UserError` naming the first key that differs between the checkpoint's recipe `old` and `new` and may not
+    change on resume (see `RESUMABLE`)."""
     before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
@@ -85,7 +85,7 @@ def resume_differences(old: Recipe, new: Recipe) -> None:
 
 
 def values_by_key(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's values that are not tables, by dotted key."""
+    """Return the recipe's values by dotted key, such as "train.steps"; keys that are not set are left out."""
     flat: dict[str, Any] = {}
     tables = recipe.to_tables()
     for key, field in SCHEMA.keys.items():

@@ -1,4 +1,4 @@
-"""A run's directory: one run at a time, what it writes there, and who its ranks are. Free of torch."""
+"""Directory of a run: a lock for one run at a time, its files, and the process ids of its ranks. Free of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 1.0
 
 
 class RunDirectory:
-    """The directory of one run: its lock and its files. Files that are not the run's are left alone.
+    """Directory of one run: its lock and its files. Other files in it are left alone.
 
     Every process of a run makes one; only one of them locks it (the launcher, or rank 0 where another tool started the
     ranks).
@@ -39,7 +39,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Path of `metrics.jsonl`, one JSON object a line."""
+        """Path of `metrics.jsonl`, one JSON object per line."""
         return self.path / METRICS
 
     @property
@@ -49,11 +49,11 @@ class RunDirectory:
 
     @property
     def lost(self) -> Path:
-        """Path of the hang report about the last rank that was lost."""
+        """Path of the hang report that is written when a rank is lost."""
         return self.path / LOST
 
     def create(self) -> None:
-        """Create the directory. `UserError` when a file is in the way or it cannot be written."""
+        """Create the directory. `UserError` when a file is in its place or it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -66,7 +66,7 @@ class RunDirectory:
                 raise UserError(f"run directory {self.path}: {part} in it is a file; give another run.directory")
 
     def lock(self) -> int:
-        """Lock the directory for this process until `unlock` or its end; return the lock's file descriptor.
+        """Lock the directory until `unlock` or the end of this process; return the lock's file descriptor.
 
         `UserError` when another run holds the lock. The kernel releases it when a run is killed; a child that inherits
         the descriptor holds it as well, so that no run begins while a rank is still alive.
@@ -100,7 +100,7 @@ class RunDirectory:
 
     @property
     def lock_descriptor(self) -> int:
-        """File descriptor that holds the lock."""
+        """File descriptor that holds the lock; only after `lock`."""
         assert self._lock is not None, "the run directory is not locked"
         return self._lock
 
@@ -121,7 +121,8 @@ class RunDirectory:
         self.unlock()
 
     def write_ranks(self, processes: Sequence[int]) -> None:
-        """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}."""
+        """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}. processes: ids in the order of
+        ranks."""
         self._write_atomically(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}) + "\n")
 
     def write_recipe(self, text: str) -> None:
@@ -129,11 +130,12 @@ class RunDirectory:
         self._write_atomically(RECIPE, text)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write the result document of a finished run."""
+        """Write the result document (JSON dict of figures and checkpoint paths) of a finished run to `result.json`."""
         self._write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
-        """Return the result document; None if no run has finished here or the file is invalid."""
+        """Return the result document (JSON dict of figures and checkpoint paths); None if no run has finished here or
+        the file is invalid."""
         try:
             result = read_json(self.path / RESULT)
         except (OSError, ValueError):
@@ -141,11 +143,11 @@ class RunDirectory:
         return result if isinstance(result, dict) else None
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
-        """Write, by tracker, the values that it needs on resume, such as a run id."""
+        """Write the strings that each tracker stores for a resume, such as a run id: tracker name -> key -> value."""
         self._write_atomically(TRACKERS, json.dumps(kept, indent=1) + "\n")
 
     def read_trackers(self) -> dict[str, dict[str, str]]:
-        """Return the values that `write_trackers` wrote, by tracker; empty if missing or invalid."""
+        """Return the strings that `write_trackers` wrote: tracker name -> key -> value; empty if missing or invalid."""
         try:
             found: dict[str, dict[str, str]] = read_json(self.path / TRACKERS)
             return {name: {key: str(value) for key, value in kept.items()} for name, kept in found.items()}
@@ -153,7 +155,7 @@ class RunDirectory:
             return {}
 
     def last_step(self) -> int | None:
-        """Return the last step in `metrics.jsonl`, None before the first."""
+        """Return the number of the last step in `metrics.jsonl`, None before the first."""
         try:
             with self.metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
@@ -170,7 +172,7 @@ class RunDirectory:
         return None
 
     def _write_atomically(self, name: str, text: str) -> None:
-        """Write a file of the directory atomically. `UserError` if it cannot be written."""
+        """Write the text to the file `name` of the directory atomically. `UserError` if it cannot be written."""
         fresh = self.path / f".{name}.new"
         try:
             fresh.write_text(text)
@@ -180,7 +182,7 @@ class RunDirectory:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to lock a file descriptor for up to `PATIENCE_SECONDS`, while ranks just killed exit; return whether it
+    """Try to lock a file descriptor for up to `PATIENCE_SECONDS`, while ranks just killed exit; return True if it
     worked."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -194,7 +196,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Describe the process that holds the lock, as it wrote into the lock file."""
+    """Return text on the process that holds the lock (id, host, since when), as it wrote into the lock file."""
     try:
         holder: Any = parse_json(os.pread(descriptor, 4096, 0))
         where = "" if holder["host"] == socket.gethostname() else f" on {holder['host']}"
@@ -204,5 +206,5 @@ def _read_holder(descriptor: int) -> str:
 
 
 def _error_reason(error: OSError) -> str:
-    """Return the reason of an OSError in lower case."""
+    """Return the text of an OSError, such as "no space left on device", in lower case."""
     return (error.strerror or str(error)).lower()

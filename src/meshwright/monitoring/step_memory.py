@@ -1,4 +1,4 @@
-"""The memory that a rank takes: its process's highest resident set, and the growth in its first steps."""
+"""Memory of a rank's process: its peak, and its growth in the first steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 3
 
 
 class StepMemory:
-    """Measures the memory of this process in bytes (allocated on CUDA, resident on a CPU): its peak, its growth in the
+    """Meter of this process's memory in bytes (allocated on CUDA, resident on a CPU): its peak, and its growth in the
     first steps.
 
     On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), so that loading does not count;
@@ -34,13 +34,13 @@ class StepMemory:
         self._left = 0
 
     def start(self) -> None:
-        """Record the memory before the trainer is constructed."""
+        """Record the current memory, before the trainer is constructed."""
         self._before = _current_bytes(self.device)
         self.resident_before = resident_bytes()
 
     @contextmanager
     def exclude_allocations(self) -> Iterator[None]:
-        """Exclude from the growth what is allocated inside the with block."""
+        """Exclude memory that is allocated inside the with block from the growth."""
         before = _current_bytes(self.device)
         yield
         after = _current_bytes(self.device)
@@ -48,13 +48,13 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Reset the peak counter; called just before the first step."""
+        """Reset the peak memory counter; called just before the first step."""
         self._earlier = peak_memory_bytes(self.device)
         self._earlier_resident = peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """Update the growth after a step, before anything else allocates."""
+        """Update the growth in the first steps; called after each step, before anything else allocates."""
         if self._left:
             self._left -= 1
             now = _peak_since_reset(self.device)
@@ -62,7 +62,7 @@ class StepMemory:
                 self.growth_in_first_steps = max(self.growth_in_first_steps or 0, now - self._before)
 
     def stop(self) -> None:
-        """Stop measuring the growth: later allocations belong to no step."""
+        """Stop measuring the growth: later allocations do not belong to steps."""
         self._left = 0
 
     def peak_bytes(self) -> int:
@@ -70,28 +70,29 @@ class StepMemory:
         return max(self._earlier, peak_memory_bytes(self.device))
 
     def allocator_peak(self) -> int | None:
-        """Return the peak bytes of CUDA's allocator; None on a CPU, whose allocator does not count."""
+        """Return the peak bytes of CUDA's caching allocator; None on a CPU, whose allocator keeps no count."""
         return self.peak_bytes() if self.device.type == "cuda" else None
 
     def process_peak(self) -> int | None:
-        """Return the peak resident set of this process in bytes, libraries included; None where the kernel does not
-        report it."""
+        """Return the peak resident set (RSS) of this process in bytes, libraries included; None where the kernel does
+        not report it."""
         now = peak_resident_bytes()
         return None if now is None else max(self._earlier_resident, now)
 
 
 def _current_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process holds now: allocated on CUDA, resident on a CPU (None if unknown)."""
+    """Return the bytes that this process holds now: allocated on a CUDA `device`, resident on a CPU (None if
+    unknown)."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def _peak_since_reset(device: torch.device) -> int | None:
-    """Return the peak bytes since the last reset: allocated on CUDA, resident on a CPU (None if unknown)."""
+    """Return the peak bytes since the last reset: allocated on a CUDA `device`, resident on a CPU (None if unknown)."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Reset the peak counter of the device or process; return whether it worked."""
+    """Reset the peak counter of a CUDA `device`, or of this process on a CPU; return True if it worked."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

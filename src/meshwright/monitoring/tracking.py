@@ -1,4 +1,4 @@
-"""Sends a run's figures to trackers, each from a thread of its own: none can stop a run or hold up a step."""
+"""Sender of a run's metrics to trackers, each from its own thread: none can stop a run or delay a step."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """Sends a run's metrics to the trackers of a recipe. Made by rank 0 when `metrics.jsonl` is open.
+    """Sends a run's metrics to the trackers of a recipe. Rank 0 creates it when `metrics.jsonl` is open.
 
     layout: sent with the recipe's values. step: steps done in the checkpoint that is resumed (0: a fresh run). say:
-    prints a line on the console. `UserError` for trackers that cannot be made.
+    prints a line on the console. `UserError` for trackers that cannot be created.
     """
 
     def __init__(
@@ -64,18 +64,19 @@ class Tracking:
             sender.tried.wait(max(0.0, deadline - time.monotonic()))
 
     def queue_line(self, line: Mapping[str, Any]) -> None:
-        """Queue a line of `metrics.jsonl` for all trackers."""
+        """Queue a line of `metrics.jsonl` (JSON dict of one step or event) for all trackers."""
         for sender in self._senders:
             sender.put(flatten_line(line))
 
     def queue_values(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue values that are not in `metrics.jsonl`, such as the prediction, for all trackers. values: numbers and
-        texts, nested."""
+        """Queue values that are not in `metrics.jsonl`, such as the prediction, for all trackers. values: nested dicts
+        of numbers and texts."""
         for sender in self._senders:
             sender.put((step, flatten_values(values)))
 
     def finish(self, status: str) -> None:
-        """Report the run's end to the trackers, wait a limited time until they have all lines, log what was lost.
+        """Report the run's end to the trackers, wait a limited time until they have all lines, log the number of lost
+        lines.
 
         status: "finished", "stopped" or "failed".
         """
@@ -89,10 +90,10 @@ class Tracking:
 
 
 class _TrackerThread:
-    """Queue and thread that send lines to one tracker.
+    """Queue and thread that send lines (step, values by name) to one tracker.
 
-    run: the run as the tracker sees it; recipe: values by dotted key; missing: lines of metrics.jsonl not sent before,
-    never dropped; keep: writes the trackers' state to the run directory; say: prints a line.
+    run: facts about the run for the tracker; recipe: values by dotted key; missing: lines of metrics.jsonl that were
+    not sent before, never dropped; keep: writes the trackers' strings to the run directory; say: prints a line.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class _TrackerThread:
         self._thread.start()
 
     def put(self, line: Line) -> None:
-        """Queue a line without blocking; the oldest is dropped when the queue is full."""
+        """Queue a line (step, values by name) without blocking; the oldest is dropped when the queue is full."""
         with self._news:
             if len(self._waiting) == WAITING:
                 self._waiting.popleft()
@@ -129,13 +130,13 @@ class _TrackerThread:
             self._news.notify()
 
     def close(self, status: str) -> None:
-        """Tell the thread that no more lines come. status: how the run ended."""
+        """Signal the thread that no more lines come. status: "finished", "stopped" or "failed"."""
         with self._news:
             self._status = status
             self._news.notify()
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the thread to end, and log the lines that were lost."""
+        """Wait at most `seconds` for the thread to end, and log how many lines were lost and why."""
         self._thread.join(seconds)
         late = self._thread.is_alive()
         with self._news:
@@ -150,7 +151,7 @@ class _TrackerThread:
     # --- in the thread
 
     def _send_all(self) -> None:
-        """Run the thread: start the tracker, send line after line, finish it."""
+        """Run the thread: start the tracker, send line after line, and report the run's end to it."""
         if not self._retry(lambda: self.tracker.start(self.run, self.recipe)):
             return
         self._save_progress(self.run.step, now=True)
@@ -172,7 +173,7 @@ class _TrackerThread:
         self._save_progress(last, now=True)
 
     def _next_line(self) -> Line | None:
-        """Wait for the next line and return it; None when the run has ended and none is left."""
+        """Wait for the next line (step, values by name) and return it; None when the run has ended and none is left."""
         with self._news:
             while not self._missing and not self._waiting:
                 if self._status is not None:
@@ -182,8 +183,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` with growing pauses until it does not raise; return False after `tries` failures or when the run
-        has ended."""
+        """Call `call` with growing pauses until it does not raise; return True then, False after `tries` failures
+        (None: no limit) or when the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
@@ -201,13 +202,14 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Log the first failure of the tracker and remember the reason."""
+        """Log `reason` at the first failure of the tracker and store the latest one."""
         if not self._trouble:
             self._say(f"tracker {self.name} takes nothing: {reason}; training goes on, and it is tried again")
         self._trouble = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
-        """Write to the run directory up to which step the tracker has all lines, at most once a second unless `now`."""
+        """Write the step up to which the tracker has all lines to the run directory, at most once in `KEEP_SECONDS`
+        unless `now`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()
@@ -218,8 +220,8 @@ class _TrackerThread:
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Flatten nested values to numbers and texts by path ("seconds_by_part/forward"), without those that are not
-    finite."""
+    """Flatten nested dicts to numbers and texts by path ("seconds_by_part/forward"), starting with `prefix`; values
+    that are not finite are left out."""
     found: dict[str, float | str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -232,7 +234,7 @@ def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 
 def flatten_line(line: Mapping[str, Any]) -> Line:
-    """Convert a line of `metrics.jsonl` to (step, flat values); those of an event under its name
+    """Convert a line of `metrics.jsonl` to (step, values by path); the paths of an event's values begin with its name
     ("save/stall_seconds")."""
     event = line.get("event")
     rest = {key: value for key, value in line.items() if key not in ("step", "event")}
@@ -240,7 +242,7 @@ def flatten_line(line: Mapping[str, Any]) -> Line:
 
 
 def _read_lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl` up to `step` (inclusive); none for a fresh run."""
+    """Return the lines of `metrics.jsonl` up to step `step` (inclusive) as dicts; none for a fresh run (step 0)."""
     return [line for line in read_metrics(directory.metrics) if line.get("step", 0) <= step] if step else []
 
 

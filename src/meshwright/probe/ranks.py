@@ -82,7 +82,7 @@ def probe(
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
     """Measure as one rank that torchrun, Kubernetes or SLURM started; every rank returns the result and its "rank"."""
-    start = rendezvous.place()
+    start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "effort": {}}, started_by_others=True)
 
 
@@ -105,7 +105,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     starts: dict[str, float] = {}
     store, host_ranks = None, start.ranks
     if started_by_others and start.ranks > 1:
-        store = rendezvous.meet(start, TIMEOUT_SECONDS)
+        store = rendezvous.connect_to_store(start, TIMEOUT_SECONDS)
         interface = agree_on_interface(start, store)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -120,7 +120,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["rank"] = time.monotonic() - description["began"]
     if start.ranks > 1:
         begun = time.perf_counter()
-        store = store or rendezvous.meet(start, TIMEOUT_SECONDS)
+        store = store or rendezvous.connect_to_store(start, TIMEOUT_SECONDS)
         rendezvous.initialise(start, store, device, TIMEOUT_SECONDS)
         starts["meeting"] = time.perf_counter() - begun
     try:

@@ -46,8 +46,8 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
 def serve_joined(plan: RankPlan | None) -> None:
     """Run this process, which torchrun or SLURM has started, as a rank, as `serve_rank` does. Rank 0 has the plan, and
     the others get it from there."""
-    where = rendezvous.place()
-    rendezvous.initialise(where, rendezvous.meet(where, JOIN_SECONDS), "cpu", JOIN_SECONDS)
+    where = rendezvous.read_place()
+    rendezvous.initialise(where, rendezvous.connect_to_store(where, JOIN_SECONDS), "cpu", JOIN_SECONDS)
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None

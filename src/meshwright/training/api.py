@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.documents import to_json_dict
 from meshwright.errors import ignore_model_warnings
-from meshwright.launcher.rendezvous import join_if_started_by_others, place
+from meshwright.launcher.rendezvous import join_if_started_by_others, read_place
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.terminal import print_message
@@ -48,7 +48,9 @@ class Result:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], run_directory: Path) -> Result:
-        """Build the result from a result document, the content of `result.json`."""
+        """Build the result from a result document: the JSON object of `result.json` and of `meshwright train --json`,
+        with step, loss, predicted and measured figures, and checkpoint paths. run_directory: directory of the run's
+        files."""
         checkpoint, best = (document[key] and Path(document[key]) for key in ("checkpoint", "best_checkpoint"))
         figures = {key: document.get(key) for key in ("loss", "validation_loss", "tokens_per_second", "mfu")}
         return cls(
@@ -57,7 +59,7 @@ class Result:
         )  # fmt: skip
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright train --json`."""
+        """Return the document of `meshwright train --json`: the content of `document`."""
         return to_json_dict(self.document)
 
 
@@ -105,16 +107,16 @@ def train(
     wanted = resolve_recipe(recipe, overrides, trust=trust)
     if layout is not None:
         wanted = resolve_recipe(wanted, {"layout": str(layout)})
-    started = place(wanted.run.rendezvous) if join_if_started_by_others() else None
+    started = read_place(wanted.run.rendezvous) if join_if_started_by_others() else None
     if started is not None and started.rank > 0:
         ignore_model_warnings()
     if wanted.layout == "auto":
         from meshwright.launcher.rank_threads import share_this_host
-        from meshwright.training.automatic import chosen_layout
+        from meshwright.training.automatic import search_fastest_layout
 
         log = print_message if started is None or started.rank == 0 else _discard
         measure = probe and (started is None or share_this_host(started))
-        chosen = chosen_layout(wanted, None if started is None else started.ranks, log, probe=measure)
+        chosen = search_fastest_layout(wanted, None if started is None else started.ranks, log, probe=measure)
         wanted = resolve_recipe(wanted, {"layout": chosen})
     if started is not None:
         from meshwright.training.worker import join
@@ -124,11 +126,12 @@ def train(
 
 
 def reports_result() -> bool:
-    """Return True for the process that prints the result of `train`: rank 0, or the one that starts the ranks."""
+    """Return True if this process prints the result of `train`: rank 0 where torchrun, Kubernetes or SLURM started the
+    ranks, else the process that starts them."""
     if not join_if_started_by_others():
         return True
-    return place("file:///").rank == 0  # the rank is the same wherever ranks meet
+    return read_place("file:///").rank == 0  # the rank is the same wherever ranks meet
 
 
 def _discard(line: str) -> None:
-    """Drop a log line: rank 0 alone prints."""
+    """Ignore a log line, on the ranks other than 0."""

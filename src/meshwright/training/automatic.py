@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import UserError
-from meshwright.launcher.rank_threads import layer_flops
+from meshwright.launcher.rank_threads import compute_layer_flops
 from meshwright.layout import Layout
 from meshwright.planner.cluster import Cluster, cluster, this_machine
 from meshwright.planner.estimate import problem_of
@@ -17,13 +17,14 @@ from meshwright.threads import choose_threads
 from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_profile, measure_first_start
 
 
-def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
-    """Return the notation of the fastest layout that fits, for a recipe with `layout = "auto"`.
+def search_fastest_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
+    """Return the notation, such as "dp2 zero1", of the fastest layout that the planner predicts to fit into memory, for
+    a recipe with `layout = "auto"`.
 
-    ranks: those that another launcher has started; None: one per GPU of this machine, or the measured number of CPU
-    processes. say: log function. probe: measure a CPU machine that has no profile, in seconds and for two processes
-    unless `ranks` is given. The returned layout names no precision; the run resolves it. `UserError` if there is no
-    hardware profile or no layout fits.
+    ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
+    processes as the hardware profile (measured machine speeds) was made with. say: called with each log line. probe:
+    first measure a CPU machine that has no profile, with two processes unless `ranks` is given. The notation has no
+    precision, which the run resolves. `UserError` if there is no hardware profile or no layout fits.
     """
     where = _find_devices(recipe, ranks, say if probe else None)
     config, assumed = config_of(recipe)
@@ -47,10 +48,9 @@ def chosen_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None],
 
 
 def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
-    """Return the cluster description of the devices that the recipe would train on: this machine's GPUs, or `ranks`
-    CPU processes from the hardware profile (None: the number measured). say: log function for measuring a missing CPU
-    profile; None: do not measure.
-    """
+    """Return the description (number, speeds, links) of the devices that the recipe would train on: this machine's
+    GPUs, or `ranks` CPU processes from the hardware profile (None: as many as it was measured with). say: called with
+    each log line while a missing CPU profile is measured; None: do not measure."""
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():
@@ -61,7 +61,9 @@ def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] 
     where = None
     if not this_machine().exists():
         many = ranks or 2
-        threads = recipe.run.threads or choose_threads(many, None, layer_flops(recipe, Layout.parse(f"dp{many}")))
+        threads = recipe.run.threads or choose_threads(
+            many, None, compute_layer_flops(recipe, Layout.parse(f"dp{many}"))
+        )
         if say is not None:
             measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
         where = find_hardware_profile(many, threads)

@@ -37,13 +37,14 @@ them."""
 
 
 def candidate_precisions() -> tuple[str, ...]:
-    """Return the precisions that a layout without one may resolve to; all of them are measured."""
+    """Return the precisions, ("bf16", "fp32") or ("fp32",), that this CPU may use where a layout names none: a hardware
+    profile measures all of them."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
 def slow_precision_warning(layout: Layout, device: str) -> str | None:
-    """Return a warning if this machine's CPU is slow in the layout's precision, else None. device: the recipe's
-    `run.device`."""
+    """Return a warning for the user if the layout's precision is a 16-bit one that this machine's CPU has no
+    instructions for, else None. device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not on_processors(device) or has_bf16_instructions():
         return None
     return (
@@ -53,8 +54,9 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
-    """Return the CPU cluster description for (ranks, threads): the file of `meshwright probe` if it fits, else a stored
-    first-start profile; None without either. `UserError` if the file of `meshwright probe` is damaged."""
+    """Return the measured speeds of this machine's CPU with `ranks` processes of `threads` threads each: those that
+    `meshwright probe` wrote if they cover as many, else those that the first start of a run stored; None without
+    either. `UserError` if the file of `meshwright probe` is damaged."""
     if (probed := _probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
@@ -63,7 +65,8 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 
 def measurement_advice(device: str) -> str:
-    """Return advice to the user on how to start a recipe with this `run.device` so that this machine is measured."""
+    """Return the end of an error message that tells the user how to start a recipe with this `run.device` ("auto",
+    "cpu" or "cuda") so that the machine is measured first."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not on_processors(device):  # a GPU's device file, and a torch that does not use it
@@ -72,9 +75,8 @@ def measurement_advice(device: str) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure what a run's predictions need (hardware profile, process memory) with `measure_first_start`, unless the
-    run has no steps left. threads: per rank. log: receives lines for the user.
-    """
+    """Measure the machine speeds and process memory that a run's predictions need and no earlier start stored, unless
+    the run has no steps left. threads: per rank. log: called with each line for the user."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -85,11 +87,13 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
     axes: tuple[str, ...] | None = None, compiled: bool | None = None,
 ) -> None:  # fmt: skip
-    """Measure the inputs of the predictions for this layout, unless they are stored, and store them for later starts.
+    """Measure the machine speeds (hardware profile) and process memory from which this layout's step time and memory
+    are predicted, unless they are stored, and store them for later starts.
 
-    device: the recipe's `run.device`; threads: per rank; ranks, axes: default to the layout's; compiled: the blocks are
-    compiled; None: process memory is not measured. A failure is logged as one line and the run continues without a
-    prediction; only an interrupt or SIGTERM ends it.
+    device: the recipe's `run.device`; threads: per rank; log: called with each line for the user; ranks: number of
+    processes; axes: "tp" and "cp" where their collectives are timed; both default to the layout's; compiled: True if
+    the blocks run under torch.compile; None: process memory is not measured. A failure is logged as one line and the
+    run continues without a prediction; only an interrupt or SIGTERM ends it.
     """
     if not may_measure() or not on_processors(device):
         return
@@ -100,11 +104,12 @@ def measure_first_start(
     processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
 
     def profile_known() -> bool:
-        """Return True if a hardware profile covers these ranks, threads, precisions and axes."""
+        """Return True if the stored hardware profile (measured machine speeds) covers these ranks, threads, precisions
+        and axes."""
         return _probed_cluster(ranks, threads) is not None or _has_profile(key, precisions, axes)
 
     def unmeasured() -> list[ProcessKey]:
-        """Return the process-memory measurements that are not stored yet."""
+        """Return the conditions (precision, threads, compiled) under which process memory must still be measured."""
         return [each for each in processes if each.read() is None]
 
     with _log_failure("hardware measurement failed, so step time is not predicted", log):
@@ -118,7 +123,7 @@ def measure_first_start(
 
 @contextmanager
 def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Log an exception in the with-block as one line that begins with `what`, and suppress it; `Terminated` is
+    """Log an exception in the with-block as one line that begins with the text `what`, and suppress it; `Terminated` is
     re-raised."""
     try:
         yield
@@ -130,7 +135,8 @@ def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the `SYNCHRONOUS_AXES` over which this layout communicates in every layer."""
+    """Return the axes, of "tp" and "cp", over which this layout communicates in every layer while compute waits; ep
+    counts as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
@@ -139,8 +145,11 @@ def _measure_and_store(
     key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure and store a hardware profile (unless `key` is None) and the process memory under the conditions of each
-    of `processes`. precisions, axes: that the profile must cover.
+    """Measure and store a hardware profile and the process memory, and log both.
+
+    key: ranks and threads of the profile; None: measure none. precisions ("fp32", "bf16"), axes ("tp", "cp"): what the
+    profile must cover. processes: conditions under which process memory is measured. log: called with each line for the
+    user.
     """
     what, paths = [], [str(each.path) for each in processes]
     if key is not None:
@@ -162,9 +171,9 @@ def _measure_and_store(
 def _measure_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> None:
-    """Measure and store the hardware profile for `key` (ranks and threads); it covers these precisions and axes
-    ("tp", "cp"), and what an earlier profile of this key covered. `UserError` if the measurement failed on a rank.
-    """
+    """Measure and store the hardware profile for the ranks and threads of `key`. It covers these precisions ("fp32",
+    "bf16") and axes ("tp", "cp"), and those of an earlier profile with the same key. log: called with each line for the
+    user. `UserError` if the measurement failed on a rank."""
     from meshwright.probe.ranks import probe
 
     earlier = read_profile(key)
@@ -180,8 +189,8 @@ def _measure_profile(
 
 
 def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
-    """Return the cluster that `meshwright probe` wrote if it has at least `ranks` CPU ranks of `threads` threads, else
-    None."""
+    """Return the machine speeds that `meshwright probe` wrote if they are of at least `ranks` CPU ranks with `threads`
+    threads each, else None."""
     if not this_machine().exists():
         return None
     found = cluster("this")
@@ -190,9 +199,8 @@ def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
 
 
 def _has_profile(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
-    """Return True if an undamaged hardware profile is stored for `key` (ranks and threads) that covers these
-    precisions ("fp32", "bf16" ...) and axes ("tp", "cp").
-    """
+    """Return True if an undamaged hardware profile is stored for the ranks and threads of `key` that covers these
+    precisions ("fp32", "bf16" ...) and axes ("tp", "cp")."""
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
@@ -204,13 +212,14 @@ def _has_profile(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tup
 
 
 def _parse_cluster(profile: HardwareProfile, path: Path) -> Cluster:
-    """Return the cluster description in a profile. `UserError` if it is damaged; `path` names it in the error."""
+    """Return the machine speeds in a stored hardware profile. path: its file, named in errors. `UserError` if it is
+    damaged."""
     return cluster(profile.cluster, str(path))
 
 
 def on_processors(device: str) -> bool:
-    """Return True if ranks with this `run.device` will compute on CPUs; decided without importing torch, which takes a
-    second."""
+    """Return True if ranks with this `run.device` ("auto", "cpu" or "cuda") will compute on CPUs; decided without
+    importing torch, which takes a second."""
     gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     return device == "cpu" or (device == "auto" and not gpus)
 

@@ -1,4 +1,4 @@
-"""The training task of a recipe's language model: transformer, sharded parameters, prepared data and objective."""
+"""Training task of a recipe's language model: transformer, sharded parameters, prepared data and objective."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
-    """One of Meshwright's language models with its data and loss on one rank of a training run; implements `Task`.
+    """Meshwright language model with its data and loss on one rank of a training run; implements `Task`.
 
-    initialise: initialise parameters from the recipe's seed; otherwise the caller loads them. arithmetic: by default
-    that of the layout's precision.
+    recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
+    tokenized splits. mesh: process groups of this rank. initialise: draw initial parameters from the recipe's seed;
+    otherwise the caller loads them. arithmetic: dtypes of parameters and master weights, by default those of the
+    layout's precision.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class LanguageModelTask:
         initialise: bool = True,
         arithmetic: Arithmetic | None = None,
     ) -> None:
-        """Build the model with its sharded parameters, the data splits and the objective."""
+        """Build the model with its sharded parameters, the data splits and the objective; arguments: see the class."""
         self.recipe, self.layout, self.config, self.data, self.mesh = recipe, layout, config, data, mesh
         self.table = parameter_table(config)
         arithmetic = arithmetic or Arithmetic(PARAMETER_DTYPES[layout.precision or "fp32"])
@@ -85,39 +87,44 @@ class LanguageModelTask:
     # --- a step
 
     def load_step(self, step: int) -> list[MicroBatch]:
-        """Load this rank's micro-batches of a step, counted from 0."""
+        """Load this rank's micro-batches (tokens, targets, document boundaries) of a step, counted from 0."""
         samples = self.samples_of_step(step)
         return [self._load("train", rows) for rows in np.split(samples, self.layout.micro_batches)]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of this rank's training sequences in a step, in the order of its micro-batches."""
+        """Return the indices in the training split of the sequences that this rank reads in a step (counted from 0), in
+        the order of its micro-batches: int64 [batch / dp]."""
         share = self.recipe.train.batch // self.mesh.dp.size
         first = step * self.recipe.train.batch + self.mesh.dp.rank * share
         return self.order.sample(first + np.arange(share))
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the number of terms of the step's loss (target tokens or pairs) over all ranks, at least 1."""
+        """Return the number of terms that the loss of these micro-batches averages over (target tokens, or preference
+        pairs), summed over all ranks, at least 1."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
-        """Run forward and backward; return this rank's shares of the loss over `divisor` and of the metric sums [1 +
-        metrics]."""
+        """Run forward and backward of this rank's micro-batches. divisor: number by which the loss sum is divided.
+
+        Returns float64 [1 + metrics]: this rank's share of the divided loss and of the undivided metric sums; the
+        shares of all ranks add up to the total.
+        """
         loss = self.passes.train(micro_batches, divisor)
         return self._shares(loss)
 
     def discard_step(self) -> None:
-        """Do nothing: a step changes nothing but parameters and optimizer state."""
+        """Do nothing on a skipped step: a step of this model changes nothing but parameters and optimizer state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the metrics of a step by name. means: its metric sums divided by the number of terms, in the order
-        of the objective's `metric_names`.
-        """
+        """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks divided by its
+        number of loss terms, in the order of the objective's `metric_names`."""
         return self.objective.report(means)
 
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Return the description of model and data for the run's report."""
+        """Return the description of model and data for the run's report: names, parameters, tokens per step, FLOPs per
+        token."""
         config, sequence, names = self.config, self.recipe.data.sequence, self.objective.metric_names
         return RunDescription(
             model=f"{config.family}, {self.table.numel / 1e6:.2f} M parameters, {config.layers} layers, "
@@ -132,11 +139,13 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load the objective's inputs before the first step."""
+        """Compute or load the inputs that the objective needs before the first step: reference log-probabilities of
+        preference training, else none."""
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
-        """Return the loss and metrics on the first `train.validation_sequences` sequences of the validation split."""
+        """Return the mean loss (nats per target token or pair) and metrics on the first `train.validation_sequences`
+        sequences of the validation split. Collective."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
         mesh, objective = self.mesh, self.objective
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
@@ -151,8 +160,12 @@ class LanguageModelTask:
         return Validation(loss, objective.report(means))
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-        """Compute response log-probabilities for the first `sequences` sequences of a split; see
-        `training.objective.Policy.score_responses`."""
+        """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
+        "validation").
+
+        Yields for each forward pass (number of sequences done so far on all ranks, [(sequence index, log-probabilities
+        in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
         done = 0
         for group in self._split_rows(sequences, beyond=sequences):
             # Sequence 0 stands in for those beyond the last: every rank computes as much.
@@ -168,7 +181,8 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Return the sha256 of the data and of the model configuration, and the precision."""
+        """Identity of the run's inputs by name: sha256 of the data ("data_sha256") and of the model configuration
+        ("model"), and the precision ("precision")."""
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -176,39 +190,42 @@ class LanguageModelTask:
         }
 
     def load_weights(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face directory in place of initial values."""
+        """Load the weights of a Hugging Face model directory in place of initial values."""
         files = CheckpointFiles(directory)
         names = match_rows(files, self.table, self.config)
         self.parallel.load(lambda row: read_row(files, row, names))
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of `state.json` that identify the data and, for preference training, the reference."""
+        """Return the entries of a checkpoint's `state.json` that identify the data and, for preference training, the
+        reference log-probabilities."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return an empty list: the model has no buffers to save."""
+        """Return an empty list: the model has no buffers or frozen parameters to save. owned: ignored."""
         return []
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return an empty dict: the model has no buffers."""
+        """Return an empty dict: the model has no buffers or frozen parameters."""
         return {}
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by call site."""
+        """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the
+        code)."""
         return predicted_traffic(self.config, self.layout, self._work(), self.mesh.rank)
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by mesh axis ("data", "tp" ...)."""
         return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
 
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each of this rank's sequences of steps [first, first + steps), the token positions at which
-        documents begin."""
+        """Return the token positions at which documents begin, one tuple for each sequence that this rank reads in the
+        steps [first, first + steps)."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
         return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
 
     def _work(self) -> Work:
-        """Return the workload description (batch, sequence, dtypes, device) from which the planner predicts traffic."""
+        """Return the workload (global batch, sequence length, dtype sizes, device) from which the planner predicts
+        traffic."""
         return Work(
             self.recipe.train.batch,
             self.recipe.data.sequence,
@@ -220,17 +237,16 @@ class LanguageModelTask:
         )
 
     def _shares(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return float64 [1 + metrics]: this rank's share of the loss sum (`loss`: summed over its micro-batches) and
-        of the metric sums of the last forward passes.
-        """
+        """Return float64 [1 + metrics]: this rank's share of the loss and of the metric sums of the last forward
+        passes; the shares of all ranks add up to the total. loss: scalar, summed over this rank's micro-batches."""
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
     def _split_rows(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split the sequences 0 ... `count` - 1 of a split into this rank's micro-batches; yield for each forward
-        pass the list of its micro-batches (sequence indices each).
+        """Split the sequences 0 ... `count` - 1 of a data split into this dp rank's micro-batches.
 
-        Every rank gets the same number of equal shape; indices from `count` on are replaced by `beyond`.
+        Yields for each forward pass the list of its micro-batches, each an array of sequence indices. Every rank gets
+        the same number of arrays of equal length; indices from `count` on are replaced by the index `beyond`.
         """
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
@@ -239,9 +255,9 @@ class LanguageModelTask:
             yield [np.where(part < count, part, beyond) for part in wanted]
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
-        """Load this rank's cp slice of the sequences `rows` (indices) of a split ("train" or "validation"). padded:
-        indices beyond the last sequence are padding.
-        """
+        """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch, of which
+        this rank holds its context-parallel slice. padded: indices beyond the last sequence give padding instead of an
+        error."""
         batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
@@ -251,7 +267,8 @@ class LanguageModelTask:
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:
-    """Return the training objective that a recipe names."""
+    """Return the training objective that a recipe names: a preference loss (DPO, IPO), else next-token cross-entropy.
+    splits: data by name, "train" and "validation"."""
     pair_loss = preference_of(recipe)
     if pair_loss is None:
         return NextToken()

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no schedule state."""
+"""Learning rate as a function of the step alone, so that a resumed run needs no schedule state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 
 def learning_rate(step: int, train: TrainRecipe) -> float:
-    """Return the learning rate of update `step` (the first update is step 0). train: the recipe's [train] table.
+    """Return the learning rate of the optimizer update number `step`, counted from 0. train: the recipe's [train]
+    table.
 
-    Linear warm-up: step `warmup`, after `warmup` smaller ones, has the peak. Then, down to `minimum_learning_rate` ×
-    peak at the last step:
+    Linear warm-up: update number `warmup`, after `warmup` smaller ones, has the peak `learning_rate`. Then, down to
+    `minimum_learning_rate` × peak at the last step:
     - cosine: half a cosine wave (Loshchilov & Hutter, SGDR, arXiv 1608.03983, equation 5, one period);
     - linear: a straight line;
     - wsd: the peak, then a straight line over the last `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4);

@@ -43,29 +43,33 @@ from meshwright.training.trainer import StepOutcome, Trainer
 
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
-    """Run or resume `recipe` on this rank and return the result document; only rank 0's is complete.
+    """Run or resume the recipe's training on this rank and return the result document: a JSON dict of step, loss,
+    predicted and measured figures, complete on rank 0 only.
 
-    Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt` after an interrupt), `CheckFailed` when too many
-    steps in a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
+    mesh: process groups of the layout. run_directory: directory for metrics and checkpoints, already locked. Raises
+    `Terminated` after SIGTERM and a save (`KeyboardInterrupt` after an interrupt), `CheckFailed` when too many steps in
+    a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
     """
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
 
 
 def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -> SaveOptions:
-    """Return the recipe's checkpoint settings. tokenizer_directory: whose files each checkpoint includes."""
+    """Return the recipe's checkpoint settings. tokenizer_directory: directory whose files are copied into each
+    checkpoint."""
     settings = recipe.checkpoint
     return SaveOptions(settings.dtype, settings.keep, settings.keep_best, settings.background, tokenizer_directory)
 
 
 class Run:
-    """A training run on one rank: `Trainer`, checkpoints, journal and stop requests."""
+    """A training run on one rank: trainer, checkpoints, journal (console and metrics file) and stop requests."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Prepare data and model, and load the newest checkpoint if there is one. Collective."""
+        """Prepare data and model, and load the newest checkpoint if there is one. show_progress: print a line for each
+        logged step. Collective."""
         self._set_up(recipe, mesh, run_directory, show_progress)
         data = prepare(recipe.data, recipe.run.seed, log=self.journal.log)
-        config = model_config(recipe, data)
+        config = resolve_model_config(recipe, data)
         layout = recipe.parsed_layout
         refuse(layout, config, recipe.train.batch, recipe.data.sequence, mesh.world_size)
         self.checkpointer = Checkpointer(
@@ -78,8 +82,8 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that every run has, also that of a foreign module: journal, agreement, stop request,
-        profile."""
+        """Create the members that both a language model's run and that of a user's module have: journal, agreement
+        between ranks, stop request, profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -90,8 +94,8 @@ class Run:
         self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step or until a stop request and return the result document; a finished run returns its
-        stored one."""
+        """Train to the last step or until a stop request and return the result document (JSON dict of figures and
+        checkpoint paths); a run that already has all its steps returns its stored one."""
         if (finished := self._finished_result()) is not None:
             return finished
         with self.stop, self.journal:
@@ -100,7 +104,7 @@ class Run:
                 self._step()
             self._finish_saving()
             result = self._result()
-            self.journal.keep_result(result)
+            self.journal.write_result(result)
             return result
 
     def _step(self) -> None:
@@ -126,22 +130,22 @@ class Run:
             validation = trainer.validate()
         # Before the save: no step may be without a line.
         if self.journal.leader:
-            self.journal.step(self._record_step(verdict, seconds, validation, profiled))
+            self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
-            self.journal.save_failed(done, self._abandon_save())
+            self.journal.record_save_failure(done, self._abandon_save())
         self._check_skipped_steps(verdict)
         if due or verdict.stop:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
             self._finish_saving()
-            self.journal.stopped(done, self.checkpointer)
+            self.journal.record_stop(done, self.checkpointer)
             self._raise_stopped()
 
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Return the log record of the last step. seconds: its duration without validation; profiled: a profile was
-        taken in it."""
+        """Return the log record of the last step. outcome: its loss, norm and flags; seconds: its duration without
+        validation; validation: result of a validation after it, if any; profiled: the profiler recorded it."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -162,11 +166,13 @@ class Run:
         )
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document of a run that has all its steps."""
-        return self.journal.result(self._run_end(), self.checkpointer)
+        """Return the result document (JSON dict of figures and checkpoint paths) of a run that has done all its
+        steps."""
+        return self.journal.make_result(self._run_end(), self.checkpointer)
 
     def _run_end(self) -> RunEnd:
-        """Return the final state of the run for the journal: steps, memory and predicted traffic."""
+        """Return the final figures of the run: steps, skipped steps, layout, bytes of model states and predicted
+        traffic."""
         trainer = self.trainer
         return RunEnd(
             step=trainer.steps_done,
@@ -178,27 +184,25 @@ class Run:
         )
 
     def _predict(self) -> Prediction:
-        """Return predictions of memory, step time and traffic, made before the first step."""
+        """Return the predictions of memory, step time and traffic that the journal reports before the first step."""
         return predict(self.trainer, self.journal.memory)
 
     # --- before the first step
 
     def _finished_result(self) -> dict[str, Any] | None:
-        """Return the stored result if the resumed run already has all its steps (an empty dict on ranks other than 0).
-
-        None if steps remain or no result is stored. The result holds measurements taken while the run trained.
-        """
+        """Return the stored result document if the resumed run already has all its steps (an empty dict on ranks other
+        than 0); None if steps remain or no result is stored. Collective."""
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
             return None
-        result = self.journal.earlier_result(self.trainer.steps_done, self.checkpointer)
+        result = self.journal.read_earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
-        self.journal.nothing_to_do(self.resumed_from, self.trainer.steps_done)
+        self.journal.log_already_done(self.resumed_from, self.trainer.steps_done)
         return result or {}
 
     def _prepare_first_step(self) -> None:
-        """Prepare the task and start the journal before the first step; every rank raises the first rank's
-        `UserError`."""
+        """Prepare the task's inputs and report the run's start, before the first step; every rank raises the first
+        rank's `UserError`. Collective."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
@@ -222,8 +226,8 @@ class Run:
             raise UserError(said[1])
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return the layout with an explicit precision: its own, else that of the `previous` layout (of the
-        checkpoint), else bf16 if it is faster here than fp32."""
+        """Return the layout with an explicit precision: its own, else that of `previous` (the layout notation in the
+        checkpoint), else bf16 if it is faster on this device than fp32."""
         if layout.precision is not None:
             return layout
         if previous is not None:
@@ -231,8 +235,8 @@ class Run:
         return dataclasses.replace(layout, precision=choose_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
-        """Create the trainer and load the newest complete checkpoint; return the checkpoint's name, or None for a fresh
-        run."""
+        """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, or None for
+        a fresh run."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
@@ -257,13 +261,14 @@ class Run:
         return checkpoint.name
 
     def _collect_resume_notes(self, state: dict[str, Any]) -> None:
-        """Collect log lines on differences between this run and its checkpoint, printed later. state: `state.json`."""
+        """Store log lines on differences between this run and its checkpoint (learning-rate schedule, threads), which
+        are printed before the first step. state: content of the checkpoint's `state.json`."""
         lines = (self._schedule_change_note(state), thread_change_note(state.get("threads"), self.trainer.threads))
         self._resumed_otherwise = [line for line in lines if line is not None]
 
     def _schedule_change_note(self, state: dict[str, Any]) -> str | None:
-        """Return a log line if `train.steps`, and so the learning-rate schedule, has changed since the checkpoint; else
-        None."""
+        """Return a log line if `train.steps`, and with it the learning-rate schedule, has changed since the checkpoint;
+        else None. state: content of the checkpoint's `state.json`."""
         train, step = self.recipe.train, state["step"]
         before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
@@ -276,7 +281,8 @@ class Run:
     # --- saving and stopping
 
     def _check_skipped_steps(self, verdict: StepOutcome) -> None:
-        """Raise `CheckFailed` on all ranks when more than `train.maximum_skipped` steps in a row were not finite."""
+        """Raise `CheckFailed` on all ranks when more than `train.maximum_skipped` steps in a row were not finite.
+        verdict: outcome of the last step."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier step's save may still be under way
@@ -289,19 +295,20 @@ class Run:
             )
 
     def _save(self, validation_loss: float | None) -> None:
-        """Start saving a checkpoint of this step, once the previous save is complete. validation_loss: None if not
-        measured."""
+        """Start saving a checkpoint of this step, once the previous save is complete. validation_loss: mean loss by
+        which the best checkpoint is kept; None if not measured after this step."""
         self.journal.memory.stop()
         step = self.trainer.steps_done
         if (reason := self._wait_for_save()) is not None:
-            self.journal.save_failed(step, reason)
+            self.journal.record_save_failure(step, reason)
         self.checkpointer.save(
             step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
-        self.journal.saving(step, self.checkpointer.stall_seconds)
+        self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _wait_for_save(self) -> str | None:
-        """Wait until no rank is saving; return None, or the reason if a save failed on any rank.
+        """Wait until no rank is saving a checkpoint; return None, or the reason if a save failed on any rank.
+        Collective.
 
         Polls all ranks in small all-reduces: a rank whose disk is full cannot signal through the file system, on which
         the others would wait for its shard.
@@ -315,7 +322,8 @@ class Run:
             time.sleep(0.02)
 
     def _abandon_save(self) -> str:
-        """Drop, on all ranks, a save that failed on one of them and return the reason; older checkpoints stay."""
+        """Cancel, on all ranks, a checkpoint save that failed on one of them and return the reason; older checkpoints
+        stay."""
         said = self.agreement.first_text(self.checkpointer.failed())
         self.checkpointer.abandon()
         return said[1] if said else "the checkpoint could not be written"
@@ -334,9 +342,9 @@ class Run:
         raise Terminated(line)
 
 
-def model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
-    """Return the recipe's model; missing bos and eos tokens are taken from the tokenizer, and the end-of-turn token
-    from the chat template of the data."""
+def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
+    """Return the recipe's model configuration; missing bos and eos token ids are taken from the tokenizer, and the
+    end-of-turn token from the chat template of the data."""
     config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary)
     if config.eos_token is None:
         config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
@@ -346,7 +354,7 @@ def model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
 
 
 def _deterministic_inductor() -> Any:
-    """Return a context manager in which Inductor chooses kernels without timing them."""
+    """Return a context manager in which Inductor chooses kernels by rule and not by timing them."""
     from torch._inductor import config  # takes a second to load
 
     return config.patch(deterministic=True)
@@ -354,10 +362,11 @@ def _deterministic_inductor() -> Any:
 
 @contextmanager
 def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
-    """In this context, the same inputs give the same bits on CUDA too; operations without a deterministic kernel raise.
+    """Make torch deterministic within this context: the same inputs give the same bits on CUDA too, and operations
+    without a deterministic kernel raise.
 
-    If blocks are `compiled`, Inductor chooses kernels without timing them: a restart would time them anew and could
-    choose others. wanted: False makes this a no-op.
+    wanted: False makes this a no-op. compiled: blocks run under torch.compile, so Inductor chooses kernels without
+    timing them; a restart would time them anew and could choose others.
     """
     if not wanted:
         yield

@@ -10,28 +10,29 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """The loss scale, a power of two: doubled after `every` finite steps in a row, halved by a step that overflowed.
+    """Dynamic loss scale, a power of two: doubled after `every` finite steps in a row, halved by a step that
+    overflowed. `every` 0: the scale is constant.
 
-    All ranks see the same finite flag and so stay in agreement without communication. `every` 0: the scale is constant.
+    All ranks see the same all-reduced finite flag, so their scales stay equal without communication.
     """
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
-        """Start at `value`; `every`: number of finite steps in a row after which it is doubled, 0 for a constant
-        scale.
-        """
+        """Start at the scale `value`. every: number of finite steps in a row after which it is doubled, 0 for a
+        constant scale."""
         self.value, self.every = value, every
         self.finite_steps = 0
         """Finite steps in a row since the factor was changed."""
 
     @property
     def dynamic(self) -> bool:
-        """True if the scale changes."""
+        """True if steps change the scale."""
         return self.every > 0
 
-    def note(self, loss: float, finite: bool) -> bool:
-        """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were finite.
+    def update(self, loss: float, finite: bool) -> bool:
+        """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were both finite.
 
-        Return True if the step overflowed with a finite loss and the scale was halved, so that a retry may succeed.
+        Returns True if the gradients overflowed although the loss is finite, and the scale was halved: the next step
+        may succeed.
         """
         if not self.dynamic:
             return False
@@ -47,10 +48,12 @@ class LossScale:
         return math.isfinite(loss)
 
     def state(self) -> dict[str, float | int] | None:
-        """Return the checkpoint entry; None for a constant scale."""
+        """Return the checkpoint entry {"value": scale, "finite_steps": finite steps since the last change}; None for a
+        constant scale."""
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
     def restore(self, state: dict[str, float | int] | None) -> None:
-        """Restore from a checkpoint entry; None (from a run in another precision) keeps the initial scale."""
+        """Restore the scale from the checkpoint entry that `state` returned; None (from a run in another precision)
+        keeps the initial scale."""
         if self.dynamic and state is not None:
             self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

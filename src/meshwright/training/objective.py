@@ -25,28 +25,31 @@ from meshwright.training.task import RunStart
 
 
 class Policy(Protocol):
-    """The model being trained, as an objective uses it before the first step. identity: sha256 of data and model, and
-    the precision."""
+    """Model being trained, as an objective uses it before the first step to score responses (the policy of DPO)."""
 
     mesh: Mesh
     parallel: ZeroEngine
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The sha256 of data and model, and the precision."""
+        """Identity of the run's inputs by name: sha256 of the data and of the model configuration, and the
+        precision."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-        """Compute response log-probabilities for the first `sequences` sequences of a split. Yields, for each forward
-        pass, (number of sequences done on all ranks, [(sequence, log-probabilities [responses])] of those whose last
-        stage is here)."""
+        """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
+        "validation").
+
+        Yields for each forward pass (number of sequences done so far on all ranks, [(sequence index, log-probabilities
+        in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
 
 
 class Objective(Protocol):
-    """A loss of a language model.
+    """Loss of a language model, a mean over terms: target tokens or preference pairs.
 
     pair_loss: the loss of a pair of responses, None for a loss per token. metric_sums: number of sums over the terms
-    from which metrics are computed; metric_names: their names in `report`. most_pairs: maximum pairs of responses in a
-    sequence.
+    from which metrics are computed; metric_names: names of the metrics that `report` returns. most_pairs: maximum
+    number of response pairs in a sequence.
     """
 
     pair_loss: Preference | None
@@ -55,33 +58,30 @@ class Objective(Protocol):
     most_pairs: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return `documents`, the boundaries in the sequences of a batch, with the extra inputs of the loss (pairs,
-        reference log-probabilities). split: "train" or "validation"; rows: indices of the sequences in it.
-        """
+        """Return `documents` (document boundaries in the sequences of a batch) with the extra inputs of the loss:
+        response pairs and reference log-probabilities, if it has any. split: "train" or "validation"; rows: indices of
+        the sequences in it."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Return the number of terms of a step's loss (target tokens or pairs) over all ranks, at least 1.
-        Collective."""
+        """Return the number of terms (target tokens or pairs) in a step's micro-batches, summed over all ranks, at
+        least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return this rank's share of the number of terms in its micro-batches; the shares of all ranks add up to the
-        count."""
+        """Return this rank's share of the number of loss terms (target tokens or pairs) in its micro-batches: divided
+        by the number of ranks that hold the same terms, so that the shares of all ranks add up to the count."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's share of the sums over terms of the loss, which add up over the ranks to the total.
-        sums: loss and metric sums of its micro-batches.
-        """
+        """Return this rank's share of `sums` [1 + metrics], its loss and metric sums over its micro-batches: divided by
+        the number of ranks that compute the same sums, so that the shares of all ranks add up to the total."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return named metrics. means: the metric sums divided by the number of terms, in the order of
-        `metric_names`.
-        """
+        """Return the metrics of a step by name. means: the metric sums divided by the number of terms."""
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Compute or load the inputs of the loss before the first step (reference log-probabilities). Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the objective's entries of `state.json`."""
+        """Return the entries of a checkpoint's `state.json` that identify the objective's inputs."""
 
 
 class NextToken:
@@ -93,28 +93,31 @@ class NextToken:
     most_pairs = 0
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return the documents unchanged."""
+        """Return `documents` unchanged: the loss needs only tokens and targets."""
         return documents
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Return the number of target tokens over all ranks."""
+        """Return the number of target tokens in a step's micro-batches, summed over all ranks, at least 1.
+        Collective."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return this rank's target tokens divided by the tp x pp ranks that hold the same ones."""
+        """Return the number of target tokens in this rank's micro-batches, divided by the tp x pp ranks that hold the
+        same ones."""
         return sum((targets != -100).sum() for _, targets, _ in micro_batches) / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return the sums divided by the tp ranks that compute the same ones."""
+        """Return this rank's loss sum divided by the tp ranks that compute the same one. sums: float64 [1], the loss
+        summed over its micro-batches."""
         return loss_share(sums, mesh)
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics."""
+        """Return no metrics: there are none beside the loss."""
         return Metrics()
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Do nothing: the loss needs only tokens and targets."""
+        """Do nothing before the first step: the loss needs only tokens and targets."""
 
     def state(self) -> dict[str, Any]:
-        """Return an empty dict."""
+        """Return an empty dict: no inputs beside the data need an entry in `state.json`."""
         return {}

@@ -23,10 +23,9 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a shard whose elements have the same weight decay. shard: index of the shard. where: the slice.
-    weight_decay: factor. master, state: views of its master weights and optimizer state. updates: update count that
-    torch uses for bias correction.
-    """
+    """Slice of a flat shard whose elements have the same weight decay. shard: index of the shard. where: the slice of
+    its elements. weight_decay: factor. master, state: views of its master weights and optimizer state by kind. updates:
+    scalar tensor, number of updates that torch uses for bias correction."""
 
     shard: int
     where: slice
@@ -45,7 +44,7 @@ class Optimizer:
     """
 
     def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
-        """Allocate zero state for the shards. train: the recipe's [train] table."""
+        """Allocate zero optimizer state for the shards. train: the recipe's [train] table."""
         self.shards = list(shards)
         self.name = train.optimizer
         self.router_bias_rate = train.router_bias_rate
@@ -64,8 +63,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
-        """Update the fp32 master weights in place from the shards' gradients, first multiplied by `gradient_scale`
-        (clipping)."""
+        """Update the master weights of all shards in place from their gradients, which are first multiplied by
+        `gradient_scale` (norm clipping and loss scale). Router biases of experts move by a fixed rate against their
+        load instead."""
         self.step_count += 1
         for shard in self.shards:
             for low, high in shard.balancing:  # by the sign of the load above the mean (arXiv:2408.15664, algorithm 1)
@@ -83,9 +83,8 @@ class Optimizer:
     def _adamw(
         self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float
     ) -> None:
-        """Apply one fused AdamW call to all slices `parts` with the weight decay `decay`. gradients: one for each
-        slice.
-        """
+        """Apply one fused AdamW call to all slices `parts`, in place, with weight decay `decay`. gradients: one for
+        each slice."""
         first, second = self._betas
         adamw(
             [part.master for part in parts],
@@ -105,9 +104,8 @@ class Optimizer:
         )
 
     def _sgd(self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
-        """Apply one fused SGD call to all slices `parts` with the weight decay `decay`; as in torch, decay is added
-        to the gradient. gradients: one for each slice.
-        """
+        """Apply one fused SGD call to all slices `parts`, in place, with weight decay `decay`, which is added to the
+        gradient as in torch. gradients: one for each slice."""
         sgd(
             [part.master for part in parts],
             gradients,
@@ -122,12 +120,12 @@ class Optimizer:
         )
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the optimizer state by kind, one 1-D tensor per shard; the tensors are live: a loader fills them in
-        place."""
+        """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. The tensors are not copied: a
+        checkpoint loader fills them in place."""
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done (for bias correction), after `state_tensors` were filled."""
+        """Set the number of updates done, by which AdamW corrects its bias, after `state_tensors` were filled."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

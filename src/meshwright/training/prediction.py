@@ -28,14 +28,14 @@ Found = TypeVar("Found")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
-    """Return predictions of memory, step time and traffic before the first step; never raises: an unavailable
-    prediction is None plus a note. memory: samples of the resident memory of this process so far; None: process
-    memory is not predicted.
-    """
+    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: an unavailable
+    prediction is None plus a note. memory: measured resident memory of this process so far; None: process memory is
+    not predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
-        """Return `work()`; on an exception note that `what`, such as "memory", is not predicted and return None."""
+        """Return `work()`; on an exception add a note that `what`, such as "memory", is not predicted, and return
+        None."""
         try:
             return work()
         except UserError as error:
@@ -44,7 +44,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
             notes.append(f"{what} is not predicted, by a fault of the planner: {type(error).__name__}: {error}")
         return None
 
-    machine = try_predict("the time of a step", lambda: machine_of(trainer))
+    machine = try_predict("the time of a step", lambda: find_training_cluster(trainer))
     time = None if machine is None else try_predict("the time of a step", lambda: _predict_step_time(trainer, machine))
     found = try_predict("memory", lambda: _predict_ledger(trainer, machine, notes))
     share = _unexplained_share(machine)
@@ -56,9 +56,9 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
 
 
-def machine_of(trainer: Trainer) -> Cluster:
-    """Return the cluster description of the ranks' devices: from a hardware profile, else from the device catalogue.
-    `UserError` if neither has one."""
+def find_training_cluster(trainer: Trainer) -> Cluster:
+    """Return the description (number, speeds, links) of the devices on which the trainer's ranks run: from this
+    machine's hardware profile, else from the device catalogue. `UserError` if neither has one."""
     device, ranks = trainer.device, trainer.mesh.world_size
     known = None
     if device.type == "cuda":
@@ -84,22 +84,22 @@ def machine_of(trainer: Trainer) -> Cluster:
 
 
 def _count_local_devices(device: torch.device) -> int:
-    """Return the number of visible GPUs, 1 on a CPU."""
+    """Return the number of GPUs visible to this process, or 1 if `device` is a CPU."""
     return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def _devices_per_node(ranks: int, most: int) -> int:
-    """Return the largest number of devices per node, at most `most`, that divides `ranks`."""
+    """Return the largest number of devices per node, at most `most`, that divides the number of ranks."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
 def _select_devices(whole: Cluster, ranks: int) -> Cluster:
-    """Return the cluster `whole` with only `ranks` of its devices."""
+    """Return the cluster description `whole` reduced to `ranks` devices."""
     return replace(whole, devices=ranks, devices_per_node=_devices_per_node(ranks, whole.devices_per_node))
 
 
 def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
-    """Predict the step time of the trainer's run on `machine`."""
+    """Predict the step time of the trainer's run, in seconds by phase. machine: description of its devices."""
     train, task = trainer.recipe.train, _language_model(trainer)
     tokens = task.tokens
     documents = 1.0
@@ -107,7 +107,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
-        optimizer=_optimizer(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
+        optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         in_place=in_place(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
@@ -116,7 +116,8 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    """Predict this rank's memory, itemized. notes: a line is added if compiled blocks could not be considered."""
+    """Predict this rank's memory as a ledger: bytes of each tensor and its lifetime. machine: description of the
+    devices, None if unknown. notes: a line is added if the memory of compiled blocks could not be considered."""
     task = _language_model(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
@@ -124,7 +125,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         documents = task.document_starts(trainer.steps_done, STEPS)
     found = ledger(
         task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
-        optimizer=_optimizer(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
+        optimizer=_optimizer_name(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
         documents=documents, pairs=task.objective.pair_loss is not None,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
     )  # fmt: skip
@@ -134,24 +135,22 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes of a rank's memory ledger by category, with "unexplained" and "peak". share:
-    fraction of the peak that is unexplained.
-    """
+    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with "peak" and "unexplained"
+    (`share` of the peak, which finished runs used beyond their prediction). found: the predicted ledger."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 
 def _unexplained_share(machine: Cluster | None) -> float:
-    """Return the fraction by which finished runs on `machine` exceeded their predicted memory, 0
-    without calibration.
-    """
+    """Return the fraction by which finished runs on `machine` exceeded their predicted memory, 0.0 if none was
+    recorded."""
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
 def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
-    """Predict the peak resident memory of this CPU process; `UserError` without a measured profile. found: predicted
-    memory of its tensors. memory: measured so far. share: fraction of the peak that is unexplained.
-    """
+    """Predict the peak resident memory of this CPU process, in bytes by item. found: predicted memory of its tensors;
+    memory: measured so far; share: fraction of the peak that finished runs used beyond their prediction. `UserError` if
+    the process memory of this precision and thread count was never measured."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
@@ -161,11 +160,11 @@ def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory,
 
 
 def _language_model(trainer: Trainer) -> LanguageModelTask:
-    """Return the trainer's task as a language-model task."""
+    """Return the trainer's task, which must be a language-model task: the planner knows no other model."""
     return cast(LanguageModelTask, trainer.task)
 
 
-def _optimizer(trainer: Trainer) -> str:
-    """Return the planner's name of the optimizer: "adamw", "sgd" or "momentum"."""
+def _optimizer_name(trainer: Trainer) -> str:
+    """Return the planner's name of the trainer's optimizer: "adamw", "sgd" or "momentum" (SGD with momentum)."""
     train = trainer.recipe.train
     return "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer

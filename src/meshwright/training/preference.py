@@ -1,4 +1,4 @@
-"""The preference objective: losses of pairs of responses (DPO, IPO) relative to the initial policy (the reference)."""
+"""Preference objective: losses of pairs of responses (DPO, IPO) relative to the initial policy (the reference)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from meshwright.training.reference import (
     Reference,
     Responses,
     all_reduce_responses,
+    compute_weights_checksum,
     load_or_compute,
     read_reference,
-    weights_checksum,
 )
 from meshwright.training.task import RunStart
 
 
 class PreferencePairs:
-    """A loss of pairs of responses (`model.preference.Preference`), averaged over pairs, with the rewards as metrics.
+    """Preference loss (DPO or IPO) of pairs of responses, averaged over pairs, with the rewards as metrics.
 
-    splits: the sequences of "train" and "validation". reference: log-probabilities under the reference policy, which
-    `prepare` sets before the first step.
+    pair_loss: loss of one pair. splits: sequences of "train" and "validation". reference: log-probabilities under the
+    reference policy (the initial weights), which `prepare` sets before the first step.
     """
 
     metric_sums = PREFERENCE_FIGURES
     metric_names: Sequence[str] = REWARDS
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples]) -> None:
-        """Count the pairs of every sequence in the splits."""
+        """Count the response pairs of every sequence in the splits; the reference stays None until `prepare`."""
         self.pair_loss: Preference | None = pair_loss
         self.reference: Reference | None = None
         self._splits = splits
@@ -54,34 +54,40 @@ class PreferencePairs:
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self._pairs.values()), default=0)
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return the documents with their pairs of responses, and the reference log-probabilities if they are known."""
+        """Return `documents` (document boundaries in the sequences of a batch) with the response pairs of these
+        sequences, and their reference log-probabilities if known. split: "train" or "validation"; rows: indices of the
+        sequences in it."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
         if self.reference is not None:
-            pairs = pairs.with_reference(self.reference.splits[split].of_rows(rows, self.most_pairs))
+            pairs = pairs.with_reference(self.reference.splits[split].select_sequences(rows, self.most_pairs))
         return documents.in_pairs(pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Return the number of pairs over all ranks."""
+        """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1.
+        Collective."""
         return count_pairs(_pairs_of(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return this rank's pairs divided by the cp x tp x pp ranks that hold the same ones."""
+        """Return the number of response pairs in this rank's micro-batches, divided by the cp x tp x pp ranks that hold
+        the same ones."""
         pairs = sum(pairs.count / mesh.cp.size for pairs in _pairs_of(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return the sums divided by the cp x tp ranks that compute the same ones."""
+        """Return `sums` [1 + metrics] (loss and metric sums of this rank's micro-batches) divided by the cp x tp ranks
+        that compute the same ones."""
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the rewards of the chosen and rejected responses, their margin, and the accuracy."""
+        """Return the mean rewards of the chosen and rejected responses, their margin, and the fraction of pairs whose
+        chosen response has the higher reward. means: the metric sums divided by the number of pairs."""
         rewards = Rewards(*means)
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
         return Metrics(rewards.document(), text)
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Load the reference log-probabilities from the run directory; a fresh run computes them unless an earlier
-        start of it did. `UserError` if a resumed run's file is missing, damaged or from another run."""
+        """Set the reference log-probabilities: loaded from the run directory, else computed with the initial weights
+        and stored there. `UserError` if a resumed run's file is missing, damaged or from another run. Collective."""
         path = start.directory / FILE
         if start.saved is not None and start.saved["step"]:
             self.reference = self._read_for_resume(path, start)
@@ -89,12 +95,12 @@ class PreferencePairs:
         identity = {
             **policy.identity,
             "rows": " ".join(sequences.rows_sha256 for sequences in self._splits.values()),
-            "weights": weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
+            "weights": compute_weights_checksum(policy.parallel.master_slices(owned=True), policy.mesh),
         }
         begun, sequences = time.perf_counter(), sum(map(len, self._pairs.values()))
 
         def compute() -> Reference:
-            """Compute the reference and log its progress."""
+            """Compute the reference log-probabilities and log the progress."""
             log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
             return self.compute_reference(policy, identity, log)
 
@@ -107,28 +113,30 @@ class PreferencePairs:
     def compute_reference(
         self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
-        """Compute the log-probabilities of all responses under the current weights; `progress` is called with the
-        number of sequences done. Collective."""
-        splits = {name: Responses.unknown(pairs) for name, pairs in self._pairs.items()}
+        """Compute the log-probabilities of all responses of all splits under the current weights. identity: checksums
+        of data and weights and the precision, stored with them; progress: called with the number of sequences done.
+        Collective."""
+        splits = {name: Responses.zeros(pairs) for name, pairs in self._pairs.items()}
         mesh, before = policy.mesh, 0
         for name, responses in splits.items():
             done = 0
             for done, scored in policy.score_responses(name, responses.rows):
                 if mesh.tp.rank == mesh.cp.rank == 0:  # other ranks have the same values
                     for row, values_D in scored:
-                        responses.put(row, values_D)
+                        responses.store(row, values_D)
                 progress(before + done)
             before += done
             all_reduce_responses(responses, mesh)
         return Reference(splits, identity)
 
     def state(self) -> dict[str, Any]:
-        """Return the checksum of the reference, which a resumed run compares."""
+        """Return the `state.json` entry with the checksum of the reference log-probabilities, which a resumed run
+        compares."""
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:
-        """Read the reference of a resumed run; every rank raises `UserError` if any rank cannot, or if it is another
-        run's."""
+        """Read the reference log-probabilities of a resumed run from `path`. Every rank raises `UserError` if any rank
+        cannot, or if their checksum is not that of the checkpoint."""
         assert start.saved is not None
         problem, found = None, None
         try:
@@ -148,7 +156,7 @@ class PreferencePairs:
 
 
 def _pairs_of(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
-    """Return the pairs of responses of each micro-batch."""
+    """Return the response pairs of each micro-batch, as `annotate` added them."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
     return found  # type: ignore[return-value]

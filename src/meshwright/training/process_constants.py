@@ -28,11 +28,11 @@ LIMIT_SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class ProcessConstants:
-    """Measured process memory beyond tensors on this machine.
+    """Measured memory of a rank's process beyond tensors on this machine.
 
-    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth over
-    live tensors below the mmap threshold; kernel_bytes: per cached oneDNN kernel; compiler_resident_bytes: kept by
-    torch.compile; compiler_transient_bytes: in addition while it compiles.
+    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth as a
+    fraction of the live tensors below malloc's mmap threshold; kernel_bytes: for each cached oneDNN kernel;
+    compiler_resident_bytes: kept by torch.compile; compiler_transient_bytes: in addition while it compiles.
     """
 
     first_use_bytes: int
@@ -44,7 +44,7 @@ class ProcessConstants:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """The conditions that `ProcessConstants` depend on: precision, threads per rank, blocks compiled or not."""
+    """Conditions under which process memory was measured: precision, threads per rank, blocks compiled or not."""
 
     precision: str
     threads: int
@@ -52,16 +52,17 @@ class ProcessKey:
 
     @property
     def path(self) -> Path:
-        """The path of the file of the constants, which may not exist."""
+        """Path of the file in which the constants are stored; it may not exist yet."""
         return measurement_file(KIND, self._document())
 
     def _document(self) -> dict[str, Any]:
-        """Return the key as a dict, with the versions of meshwright, torch and libc and the processor."""
+        """Return the key as a JSON dict: its fields, the versions of meshwright, torch and libc, and the processor's
+        name."""
         versions = {"meshwright": __version__, "torch": torch_version(), "libc": " ".join(platform.libc_ver())}
         return {**asdict(self), **versions, "processor": processor_name()}
 
     def read(self) -> ProcessConstants | None:
-        """Return the stored constants; None if there are none or the file is damaged."""
+        """Return the stored measurement for this key; None if there is none or the file is damaged."""
         found = read_measurement(KIND, self._document())
         try:
             return None if found is None else _constants(found)
@@ -69,12 +70,13 @@ class ProcessKey:
             return None
 
     def write(self, constants: ProcessConstants) -> None:
-        """Store constants under this key. `OSError` if the directory is not writable."""
+        """Store a measurement under this key. `OSError` if the directory is not writable."""
         write_measurement(KIND, self._document(), asdict(constants))
 
 
 def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> ProcessConstants:
-    """Measure the constants for `key` in a separate process, started like a rank with the same threads. Raises as
+    """Measure process memory beyond tensors under the conditions of `key` (precision, threads, compiled), in a separate
+    process started like a rank. log: called with each line for the user. Raises as
     `meshwright.launcher.launcher.launch`: `RankLost` after `LIMIT_SECONDS`, `Terminated`."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
@@ -86,7 +88,8 @@ def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> Proce
 
 
 def _constants(table: Mapping[str, Any]) -> ProcessConstants:
-    """Return the constants in a table by field name; `KeyError`, `TypeError` or `ValueError` if it is damaged."""
+    """Parse a JSON dict with one number per field of `ProcessConstants`; `KeyError`, `TypeError` or `ValueError` if it
+    is damaged."""
     values = {field.name: table[field.name] for field in fields(ProcessConstants)}
     if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
         raise ValueError(table)

@@ -39,13 +39,14 @@ MATMULS_PER_EXPERT = 6
 def predict_process_memory(
     trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
 ) -> ProcessMemory:
-    """Predict the peak RSS of this process by item, in bytes; call after `release_freed_memory`.
+    """Predict the peak RSS of this process by item ("libraries", "model states", "step tensors" ...), in bytes; call
+    after `release_freed_memory`.
 
     found: predicted memory of this rank's tensors. resident_before: RSS in bytes before the trainer was created.
-    constants: measured memory beyond tensors. share: fraction of the total that calibration adds. `UserError` if the
-    kernel does not report the resident size.
+    constants: measured memory beyond tensors. share: fraction of the total by which finished runs exceeded it, added as
+    "unexplained". `UserError` if the kernel does not report the resident size.
     """
-    _import_what_steps_import(trainer)
+    _import_step_modules(trainer)
     now = resident_bytes()
     if now is None or resident_before is None:
         raise UserError("the kernel does not say how much memory this process has")
@@ -76,8 +77,8 @@ def predict_process_memory(
     return ProcessMemory(items)
 
 
-def _import_what_steps_import(trainer: Trainer) -> None:
-    """Import the torch modules that the first step would import, so that the resident size includes them."""
+def _import_step_modules(trainer: Trainer) -> None:
+    """Import the torch modules that the trainer's first step would import, so that the resident size includes them."""
     if trainer.layout.pp > 1:  # torch.autograd.backward with gradients of its own
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if trainer.layout.recompute != "none":  # torch.utils.checkpoint
@@ -85,9 +86,8 @@ def _import_what_steps_import(trainer: Trainer) -> None:
 
 
 def _heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the bytes of a step's tensors (`items` of the memory ledger) that malloc puts on its heap instead of
-    mapping them.
-    """
+    """Return the total bytes of a step's tensors so small that malloc takes them from its heap instead of mapping each
+    one. items: entries of the predicted memory ledger."""
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):
@@ -98,13 +98,13 @@ def _heap_bytes(items: tuple[Item, ...]) -> int:
 
 
 def _language_model(trainer: Trainer) -> LanguageModelTask:
-    """Return the trainer's task as a language-model task."""
+    """Return the trainer's task, which must be a language-model task: the planner knows no other model."""
     return cast("LanguageModelTask", trainer.task)
 
 
 def _count_cached_kernels(trainer: Trainer) -> int:
-    """Return the number of oneDNN kernels in the cache at the end of the run: matmuls of experts, whose shapes differ
-    in each step, at most the cache's capacity; 0 in fp32."""
+    """Return the number of compiled oneDNN kernels in the cache at the end of the run: 16-bit matmuls of experts, which
+    have a new shape in each step, at most the cache's capacity; 0 in fp32."""
     config, layout = _language_model(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
@@ -115,7 +115,7 @@ def _count_cached_kernels(trainer: Trainer) -> int:
 
 
 def _mapped_data_bytes(trainer: Trainer) -> int:
-    """Return the bytes of the prepared data's files that the remaining steps will map."""
+    """Return the bytes of the prepared data's memory-mapped files that the remaining steps of this rank will touch."""
     tokens, layout, train = _language_model(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)

@@ -42,7 +42,7 @@ KERNELS = 24
 
 
 def _make_config(hidden: int, layers: int) -> ModelConfig:
-    """Return a small Llama configuration."""
+    """Return a small Llama configuration with this hidden size and number of layers."""
     return ModelConfig(
         family="llama", vocabulary=2048, hidden=hidden, layers=layers, heads=4, kv_heads=2, head_dim=hidden // 4,
         intermediate=3 * hidden, max_positions=512, norm="rmsnorm", norm_epsilon=1e-5, activation="silu", gated=True,
@@ -55,12 +55,11 @@ LARGE = _make_config(192, 4), 8, 256
 
 
 class _ProbeRun:
-    """A small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory.
-    size: (model, sequences, tokens of each). compiled: compile the blocks.
-    """
+    """Small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory. size:
+    (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: compile the blocks."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
-        """Build the model, its optimizer, the micro-batch, and the ledger's prediction of a step's bytes."""
+        """Build the model, its optimizer and the micro-batch, and predict the bytes of a step's tensors."""
         config, rows, sequence = size
         layout = Layout.parse(f"dp1 {precision}")
         mesh = Mesh.create(layout, "cpu")
@@ -81,8 +80,8 @@ class _ProbeRun:
         self.step_bytes = found.peak_bytes - states
 
     def run_steps(self) -> tuple[int, int]:
-        """Run `STEPS` steps; return (growth of the settled RSS, peak RSS above the settled RSS afterwards), both in
-        bytes."""
+        """Run `STEPS` steps; return (growth of the RSS from before the steps to after them, peak RSS above the RSS
+        after them), both in bytes and with freed memory released."""
         before = _settled_rss()
         reset_peak_rss()
         for _ in range(STEPS):
@@ -96,7 +95,8 @@ class _ProbeRun:
 
 
 def measure(precision: str, compiled: bool) -> ProcessConstants:
-    """Measure the `ProcessConstants` of this process."""
+    """Measure the process memory beyond tensors (`ProcessConstants`) with small models in this process. compiled:
+    measure torch.compile's memory as well."""
     torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))  # loads what every rank has loaded
     kept, _ = _ProbeRun(SMALL, precision, False).run_steps()
     large = _ProbeRun(LARGE, precision, False)
@@ -113,7 +113,8 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
 
 
 def _measure_kernel_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes that oneDNN keeps for a matmul of a new shape."""
+    """Return the bytes by which the RSS grows for each compiled oneDNN kernel that a matmul of a new shape adds to the
+    cache."""
     weight = torch.randn(384, 192).to(dtype)
     before = _settled_rss()
     for rows in range(101, 101 + KERNELS):
@@ -122,13 +123,14 @@ def _measure_kernel_bytes(dtype: torch.dtype) -> int:
 
 
 def _settled_rss() -> int:
-    """Return the RSS of this process in bytes, after freed memory is released."""
+    """Return the RSS of this process in bytes, after freed memory is returned to the kernel."""
     release_freed_memory()
     return resident_bytes() or 0
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the measurement that the launcher describes; return the constants as a dict."""
+    """Run the measurement that the launcher's description (precision, compiled, time limit) asks for; return the fields
+    of `ProcessConstants` as a dict."""
     signal.alarm(description["limit_seconds"])  # ends this process
     torch.set_num_threads(description["threads"])
     keep_freed_memory()

@@ -36,15 +36,16 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Log-probabilities (nats, float64) of all responses of one split, concatenated over sequences. bounds [sequences +
-    1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
+    """Log-probabilities (nats, float64) of all responses of one data split, concatenated over sequences. bounds
+    [sequences + 1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
 
     @classmethod
-    def unknown(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
-        """Return zeros for all responses. pairs_by_row: number of pairs, of two responses each, in each sequence."""
+    def zeros(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
+        """Return zeros for all responses of a split. pairs_by_row [sequences]: number of pairs, of two responses each,
+        in each sequence."""
         bounds = np.cumsum([0, *(2 * pairs_by_row)], dtype=np.int64)
         return cls(np.zeros(int(bounds[-1])), bounds)
 
@@ -53,10 +54,9 @@ class Responses:
         """Number of sequences."""
         return len(self.bounds) - 1
 
-    def of_rows(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """Return the log-probabilities of the sequences `rows` (indices), [B, D] with D = 2 × `most`, the maximum
-        pairs of a sequence; missing pairs and sequences are 0.
-        """
+    def select_sequences(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
+        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D] with D = 2 ×
+        `most`, where `most` is the maximum number of pairs in a sequence; missing pairs and sequences are 0."""
         found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
@@ -64,10 +64,9 @@ class Responses:
                 found[place, : len(values)] = torch.from_numpy(values)
         return found
 
-    def put(self, row: int, values_D: torch.Tensor) -> None:
-        """Store the log-probabilities of the sequence with index `row`; entries of `values_D` beyond its number of
-        responses are padding.
-        """
+    def store(self, row: int, values_D: torch.Tensor) -> None:
+        """Store the log-probabilities `values_D` [D] of the sequence with index `row`; entries beyond its number of
+        responses are padding and ignored."""
         first, end = int(self.bounds[row]), int(self.bounds[row + 1])
         self.values[first:end] = values_D[: end - first].cpu().numpy()
 
@@ -75,15 +74,14 @@ class Responses:
 @dataclass(frozen=True, slots=True)
 class Reference:
     """Reference log-probabilities of all splits. splits: by name, "train" and "validation". made_of: checksums of the
-    data and weights they were computed from, and the precision.
-    """
+    data and weights from which they were computed, and the precision."""
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]
 
     @property
     def sha256(self) -> str:
-        """Checksum of all values and of `made_of`."""
+        """Checksum of all log-probabilities and of `made_of`."""
         digest = hashlib.sha256(json.dumps(dict(self.made_of), sort_keys=True).encode())
         for name in sorted(self.splits):
             digest.update(name.encode() + b"\0")
@@ -105,8 +103,8 @@ class Reference:
 
 
 def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
-    """Read a file of `Reference.write` for splits with these pairs per sequence. `UserError` if it is missing, damaged,
-    or of other data."""
+    """Read the log-probabilities that `Reference.write` wrote. pairs_by_row: split name -> number of pairs in each
+    sequence. `UserError` if the file is missing or damaged, or its splits have other numbers of pairs."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:
@@ -118,7 +116,7 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
     written, sha256 = metadata.pop("format", ""), metadata.pop("sha256", "")
     if written != str(FORMAT):
         raise UserError(f'{path} has format "{written}", and this version reads {FORMAT}')
-    empty = {name: Responses.unknown(pairs) for name, pairs in pairs_by_row.items()}
+    empty = {name: Responses.zeros(pairs) for name, pairs in pairs_by_row.items()}
     if {name: found.shape for name, found in values.items()} != {name: e.values.shape for name, e in empty.items()}:
         raise UserError(f"{path} is of other rows than those of the data")
     found = Reference({name: Responses(values[name], each.bounds) for name, each in empty.items()}, metadata)
@@ -128,7 +126,8 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
 
 
 def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
-    """All-reduce log-probabilities in place; each value is set on one rank and 0 on the others."""
+    """All-reduce log-probabilities in place: each value is set on one rank and 0 on the others, so that afterwards
+    every rank has all of them. Collective."""
     if not responses.values.size:
         return
     values = torch.from_numpy(responses.values).to(mesh.device)
@@ -136,7 +135,7 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
     responses.values[:] = values.cpu().numpy()
 
 
-def weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
+def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     """Return a 64-bit checksum (hex) of the master weights that is independent of the layout: the sum, modulo 2^64,
     over all elements of their bits times an odd number from parameter name and position. `owned`: slices that cover
     each element on exactly one rank. Collective."""
@@ -163,10 +162,12 @@ def load_or_compute(
     agree: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Load the reference that an earlier start of the run wrote, if data and weights are the same, or compute it.
+    """Load the reference log-probabilities that an earlier start of the run wrote to `path`, if every rank can and they
+    belong to the same data and weights; else compute them, and write them on the leader.
 
-    made_of: identity of data, weights and precision; leader: this rank writes the file. Returns (reference, True if it
-    was loaded). `UserError` if it cannot be written.
+    pairs_by_row: split name -> number of pairs in each sequence. made_of: checksums of data and weights, and precision.
+    compute: returns the reference on this rank. agree: exchanges flags between ranks. leader: this rank writes the
+    file. Returns (reference, True if it was loaded). `UserError` if it cannot be written. Collective.
     """
     earlier = None
     try:

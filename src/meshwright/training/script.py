@@ -15,16 +15,15 @@ from typing import Any
 from meshwright.errors import MeshwrightError, Terminated
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place, join_if_started_by_others
-from meshwright.launcher.rendezvous import place as place_by_others
+from meshwright.launcher.rendezvous import Place, join_if_started_by_others, read_place
 from meshwright.terminal import print_message
 
 
 @dataclass(slots=True)
 class Launched:
-    """State of a script's process that `meshwright run` started. place: rank and rendezvous. directory: run
-    directory, locked by the launcher. result: document of the last `fit`. meetings: number of rendezvous so far.
-    """
+    """State of a script's process that `meshwright run` started. place: its rank, and where the ranks meet. directory:
+    run directory, locked by the launcher. result: result document of the last `fit`. meetings: number of rendezvous so
+    far."""
 
     place: Place
     directory: Path
@@ -47,18 +46,19 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
         method = rendezvous or launched.place.method
         return replace(launched.place, method=f"{method}-{launched.meetings}" if method.startswith("file:") else method)
     if join_if_started_by_others():
-        return place_by_others(rendezvous)
+        return read_place(rendezvous)
     return Place(0, 1, 0, "env://", "itself")
 
 
-def directory() -> Path | None:
+def locked_run_directory() -> Path | None:
     """Return the run directory that `meshwright run` has locked for this process; None under any other launcher."""
     launched = _launched.get()
     return None if launched is None else launched.directory
 
 
-def note(result: dict[str, Any]) -> None:
-    """Record the result document of a training run, which the rank reports to `meshwright run`."""
+def record_result(result: dict[str, Any]) -> None:
+    """Record the result document (JSON dict of figures) of a training run, which the rank reports to `meshwright run`
+    at its end; no effect under another launcher."""
     launched = _launched.get()
     if launched is not None:
         launched.result = result
@@ -66,7 +66,8 @@ def note(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn exceptions of a script into one line and an exit code: 2 for a user error, 143 after SIGTERM and a save.
+    """Turn exceptions inside the with block into one printed line and an exit code: 2 for a user error, 143 after
+    SIGTERM and a save.
 
     Under `meshwright run`, exceptions propagate and that command prints them.
     """
@@ -76,7 +77,7 @@ def exit_codes() -> Iterator[None]:
         if _launched.get() is not None:
             raise
         stopped = isinstance(error, (Terminated, KeyboardInterrupt))
-        first = not join_if_started_by_others() or place_by_others().rank == 0
+        first = not join_if_started_by_others() or read_place().rank == 0
         if first or not stopped:  # that all were stopped, rank 0 says for all
             text = " ".join(str(error).split()) or "interrupted"
             print_message(f"meshwright: {'' if stopped else 'error: '}{text}")
@@ -86,9 +87,12 @@ def exit_codes() -> Iterator[None]:
 def run_script(
     path: Path, arguments: list[str], ranks: int, directory: Path, *, restarts: int = 0, aside: bool = False
 ) -> dict[str, Any]:
-    """Run a script on `ranks` processes of this machine and return the result document of its last `fit` on rank 0,
-    empty if it called none. `aside`: its output goes to standard error. Raises as
-    `meshwright.launcher.launcher.launch`."""
+    """Run a script on `ranks` processes of this machine and return the result document (JSON dict of figures) of its
+    last `fit` on rank 0, empty if it called none.
+
+    directory: run directory, locked meanwhile. restarts: maximum number of restarts after a rank was lost. aside: the
+    script's standard output goes to standard error. Raises as `meshwright.launcher.launcher.launch`.
+    """
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")
     spec = LaunchSpec(description, ranks, directory, restarts, command=command, output=2 if aside else 1)
@@ -96,7 +100,8 @@ def run_script(
 
 
 def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the described script as this rank and return the result document of its last `fit`."""
+    """Run the script as this rank and return the result document of its last `fit`. description: its path ("script"),
+    arguments and run directory, from the launcher; start: rank and rendezvous. Raises `ScriptFailed`."""
     launched = Launched(start, Path(description["directory"]))
     _launched.set(launched)
     script = description["script"]
@@ -111,16 +116,16 @@ def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any
 
 
 class ScriptFailed(MeshwrightError):
-    """The script exited with a non-zero exit code."""
+    """Raised when the script exited with a non-zero exit code."""
 
     def __init__(self, code: object) -> None:
-        """Keep the script's exit code; 1 if it is not an integer."""
+        """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""
         super().__init__(f"the script ended with {f'exit code {code}' if isinstance(code, int) else code}")
         self.exit_code = code if isinstance(code, int) else 1
 
 
 def main() -> None:
-    """Run one rank of a script: read the launcher's description, run, report."""
+    """Run this process as one rank of a script: read the launcher's description, run the script, report its result."""
     # Not this module as __main__: `fit` asks the one that everybody imports.
     from meshwright.training import script
 

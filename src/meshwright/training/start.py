@@ -23,14 +23,14 @@ WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: not f
 
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
-    """Train `recipe` on this machine, one process per rank of its layout, and return rank 0's result document. Missing
-    data are prepared first.
+    """Train `recipe` on this machine, one process per rank of its layout, and return rank 0's result document (JSON
+    dict of figures and checkpoint paths). Missing data are prepared first.
 
-    restarts: how often the run restarts from the newest complete checkpoint after a rank or a fault ended it. probe:
-    measure this machine first (some 10 seconds), with the run directory locked, if predictions need it and it was never
-    measured. `options` go to `meshwright.training.loop.train`. Raises the ranks' exceptions (`UserError`, `CheckFailed`
-    ...); `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM and `KeyboardInterrupt`
-    after an interrupt, when all ranks have saved.
+    restarts: maximum number of restarts from the newest complete checkpoint after a rank was lost. probe: measure this
+    machine first (some 10 seconds), with the run directory locked, if predictions need it and it was never measured.
+    `options` go to `meshwright.training.loop.train`. Raises the ranks' exceptions (`UserError`, `CheckFailed` ...);
+    `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM and `KeyboardInterrupt` after
+    an interrupt, when all ranks have saved.
     """
     from meshwright.data import prepare
 

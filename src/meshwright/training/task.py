@@ -1,5 +1,5 @@
-"""The interface between `Trainer` and a training task: a recipe's language model (training/language_model.py) or a
-script's module (training/module/module_task.py)."""
+"""Interface between `Trainer` and a training task: a recipe's language model (training/language_model.py) or a script's
+module (training/module/module_task.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.spec.parameters import ParameterTable
 @dataclass(frozen=True, slots=True)
 class RunStart:
     """Arguments of `Task.prepare`. directory: the run directory; agreement: exchanges flags and texts between ranks;
-    saved: `state.json` of the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
+    saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -34,13 +34,14 @@ class RunStart:
 class Task(Protocol):
     """Model, data and loss of a training run on one rank.
 
-    table: the parameter table. parallel: the ZeRO engine of this rank. passes: forward and backward of a step, with the
-    profiler's hook. Micro-batches are opaque to the trainer: `load_step` returns them, the other methods take them.
+    layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
+    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. Micro-batches are
+    opaque to the trainer: `load_step` returns them, the other methods take them.
     """
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the run."""
+        """Recipe (all settings) of the run."""
 
     layout: Layout
     table: ParameterTable
@@ -54,22 +55,23 @@ class Task(Protocol):
         """Load this rank's micro-batches of a step, counted from 0."""
 
     def count_terms(self, micro_batches: Any) -> int:
-        """Return the number of terms (target tokens, pairs, items) of the step's loss over all ranks, at least 1."""
+        """Return the number of terms that the loss of these micro-batches averages over (target tokens, pairs, items),
+        summed over all ranks, at least 1."""
 
     def forward_backward(self, micro_batches: Any, divisor: float) -> torch.Tensor:
-        """Run forward and backward; `parallel.shards` then hold the gradients of the loss sum divided by `divisor`.
+        """Run forward and backward of this rank's micro-batches; the shards of `parallel` then hold the gradients of
+        the loss sum divided by `divisor`.
 
-        Returns float64 [1 + metrics]: this rank's share of the loss sum over `divisor`, and of the (undivided) sums
-        that `report` turns into metrics. The shares of all ranks add up to the total.
+        Returns float64 [1 + metrics]: this rank's share of the divided loss, and of the undivided sums from which
+        `report` makes metrics. The shares of all ranks add up to the total.
         """
 
     def discard_step(self) -> None:
-        """Undo the changes of a skipped step beyond parameters and optimizer state (buffers)."""
+        """Undo the changes that a skipped step has made beyond parameters and optimizer state: those of buffers."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the metrics of a step by name. means: metric sums (those that `forward_backward` returns after the
-        loss) divided by the number of terms, over all ranks.
-        """
+        """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks (those that
+        `forward_backward` returns after the loss) divided by its number of loss terms."""
 
     # --- around steps
 
@@ -77,25 +79,26 @@ class Task(Protocol):
         """Return the description of model and data for the run's report, without the device's peak FLOP/s."""
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load the inputs of the first step. Collective; all ranks raise the same `UserError`."""
+        """Compute or load what the task needs before the first step, such as reference log-probabilities. Collective;
+        all ranks raise the same `UserError`."""
 
     def validate(self) -> Validation:
-        """Return loss and metrics on the first `train.validation_sequences` samples of the validation data, without an
-        update."""
+        """Return mean loss and metrics on the first `train.validation_sequences` samples of the validation data,
+        without updating parameters. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of `state.json` that identify the data."""
+        """Return the entries of a checkpoint's `state.json` that identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the slices of buffers and frozen parameters to save or read; `owned`: only those that this rank
-        writes.
-        """
+        """Return buffers and frozen parameters as checkpoint slices. owned: only those that this rank writes; else all,
+        to be read into."""
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of buffers and frozen parameters on this rank, by kind."""
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by call site."""
+        """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the
+        code)."""
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by mesh axis ("data", "tp" ...)."""

@@ -1,4 +1,4 @@
-"""The training step on one rank, from batch to optimizer update."""
+"""Training step on one rank, from batch to optimizer update."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from meshwright.training.task import Task
 class StepOutcome:
     """Outcome of a step's forward and backward, all-reduced and so equal on all ranks.
 
-    loss, gradient_norm: already divided by `loss_scale`. finite: both are finite, so the update takes place. stop,
-    save_failed: some rank received a stop request, or could not save. rank_seconds: each rank's working time without
-    waiting. loss_scale: factor on the loss in this step. metrics: those of the objective.
+    loss: mean over the step's terms; gradient_norm: global L2 norm before clipping; both without the loss scale.
+    finite: both are finite, so the update takes place. stop: some rank received a stop request. save_failed: some rank
+    could not save. rank_seconds: working time of each rank, without waiting for others. loss_scale: factor on the loss
+    in this step. metrics: further means that the task reports.
     """
 
     loss: float
@@ -38,10 +39,10 @@ class StepOutcome:
 
 
 class Trainer:
-    """A task with its optimizer, loss scale and step counters on one rank; runs training steps."""
+    """Training task with its optimizer, loss scale and step counters on one rank; runs training steps."""
 
     def __init__(self, task: Task) -> None:
-        """Create optimizer state, loss scale and counters for the task."""
+        """Create optimizer state, loss scale and step counters for the task."""
         self.task, self.recipe, self.layout, self.mesh = task, task.recipe, task.layout, task.mesh
         self.parallel, self.passes = task.parallel, task.passes
         self.device = torch.device(self.mesh.device)
@@ -57,12 +58,13 @@ class Trainer:
         was not tried against."""
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> StepOutcome:
-        """Run one step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
+        """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
+        Collective.
 
         The loss is the sum of token losses over the target tokens of the whole step (of pairs of responses, over its
         pairs), so that gradients are summed and never averaged. A step whose loss or gradient norm is not finite on any
-        rank is skipped on all. stop, save_failed: this rank received a stop request, could not save; the outcome has
-        them for any rank.
+        rank is skipped on all. stop: this rank received a stop request; save_failed: it could not save; the outcome has
+        each flag if any rank has it.
         """
         task, clock = self.task, self.clock
         clock.start()
@@ -80,7 +82,7 @@ class Trainer:
         else:
             self._discard_step()
             self.skipped += 1
-        searching = self.loss_scale.note(outcome.loss, outcome.finite)
+        searching = self.loss_scale.update(outcome.loss, outcome.finite)
         if not searching:
             self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
         self.parallel.zero_gradients()
@@ -89,7 +91,7 @@ class Trainer:
         return outcome
 
     def validate(self) -> Validation:
-        """Return loss and metrics on the task's validation data, without an update."""
+        """Return loss and metrics on the task's validation data, without updating parameters. Collective."""
         return self.task.validate()
 
     @property
@@ -98,7 +100,8 @@ class Trainer:
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of `state.json` that a bitwise resume needs beside tensors."""
+        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs beside tensors: counters, loss
+        scale, seed, layout, recipe."""
         return {
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,
@@ -114,8 +117,8 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint after its tensors were read into `slices(owned=False)`. state: its
-        `state.json`."""
+        """Restore counters and loss scale from a checkpoint whose tensors were already read into `slices(owned=False)`,
+        and all-gather the parameters. state: content of its `state.json`. Collective."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_scale.restore(state.get("loss_scale"))
@@ -123,31 +126,30 @@ class Trainer:
         self.parallel.all_gather_parameters()
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return master weights, optimizer state and buffers as slices: those that this rank writes (`owned`), or all
-        that it must read."""
+        """Return master weights, optimizer state and buffers as checkpoint slices. owned: only those that this rank
+        writes; else all that it must read."""
         slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
             slices += self.parallel.slices_like(kind, tensors, owned)
         return slices + self.task.buffer_slices(owned)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of model states and buffers on this rank, by kind."""
+        """Return the bytes of model states and buffers on this rank, by kind ("optimizer" ...)."""
         tensors = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]
         states = self.parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
         return states | self.task.buffer_bytes()
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the bytes that `memory` should report, predicted from shapes and dtypes alone."""
+        """Return the bytes by kind that `memory` should return, predicted from shapes and dtypes alone."""
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
         kinds = len(self.optimizer.state_tensors())
         states = {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
         return self.parallel.predicted_bytes() | states | self.task.buffer_bytes()
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's results and return the outcome, equal on all ranks. shares: this rank's shares of the
-        loss and metric sums, [1 + metrics]; terms: number of loss terms over all ranks; stop, save_failed: this rank
-        received a stop request, could not save.
-        """
+        """All-reduce the step's results and return the outcome, equal on all ranks. shares [1 + metrics]: this rank's
+        shares of the scaled loss and of the metric sums; terms: number of loss terms over all ranks; stop: this rank
+        received a stop request; save_failed: it could not save."""
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, device=self.device)
         values[0] = shares[0] / scale
@@ -169,13 +171,13 @@ class Trainer:
         )
 
     def _gradient_scale(self, outcome: StepOutcome) -> float:
-        """Return the factor on gradients before the update: clipping of the global norm (1 without) divided by the
-        loss scale. outcome: of the step.
-        """
+        """Return the factor on gradients before the update: the clipping factor of the global norm (1 without clipping)
+        divided by the loss scale. outcome: of this step."""
         clip = self.recipe.train.clip
         clipped = min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0
         return clipped / outcome.loss_scale
 
     def _discard_step(self) -> None:
-        """Skip the step: parameters and optimizer state are still unchanged, buffers are restored."""
+        """Restore the task's buffers after a step that is skipped; parameters and optimizer state are still
+        unchanged."""
         self.task.discard_step()

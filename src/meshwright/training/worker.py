@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train the recipe in the launcher's description (JSON) on this rank and return the result document. start: rank,
-    world size and rendezvous.
-    """
+    """Train the recipe in the launcher's description (JSON dict of recipe, run directory, threads and options) on this
+    rank and return the result document. start: rank, world size and rendezvous."""
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
@@ -55,15 +54,16 @@ def train_as_described(description: dict[str, Any], start: Place) -> dict[str, A
 
 
 def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
-    """Train as the rank that torchrun, Kubernetes or SLURM started this process as, and return the result document.
+    """Train as the rank that torchrun, Kubernetes or SLURM started this process as, and return the result document
+    (JSON dict of figures, complete on rank 0 only).
 
-    probe: as for `launch_recipe`; rank 0 measures if all ranks share its host, before the rendezvous. Nothing is
-    measured if `run.collective_timeout` is shorter than a measurement may take. `options` go to
-    `meshwright.training.loop.train`. Rank 0 locks the run directory for all.
+    probe: let rank 0 measure this machine first if predictions need it and all ranks share the host; skipped if the
+    other ranks' wait, `run.collective_timeout`, is too short. `options` go to `meshwright.training.loop.train`. Rank 0
+    locks the run directory for all ranks. Collective.
     """
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
-    start = rendezvous.place(recipe.run.rendezvous)
+    start = rendezvous.read_place(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
     one_host = start.ranks == (start.host_ranks or 1)
@@ -84,8 +84,9 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
 def join_script(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Run `work(recipe, mesh, run directory, **options)` as the rank at `start`, in a user's script, and return its
-    result. `locked`: the run directory that this process's launcher already holds."""
+    """Run `work(recipe, mesh, run directory, **options)` in a user's script as the rank that `start` names, and return
+    its result. start: rank, world size and rendezvous. locked: the run directory that this process's launcher already
+    holds."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -100,9 +101,11 @@ def _run_as_rank(
     lock: bool = False,
     work: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Set up device, process group, threads and mesh of this rank, then run `work` (default: `training.loop.train`).
+    """Set up device, process group, threads and mesh of this rank, then return the result of `work(recipe, mesh,
+    directory, **options)`, by default `training.loop.train`.
 
-    threads: given by the launcher, None to resolve them; lock: rank 0 locks the run directory.
+    start: rank, world size and rendezvous; threads: given by the launcher, None to resolve them; lock: rank 0 locks the
+    run directory.
     """
     import torch
     import torch.distributed as dist
@@ -118,7 +121,7 @@ def _run_as_rank(
     timeout = recipe.run.collective_timeout
     store = None
     if lock and start.ranks > 1:
-        store = rendezvous.meet(start, timeout)
+        store = rendezvous.connect_to_store(start, timeout)
         _set_gloo_interface(start, store)
         device = agree_on_device(recipe.run.device, start, store)
     else:
@@ -128,7 +131,7 @@ def _run_as_rank(
     elif start.ranks > 1:
         _separate_compile_caches(start)
     if start.ranks > 1:
-        store = store or rendezvous.meet(start, timeout)
+        store = store or rendezvous.connect_to_store(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
     _set_threads(recipe, start, store if lock else None, threads, note=not device.startswith("cuda"))
     calls = None
@@ -156,10 +159,9 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the
-    rule for ranks that other launchers started; a module's script keeps torch's current number. store: of the
-    rendezvous. note: print the reason.
-    """
+    """Set torch's number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the rule
+    for ranks that other launchers started; a module's script keeps torch's current number. store: key-value store of
+    the rendezvous, None if the launcher has chosen the threads. note: print the reason."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -176,8 +178,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def _separate_compile_caches(start: Place) -> None:
-    """Give each rank of a host its own Inductor cache, unless the environment sets one: ranks that compile for a CPU at
-    once may load a library that another is still writing (torch 2.13)."""
+    """Set a separate Inductor cache directory for each rank of a host, unless the environment sets one: ranks that
+    compile for a CPU at once may load a library that another is still writing (torch 2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     rank = start.rank if start.local_rank is None else start.local_rank
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
@@ -185,14 +187,16 @@ def _separate_compile_caches(start: Place) -> None:
 
 
 def _set_gloo_interface(start: Place, store: Any) -> None:
-    """Set gloo's network interface to the one that reaches the other hosts, unless the environment sets it."""
+    """Set gloo's network interface to the one that reaches the other hosts, unless the environment sets it. store:
+    key-value store that all ranks share. Collective."""
     interface = agree_on_interface(start, store)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`."""
+    """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`. store: key-value store
+    that all ranks share, None for one rank. Collective."""
     problem = ""
     if start.rank == 0:
         try:
@@ -208,7 +212,8 @@ def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> No
 
 
 def _write_process_ids(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Write the process ids of all ranks to the run directory, on rank 0."""
+    """Write the process ids of all ranks to the run directory, on rank 0. store: key-value store through which they are
+    exchanged, None for one rank. Collective."""
     processes = [os.getpid()]
     if store is not None:
         store.set(f"meshwright/process/{start.rank}", str(os.getpid()))

@@ -44,7 +44,7 @@ class Verification:
     document: Mapping[str, Any]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright verify --json`."""
+        """Return the document of `meshwright verify --json`: the content of `document`."""
         return to_json_dict(self.document)
 
 
@@ -96,9 +96,8 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """Return the failure in the result document in one line: the first layout that disagrees, else the first missed
-    fault; None if all passed.
-    """
+    """Return the first failure in a result document as one line: of the first layout that disagrees, else the first
+    missed fault; None if all passed."""
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

@@ -1,4 +1,4 @@
-"""The training problems on which a layout is verified, each for features that the others do not cover."""
+"""Small training problems on which a layout is verified, each for features that the others do not cover."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from meshwright.schedules.library import program_of
 from meshwright.spec.chunks import CHUNK_LOGITS
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
-from meshwright.verification.problem import ADAMW, SGD, Problem, scaled_down, sequence_of
+from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence_length, scale_down_config
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A named verification problem. name: such as "updates". problem: what is trained. resume_layout: layout of the
-    steps after the checkpoint; None: the same.
-    """
+    """Named verification run. name: such as "updates". problem: model, data and optimizer that are trained.
+    resume_layout: layout that continues from the checkpoint; None: the same layout throughout."""
 
     name: str
     problem: Problem
@@ -29,10 +28,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseBuilder:
-    """Builds the verification cases of one layout and model.
+    """Builder of the verification cases (named small training problems) of one layout and model.
 
     layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
-    response pairs; None: next-token loss. batch: minimum global batch (sequences), replaced by a multiple of dp x
+    response pairs; None: next-token loss. batch: minimum global batch in sequences; replaced by a multiple of dp x
     micro-batches if it is none.
     """
 
@@ -55,34 +54,35 @@ class CaseBuilder:
             Case("sgd", dataclasses.replace(self.plain(), training=SGD, fused_gradient_accumulation=False)),
             Case("loss chunks", self.loss_chunks()),
             self.bf16(),
-            Case("resume on another layout", self.updates(self.layout.world_size), another_layout(self.layout)),
+            Case("resume on another layout", self.updates(self.layout.world_size), choose_other_layout(self.layout)),
         ]
 
     def plain(self, layers: int = 5) -> Problem:
-        """Return three steps of plain SGD on short sequences. layers: minimum number of layers."""
+        """Return a problem of three steps of plain SGD on short sequences. layers: minimum number of layers."""
         config = self._config(layers)
-        sequence = sequence_of(self.layout)
+        sequence = choose_sequence_length(self.layout)
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, preference=self.preference))
 
     def updates(self, ranks: int = 1, layers: int = 5) -> Problem:
-        """Return a problem with AdamW, weight decay, active clipping, a dynamic loss scale, one non-finite step and two
-        resumes: one right after the skipped step, one within the loss scale's count of finite steps. In float32, where
-        a gradient of pure rounding error would decide an AdamW update, SGD. ranks: the batch becomes a multiple of
-        it."""
+        """Return a problem of four steps with AdamW, weight decay, active clipping, a dynamic loss scale, one
+        non-finite step and two resumes: one right after the skipped step, one within the loss scale's count of finite
+        steps. In float32, SGD replaces AdamW, whose updates of near-zero gradients are decided by rounding. ranks: the
+        batch becomes a multiple of it; layers: minimum number of layers."""
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.plain(layers)
         batch = math.lcm(plain.batch, ranks)
         return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=(2, 3))
 
     def long(self) -> Problem:
-        """Return one step of SGD on sequences of several attention tiles, with one or many documents; under ring
-        attention, each rank's slices are longer than a tile."""
+        """Return a problem of one SGD step on sequences of several attention tiles, with one or many documents; under
+        ring attention, each rank's slices are longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
         return self._of_length(wanted, self._config(2))
 
     def loss_chunks(self) -> Problem:
-        """Return one step on a vocabulary so large that the loss of a micro-batch is computed in several chunks."""
+        """Return a problem of one step on a vocabulary so large that the loss of a micro-batch is computed in several
+        chunks."""
         tokens = 4 * TILE_QUERIES + 45
         vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
         config = dataclasses.replace(self._config(1), vocabulary=vocabulary * self.layout.tp)
@@ -90,29 +90,30 @@ class CaseBuilder:
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
     def dtypes(self) -> Problem:
-        """Return two steps of SGD with parameters of half the width of their master weights, so that a parameter that
-        is not its rounded master weight shows in every bit."""
+        """Return a problem of two SGD steps whose parameters have half the width of their master weights, so that a
+        parameter that is not its rounded master weight differs in every bit."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.plain(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
 
     def bf16(self) -> Case:
-        """Return three steps of SGD with bf16 parameters and float32 master weights, as in bf16 training."""
+        """Return a case of three SGD steps with bf16 parameters and float32 master weights, as in bf16 training."""
         return Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD))
 
     def _of_length(self, tokens: int, config: ModelConfig) -> Problem:
-        """Return one step of SGD on sequences of at least `tokens` tokens."""
-        sequence = sequence_of(self.layout, tokens)
+        """Return a problem of one SGD step on sequences of at least `tokens` tokens. config: the model."""
+        sequence = choose_sequence_length(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference))
 
     def _config(self, layers: int) -> ModelConfig:
-        """Return the model scaled down for the layout, with at least `layers` layers."""
+        """Return the model scaled down for the layout, with at least `layers` layers and one more than the pipeline
+        stages."""
         layout = self.layout
         layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
-        return scaled_down(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
+        return scale_down_config(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
     def _batch(self) -> int:
         """Return the global batch in sequences, a multiple of dp x micro-batches."""
@@ -120,13 +121,14 @@ class CaseBuilder:
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
     def _checked(self, problem: Problem) -> Problem:
-        """Return `problem` unchanged; `UserError` if the layout cannot run it."""
+        """Return `problem` unchanged; `UserError` if the layout cannot run its model, batch and sequence."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)
         return problem
 
 
-def another_layout(layout: Layout) -> Layout:
-    """Return a layout on the same number of ranks that has as little as possible in common with `layout`."""
+def choose_other_layout(layout: Layout) -> Layout:
+    """Return a layout on the same number of ranks that differs from `layout` as much as possible: data parallelism
+    alone, with another ZeRO stage; on one rank, another number of micro-batches."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

@@ -1,4 +1,4 @@
-"""Compare the ranks' results with one device's: the first value that differs, its error, and the pattern of the
+"""Comparison of the ranks' results with one device's: the first value that differs, its error, and the pattern of the
 error."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.spec.rows import Part
-from meshwright.verification.patterns import backward_order, describe_pattern
+from meshwright.verification.patterns import describe_pattern, list_in_backward_order
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult
-from meshwright.verification.reference import Reference, Rows
+from meshwright.verification.reference import ParameterValues, Reference
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 0.1}
 """By the dtype of the parameters."""
@@ -24,18 +24,18 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding sends tokens that are near to two exper
 
 
 def tolerance_of(problem: Problem) -> float:
-    """Return the largest relative error that passes for a problem."""
+    """Return the largest relative error that passes for a problem, by its parameter dtype."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of comparing a layout's results with the reference.
+    """Result of comparing a layout's results with the single-device reference.
 
     worst_name, worst_error: tensor with the largest relative error over gradients, updates and optimizer states.
     loss_error, gradient_norm_error: largest relative errors. failure: line about the first difference beyond the
-    tolerance, None if all agree. step: to which it belongs, from 0.
+    tolerance, None if all agree. step: in which that difference is, from 0; None if it belongs to no single step.
     """
 
     worst_name: str
@@ -47,13 +47,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """True if nothing differs by more than the tolerance."""
+        """True if no value differs from the reference by more than the tolerance."""
         return self.failure is None
 
 
 def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
     """Compare every rank's losses, norms, gradients, updates, optimizer state, parameters and counters with the
-    reference."""
+    reference. results: of each rank."""
     refused = next((result.refused for result in results if result.refused), None)
     if refused is not None:
         return Comparison("", math.inf, math.inf, math.inf, refused)
@@ -68,17 +68,17 @@ Difference = tuple[str, int | None]  # what differs, and in which step, from 0
 
 class _LayoutComparison:
     """Comparison of the results of all ranks of one layout with the reference, in the order of computation; keeps the
-    largest errors.
-    """
+    largest errors."""
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
-        """Start with no errors."""
+        """Start with no errors. results: of each rank."""
         self.reference, self.results, self.layout = reference, results, layout
         self.tolerance = tolerance_of(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
 
     def differences(self) -> Iterator[Difference]:
-        """Yield every difference beyond the tolerance, in the order of computation."""
+        """Yield every difference beyond the tolerance as (description, step from 0 or None), in the order of
+        computation."""
         for step in sorted(self.results[0].steps):
             yield from self._compare_counters(step)
             if step == self.reference.problem.nan_step:
@@ -97,14 +97,14 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield the checkpoint counters (steps, samples ...) that differ from the reference after `steps` steps."""
+        """Yield the checkpoint counters (steps, samples ...) after `steps` steps that differ from the reference."""
         for name, right in self.reference.counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
                 yield f"{name} is {wrong} after {steps} steps, not {right}", None
 
     def _compare_gradients(self, step: int) -> Iterator[Difference]:
-        """Yield differences of a step's gradients, loss, gradient norm and loss scale."""
+        """Yield differences of a step's gradients, loss, gradient norm and loss scale. step: from 0."""
         reference, results = self.reference, [result.steps[step] for result in self.results]
         slices = [result.gradients for result in results]
         copies = _assemble_copies(self.layout, slices, reference)
@@ -127,7 +127,8 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield differences of the master weights' updates up to a step, and replicas that are not bitwise equal."""
+        """Yield differences of the master weights' updates from the start to the end of a step (from 0), and replicas
+        of weights that are not bitwise equal."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
@@ -144,7 +145,8 @@ class _LayoutComparison:
             yield f"replicas of {name} differ after step {step + 1}", None
 
     def _compare_end(self) -> Iterator[Difference]:
-        """Yield differences of optimizer state, parameters, counters and validation loss after the last step."""
+        """Yield differences of optimizer state, parameters, checkpoint counters and validation loss after the last
+        step."""
         reference, results = self.reference, self.results
         slices = [result.optimizer for result in results]
         kinds = {held.kind for of_rank in slices for held in of_rank}
@@ -174,32 +176,37 @@ class _LayoutComparison:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
 
     def _optimized_names(self) -> set[str]:
-        """Return the names of the parameters that the optimizer updates, without the router biases that balance
-        experts."""
+        """Return the names of the parameters that the optimizer updates: all but the router biases that balance
+        experts, which have their own rule."""
         return {row.name for row in self.reference.table.rows if not row.balances}
 
     def _last_weights(self, result: RankResult) -> list[TensorSlice]:
-        """Return a rank's master weights after its last step."""
+        """Return a rank's slices of the master weights after its last step."""
         return result.steps[max(result.steps)].weights
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Update the largest error so far and return `errors` (tensor name -> relative error) unchanged."""
+        """Update the largest error so far by `errors` (parameter -> relative error), and return them unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
         return errors
 
     def _first_wrong(self, errors: dict[str, float]) -> str | None:
-        """Return the first tensor in backward order whose error exceeds the tolerance; None if there is none."""
+        """Return the first parameter, in the order in which backward computes gradients, whose error exceeds the
+        tolerance; None if there is none. errors: parameter -> relative error."""
         if max(errors.values()) <= self.tolerance:
             return None
-        return next(name for name in backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
+        return next(name for name in list_in_backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
 
 
-def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
-    """Return the relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of
-    `truth`), since some true gradients are zero (a key bias). Infinite if a value is missing or not finite. values,
-    truth: tensors by name (a, b). grains: allowed rounding error (norm) by name, subtracted first.
+def relative_errors(
+    values: ParameterValues, truth: ParameterValues, grains: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Return the relative error of each parameter: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of
+    `truth`), since some true gradients are zero (a key bias); infinite if a value is missing or not finite.
+
+    values, truth: parameter -> tensor (a, b); n: elements of b. grains: parameter -> rounding error (norm) that is
+    subtracted from |a - b| first.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
@@ -214,7 +221,7 @@ def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None =
     return errors
 
 
-def copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
+def list_copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     """Return the groups of ranks that together hold one full copy of gradients and master weights.
 
     A group is the ranks that share ZeRO's shards, each with its tp ranks (`part` "experts": its ep x etp block), on all
@@ -234,12 +241,14 @@ def copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     ]
 
 
-def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
-    """Assemble every full copy of all parameter entries, by name, from the ranks' slices; elements that no rank holds
-    are NaN. slices: those of each rank.
+def _assemble_copies(
+    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
+) -> list[ParameterValues]:
+    """Assemble every full copy of all parameters (parameter -> values) from the ranks' slices; elements that no rank
+    holds are NaN. slices: those of each rank.
 
-    Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have
-    different numbers of copies; the shorter list repeats.
+    Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have different
+    numbers of copies; the shorter list repeats.
     """
     parts: tuple[Part, Part] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -250,16 +259,15 @@ def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], re
 
 def _assemble_copies_of(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part
-) -> list[Rows]:
-    """Assemble every full copy of the entries in one kind of flat buffer (`part`: "dense" or "experts"), by name,
-    from the slices of each rank; elements that no rank holds are NaN.
-    """
+) -> list[ParameterValues]:
+    """Assemble every full copy (parameter -> values) of the parameters in one kind of flat buffer (`part`: "dense" or
+    "experts") from the slices of each rank; elements that no rank holds are NaN."""
     names = [row.name for row in reference.table.rows if row.part(layout) == part]
     if not names:
         return [{}]
     copies = []
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    for ranks in copy_groups(layout, part):
+    for ranks in list_copy_groups(layout, part):
         for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
             rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
@@ -270,10 +278,11 @@ def _assemble_copies_of(
     return copies
 
 
-def _worst_errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
-    """Return the largest relative error of each tensor, by name, over several full copies of the values. truth:
-    expected values; grains: allowed rounding error (norm) by name.
-    """
+def _worst_errors(
+    copies: Iterable[ParameterValues], truth: ParameterValues, grains: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Return the largest relative error of each parameter over several full copies of the values. truth: expected
+    values; grains: parameter -> rounding error (norm) that is subtracted first."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
         for name, error in relative_errors(copy, truth, grains).items():
@@ -282,17 +291,17 @@ def _worst_errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] 
 
 
 def _relative_error(value: float, truth: float) -> float:
-    """Return |value - truth| / |truth|; infinite if it is not finite."""
+    """Return the relative error |value - truth| / |truth|; infinite if it is not finite."""
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
 
 
-def _first_unequal(copies: Sequence[Rows]) -> str | None:
-    """Return the name of the first tensor that is not bitwise equal in all copies; None if all are."""
+def _first_unequal(copies: Sequence[ParameterValues]) -> str | None:
+    """Return the name of the first parameter that is not bitwise equal in all full copies; None if all are."""
     first, *others = copies
     return next((name for name in first for copy in others if not _bitwise_equal(first[name], copy[name])), None)
 
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors are bitwise equal, or the first is not finite."""
+    """Return True if two tensors are bitwise equal, or if `a` has values that are not finite."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

@@ -1,4 +1,4 @@
-"""The default layouts of `meshwright verify`: every axis of parallelism, and every pair of axes."""
+"""Default layouts of `meshwright verify`: every axis of parallelism, and every pair of axes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MIXTURES = (
 """Layouts that leave every expert on every rank and yet are verified with a mixture of experts."""
 
 
-def grid() -> list[Layout]:
-    """Return layouts of up to 8 ranks that cover every feature alone and every pair of features, each on as few ranks
-    as possible; and `MIXTURES`."""
+def build_layout_grid() -> list[Layout]:
+    """Return layouts of up to 8 ranks that cover every feature (axis, ZeRO stage, schedule ...) alone and every pair of
+    features, each on as few ranks as possible; and `MIXTURES`."""
     chosen = list(MIXTURES)
     brings = {layout: _features(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
@@ -33,9 +33,8 @@ def grid() -> list[Layout]:
 
 
 def _features(layout: Layout) -> set[tuple[str, ...]]:
-    """Return the features of a layout that the grid is to cover (each feature a tuple of names): each single one,
-    each pair, and the full set if it has at most two.
-    """
+    """Return the sets of features (tuples of names such as "tp2", "zero1") that a layout covers: each single one, each
+    pair, and the full set if it has at most two."""
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
     sets |= {f"zero{layout.zero}"} if layout.zero else set()
@@ -72,7 +71,7 @@ def _candidates() -> list[Layout]:
 
 
 def _is_runnable(layout: Layout) -> bool:
-    """Return True if this version can run the layout."""
+    """Return True if the engine implements every feature of the layout."""
     try:
         layout.refuse_unbuilt()
     except UserError:
@@ -81,7 +80,7 @@ def _is_runnable(layout: Layout) -> bool:
 
 
 def _remaining_pairs() -> list[Layout]:
-    """Return layouts for pairs of features that no other candidate covers."""
+    """Return layouts for pairs of features that none of the other lists of candidates covers."""
     ulysses: dict[str, Any] = {"cp": 2, "cp_method": "ulysses"}
     nosp: dict[str, Any] = {"tp": 2, "tensor_sequence_parallel": False}
     sharded: dict[str, Any] = {"dp": 4, "hybrid": 2}

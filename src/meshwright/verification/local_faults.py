@@ -1,6 +1,7 @@
-"""Faults in local code: while a fault is planted, one function of the engine is replaced by a wrong one.
+"""Deliberate bugs (faults) in code without collectives: while a fault is planted, one function of the engine is
+replaced by a buggy one, and the verification must fail.
 
-Each counts only where it changes a result, so that a fault that a layout cannot have is not counted.
+A fault counts only where it changes a result, so that a fault without effect on a layout is not counted.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from meshwright.training.trainer import Trainer
 
 
 class FaultCounter:
-    """Counts how often a planted fault changed something on this rank."""
+    """Counter of how often a planted fault changed a value on this rank."""
 
     def __init__(self) -> None:
-        """Start at 0."""
+        """Start at a count of 0."""
         self.count = 0
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 
@@ -41,7 +42,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if this method was called with the object `thing` before."""
+        """Return True if this method was called with the same object (by identity) before."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -52,9 +53,8 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """A deliberate bug in local code: the method or function `owner.name` is replaced by `wrong`, which gets a
-    counter, the original and its arguments. case: name of the problem that exposes it.
-    """
+    """Definition of a deliberate bug: the method or function `owner.name` is replaced by `wrong`, which gets a counter,
+    the original and its arguments. case: name of the verification case that exposes it."""
 
     case: str
     owner: Any
@@ -64,7 +64,7 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """A deliberate bug in local code, by its name in `LOCAL_FAULTS`."""
+    """Deliberate bug in code without collectives, given by its name in `LOCAL_FAULTS`."""
 
     name: str
 
@@ -74,18 +74,18 @@ class LocalFault:
 
     @property
     def case(self) -> str:
-        """Name of the problem that exposes the fault: updates, dtypes or long sequences."""
+        """Name of the verification case that exposes the fault: updates, dtypes or long sequences."""
         return LOCAL_FAULTS[self.name].case
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Plant the fault in this process within the context; yields its counter."""
+        """Plant the fault in this process within the with block; yields the counter of changed values."""
         plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
         original = kind.__func__ if isinstance(kind, classmethod) else kind
 
         def wrong(*arguments: Any, **options: Any) -> Any:
-            """Call the faulty function with the counter and the original function."""
+            """Call the buggy function with the counter, the original function and the arguments of the call."""
             return plan.wrong(counter, original, *arguments, **options)
 
         replacement: Any = classmethod(wrong) if isinstance(kind, classmethod) else wrong
@@ -100,38 +100,44 @@ class LocalFault:
 
 
 def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
-    """Faulty `UnshardedGradient.view`: micro-batches overwrite the gradient instead of accumulating."""
+    """Replace `UnshardedGradient.view` (`original`) by a buggy version: micro-batches overwrite the gradient instead of
+    accumulating. `counter` counts each changed result."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
 
 
 def _unclipped(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Faulty `Trainer._gradient_scale`: no clipping."""
+    """Replace `Trainer._gradient_scale` (`original`) by a buggy version: it returns the factor without clipping.
+    `counter` counts each changed result."""
     scale = 1.0 / verdict.loss_scale
     counter.record_if(scale != original(self, verdict))
     return scale
 
 
 def _clipped_twice(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Faulty `Trainer._gradient_scale`: the clipping factor is squared."""
+    """Replace `Trainer._gradient_scale` (`original`) by a buggy version: the clipping factor is squared. `counter`
+    counts each changed result."""
     clipped = original(self, verdict) * verdict.loss_scale
     counter.record_if(clipped != 1.0)
     return float(clipped**2 / verdict.loss_scale)
 
 
 def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Faulty `Trainer._gradient_scale`: clipping by this rank's norm instead of the global one."""
+    """Replace `Trainer._gradient_scale` by a buggy version: it clips by this rank's gradient norm instead of the global
+    one. `counter` counts each changed result."""
     norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
     counter.record_if(not math.isclose(norm, verdict.gradient_norm))
     return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    """Return a faulty `ZeroEngine._shard` in which weight decay applies to `by` more elements of the flat buffer."""
+    """Return a buggy `ZeroEngine._shard` in which weight decay applies to `by` more (below 0: fewer) elements of the
+    flat buffer."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
-        """Faulty `ZeroEngine._shard`: the weight-decay range is moved."""
+        """Return the shard that `original` returns for an FSDP unit, with the weight-decay range moved. `counter`
+        counts each changed result."""
         shard = original(self, unit)
         end = shard.master.numel()
         held = [last - unit.start for _, _, last in unit.flat.within(unit.start, unit.stop)]  # the rest is padding
@@ -143,19 +149,22 @@ def _decay_moved(by: int) -> FaultyFunction:
 
 
 def _next_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
-    """Faulty `learning_rate`: that of the next step."""
+    """Replace `learning_rate` (`original`) by a buggy version: it returns that of the next step. `counter` counts each
+    changed result."""
     counter.record_if(original(step + 1, train) != original(step, train))
     return float(original(step + 1, train))
 
 
 def _more_terms(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> int:
-    """Faulty `count_terms`: one term too many."""
+    """Replace `count_terms` (`original`) by a buggy version: it counts one loss term too many. `counter` counts each
+    call."""
     counter.record_if(True)
     return int(original(*arguments)) + 1
 
 
 def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Faulty `Trainer._agree`: a non-finite step is not skipped."""
+    """Replace `Trainer._agree` (`original`) by a buggy version: a non-finite step is reported as finite and not
+    skipped. `counter` counts each changed result."""
     verdict = original(*arguments)
     verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
@@ -165,8 +174,8 @@ def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: 
 
 
 def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Faulty `FsdpUnit.update_parameters`: from its second call on, parameters are not copied from the master
-    weights."""
+    """Replace `FsdpUnit.update_parameters` (`original`) by a buggy version: from its second call on a unit, parameters
+    are not copied from the master weights. `counter` counts each changed call."""
     master = self.master
     if counter.seen_before(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -175,7 +184,8 @@ def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit
 
 
 def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Faulty `FsdpUnit.update_parameters`: from its second call on, parameters are not all-gathered (ZeRO-1 and 2)."""
+    """Replace `FsdpUnit.update_parameters` (`original`) by a buggy version: from its second call on a unit, parameters
+    are not all-gathered (ZeRO-1 and 2). `counter` counts each changed call."""
     zero = self.zero
     if counter.seen_before(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
@@ -188,21 +198,24 @@ def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUni
 
 
 def _next_samples(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    """Faulty `samples_of_step`: sample numbers are off by one."""
+    """Replace `LanguageModelTask.samples_of_step` by a buggy version: sample numbers are off by one. `counter` counts
+    each call."""
     counter.record_if(True)
     share = self.recipe.train.batch // self.mesh.dp.size
     return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
 
 
 def _samples_of_rank_0(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    """Faulty `samples_of_step`: every rank reads rank 0's samples."""
+    """Replace `LanguageModelTask.samples_of_step` by a buggy version: every rank reads rank 0's samples. `counter`
+    counts each changed result."""
     share = self.recipe.train.batch // self.mesh.dp.size
     counter.record_if(self.mesh.dp.rank > 0)
     return self.order.sample(step * self.recipe.train.batch + np.arange(share))
 
 
 def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
-    """Faulty `SampleOrder.sample`: every epoch repeats the first one's permutation."""
+    """Replace `SampleOrder.sample` (`original`) by a buggy version: every epoch repeats the first one's permutation.
+    `counter` counts each changed result."""
     wanted = np.asarray(numbers)
     counter.record_if(bool((wanted >= self.sequences).any()))
     return original(self, wanted % self.sequences)
@@ -212,10 +225,10 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
 
 
 def _restored_without(key: str) -> FaultyFunction:
-    """Return a faulty `Trainer.restore` that ignores the entry `key` of `state.json`."""
+    """Return a buggy `Trainer.restore` that ignores the entry `key` of `state.json` and takes its initial value."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
-        """Faulty `Trainer.restore`: the key has its initial value."""
+        """Restore the trainer from `state` with the initial value of the key. `counter` counts each changed call."""
         fresh: Any = None if key == "loss_scale" else 0
         counter.record_if(state.get(key) != fresh)
         original(self, {**state, key: fresh})
@@ -226,7 +239,8 @@ def _restored_without(key: str) -> FaultyFunction:
 def _finite_steps_forgotten(
     counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]
 ) -> None:
-    """Faulty `Trainer.restore`: the loss scale's count of finite steps is 0."""
+    """Replace `Trainer.restore` (`original`) by a buggy version: the loss scale's count of finite steps restarts at 0.
+    `counter` counts each changed call."""
     scale = state.get("loss_scale")
     if scale is not None and counter.record_if(scale["finite_steps"] != 0):
         state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
@@ -234,7 +248,8 @@ def _finite_steps_forgotten(
 
 
 def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: Optimizer, step_count: int) -> None:
-    """Faulty `Optimizer.restore_step_count`: the optimizer state is zeroed."""
+    """Replace `Optimizer.restore_step_count` (`original`) by a buggy version: it also zeroes the optimizer state.
+    `counter` counts each tensor that was not zero."""
     original(self, step_count)
     for tensors in self.state_tensors().values():
         for tensor in tensors:
@@ -246,7 +261,8 @@ def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: 
 
 
 def _no_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
-    """Faulty `Documents.from_ids`: attention crosses document boundaries."""
+    """Replace `Documents.from_ids` (`original`) by a buggy version: attention crosses document boundaries. `counter`
+    counts each changed result."""
     found = original(cls, ids_BS)
     counter.record_if(found.starts_BS is not None)
     return cls(None)
@@ -255,7 +271,8 @@ def _no_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Doc
 def _sees_next(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Faulty `tiles_of`: the causal mask lets each token see the next one."""
+    """Replace `tiles_of` (`original`: tiles of an attention with their masks) by a buggy version: the causal mask lets
+    each token see the next one. `counter` counts each changed result."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
@@ -263,7 +280,8 @@ def _sees_next(
 def _tile_forgets(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Faulty `tiles_of`: every tile but the first misses its first key."""
+    """Replace `tiles_of` (`original`: tiles of an attention with their masks) by a buggy version: every tile but the
+    first misses its first key. `counter` counts each changed tile."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -276,7 +294,8 @@ def _tile_forgets(
 
 
 def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Faulty `spans`: the last KV block of another rank is left out."""
+    """Replace `spans` (`original`: KV blocks that a ring-attention step reads) by a buggy version: the last KV block of
+    another rank is left out. `counter` counts each changed result."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 

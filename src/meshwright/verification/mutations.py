@@ -1,5 +1,5 @@
-"""Mutation test of the verifier: plant faults at every collective call of a layout and in local code, one at a time,
-and check that each is detected."""
+"""Mutation test of the verifier: deliberate bugs (faults) are planted at every collective call of a layout and in local
+code, one at a time, and each must be detected."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every
-    local fault that changes something there. Return counts of faults planted, caught and neutral, and lists of missed
-    ones and all.
+    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every local
+    fault that changes something there. Return {"planted", "caught", "neutral": numbers of faults, "missed":
+    descriptions, "faults": one record each}.
 
-    maker: builds the problems. reference: returns the single-device results of a problem. ranks: processes that run
-    them. collectives: the recipe's choice of collective programs. planted: keys of the faults that an earlier model
-    on the same layout had, which are skipped; new ones are added. Most faults show after one step; the others get all
-    the steps of the problem.
+    maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
+    that run them. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
+    planted: keys of faults that were already planted on this layout with another model, which are skipped; new ones are
+    added. Most faults show after one step; the others get all the steps of the problem.
     """
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
     before = set() if planted is None else set(planted)
     for fault, found in planting.collective_faults(before):
-        neutral = neutral_reason(fault, maker.layout, paired=maker.preference is not None)
+        neutral = explain_neutral_fault(fault, maker.layout, paired=maker.preference is not None)
         _report_fault(report, maker.layout, str(fault), found.failure, neutral, log)
     for local, found in planting.local_faults(before):
         _report_fault(report, maker.layout, str(local), found.failure, None, log)
@@ -71,19 +71,18 @@ def plant_all(
     return report
 
 
-def neutral_reason(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Return why the fault cannot change a result on the layout; None if it must be detected. paired: training is on
-    preference pairs.
-    """
+def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
+    """Return the reason why the fault cannot change a result on the layout; None if it must be detected. paired:
+    training is on preference pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _FaultRuns:
-    """Runs one layout and model with planted faults. maker: builds the problems. reference: returns the single-device
-    results of a problem. ranks: processes that run them. planted: keys of the faults run so far.
-    """
+    """Runs of one layout and model with planted faults. maker: builds the training problems. reference: returns the
+    single-device results of a problem. ranks: processes that run them. collectives: the recipe's choice of collective
+    algorithms. planted: keys of the faults run so far."""
 
     def __init__(
         self,
@@ -92,18 +91,17 @@ class _FaultRuns:
         ranks: LocalRanks,
         collectives: CollectivesRecipe | None,
     ) -> None:
-        """Keep the case builder (`maker`), the function that returns references, and the ranks that run the
-        problems."""
+        """Store the arguments, described in the class; no fault has been run yet."""
         self.maker, self.reference, self.ranks, self.collectives = maker, reference, ranks, collectives
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Yield the faults in collectives that changed something, each with its comparison. before: keys of faults to
-        skip."""
+        """Run every fault in a collective call; yield those that changed something, each with the comparison of its run
+        with one device. before: keys of faults to skip."""
         problem = self.maker.plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
-        every = [fault for fault in faults_of(self.maker.layout, healthy) if _fault_key(fault) not in before]
+        every = [fault for fault in list_possible_faults(self.maker.layout, healthy) if _fault_key(fault) not in before]
         for batch in _batches(every):
             found = self._compare_effective(short, batch)
             # Those that no step showed, and stale results: one step may have no earlier one of the same size.
@@ -114,8 +112,8 @@ class _FaultRuns:
             self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Yield the faults in local code that changed something, each with its comparison. before: keys of faults to
-        skip."""
+        """Run every fault in local code; yield those that changed something, each with the comparison of its run with
+        one device. before: keys of faults to skip."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
@@ -130,7 +128,8 @@ class _FaultRuns:
                 self.planted |= {(fault.name,) for fault in found}
 
     def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """Run the problem once with each fault; return the comparison of each fault that changed something."""
+        """Train the problem once with each fault; return fault -> comparison with one device, for the faults that
+        changed something on any rank."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
@@ -138,7 +137,7 @@ class _FaultRuns:
         }
 
     def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
-        """Run the problem once with each fault (None: no fault); return the results by fault, then by rank."""
+        """Train the problem once with each fault (None: no fault); return the results as [fault][rank]."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
             of_ranks = self.ranks.run(
@@ -148,20 +147,20 @@ class _FaultRuns:
 
 
 def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
-    """Yield consecutive batches of `BATCH` faults, so that progress is reported."""
+    """Yield consecutive batches of at most `BATCH` faults, between which progress is reported."""
     for start in range(0, len(faults), BATCH):
         yield faults[start : start + BATCH]
 
 
 def _fault_key(fault: Fault) -> tuple[str, ...]:
-    """Return the key of a fault: site, operation, kind and "True" if it is at all calls."""
+    """Return the key of a fault, by which it is planted once: (site, operation, kind, "True" if it is at all calls)."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
 def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the collective calls of the first step and of all steps, one list of records each: for each site and
-    operation those of the rank with the most calls (ranks of other stages may have none). results: of each rank.
-    """
+    """Merge the ranks' records of collective calls: (records of the first step, records of all steps), one record for
+    each site and operation, of the rank with the most calls (other pipeline stages may make none). results: of each
+    rank."""
     found: list[list[dict[str, Any]]] = []
     for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
         most: dict[tuple[str, str], dict[str, Any]] = {}
@@ -173,9 +172,9 @@ def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], l
     return found[0], found[1]
 
 
-def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """Return all faults that the calls of a healthy run can have: each site and operation, each kind, at all calls and
-    in the middle of the first step."""
+def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
+    """Return all faults that a layout's collective calls can have: each site and operation, each kind, at all calls and
+    at one call in the middle of the first step. results: of each rank of a run without fault."""
     faults = []
     calls_first_step, calls = _merge_calls(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
@@ -199,7 +198,7 @@ def faults_of(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
 
 
 def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return (number of calls, payload bytes) for each of a rank's records of this site and operation."""
+    """Return the (number of calls, payload bytes) pairs of the records that a rank has of this site and operation."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls
@@ -215,9 +214,9 @@ def _report_fault(
     neutral: str | None,
     log: Callable[[str], None],
 ) -> None:
-    """Add the outcome of one fault (caught, neutral or missed) to `report` and log it. fault: its name; failure: the
-    verifier's message, None if it saw nothing; neutral: why the fault changes nothing, if so.
-    """
+    """Add the outcome of one fault ("caught", "neutral" or "missed") to `report` and log it. fault: its name; failure:
+    the verifier's message, None if it passed; neutral: reason why the fault changes no result, None if it must be
+    caught."""
     report["planted"] += 1
     outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
     if outcome == "missed":

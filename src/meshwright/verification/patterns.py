@@ -1,5 +1,5 @@
-"""Describe the error pattern of a wrong gradient: a rank's contribution missing or counted twice, another parameter's
-or step's gradient."""
+"""Description of the error pattern of a wrong gradient: a rank's contribution missing or counted twice, another
+parameter's or step's gradient."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _FORWARD = (
 """The engine's tensors in the order in which a forward pass comes to them, those of each layer together."""
 
 
-def backward_order(reference: Reference) -> list[str]:
-    """Return the names of all parameter entries of the reference's model in the order in which the backward pass
-    computes their gradients.
-    """
+def list_in_backward_order(reference: Reference) -> list[str]:
+    """Return the names of all parameters of the reference's model in the order in which the backward pass computes
+    their gradients."""
     places = []
     for tensor in reference.table.tensors:
         module = tensor.name.rpartition(".")[0]
@@ -41,10 +40,9 @@ def backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """Describe in words how the wrong gradient of the parameter entry `name` differs from the reference, from a
-    least-squares fit of how often each rank's contribution is in it ("rank 1 is missing"). slices: the gradients of
-    each rank. step: from 0.
-    """
+    """Return text on how the wrong gradient of the parameter `name` differs from the reference, such as "contribution
+    of rank 1 missing", by a least-squares fit of how often each rank's contribution is in it. slices: the gradients of
+    each rank. step: from 0."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -52,7 +50,7 @@ def describe_pattern(
     if _is_unsummed_over_pp(mine, layout, truth):
         return "partial gradients of shared parameters were not summed over pp"
     # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
-    parts = reference.parts(step, layout.dp * layout.micro_batches)
+    parts = reference.share_gradients(step, layout.dp * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
     replicas = {rank: group for group in layout.groups("dp") for rank in group}
     before = reference.gradients[step - 1][name] if step else None
@@ -86,9 +84,8 @@ def describe_pattern(
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the ranks' partial gradients of the entry `name` equal `truth` in sum over tp but not each
-    alone. slices: the gradients of each rank.
-    """
+    """Return True if the ranks' gradients of the parameter `name` equal `truth` in sum over tp but not each alone.
+    slices: the gradients of each rank."""
     row = reference.table.row(name)
     if "tp" not in row.gradient_axes(layout):
         return False
@@ -104,9 +101,8 @@ def _is_unsummed_over_tp(
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Return True if the gradients of the pipeline ranks that share an entry equal `truth` in sum but not each alone.
-    slices: of the entry, by rank.
-    """
+    """Return True if the gradients of the pipeline ranks that share a parameter (tied embeddings) equal `truth` in sum
+    but not each alone. slices: of the parameter, by rank."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]
@@ -121,9 +117,8 @@ def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout
 
 
 def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Return "the gradient of ..." if the slice `item` holds the gradient of another entry of the same size at this
-    step, else None.
-    """
+    """Return "the gradient of NAME" if the slice `item` holds the gradient, at this step, of another parameter of the
+    same size; else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
@@ -139,9 +134,9 @@ def _describe_slice(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """Return the error pattern of one rank's slice in words. values: its gradient; truth: the right one; parts: the
-    contribution of each (rank, micro-batch) in `labels`; before: the gradient of the previous step, if any.
-    """
+    """Return text on the error pattern of one rank's slice. values [n]: its gradient; truth [n]: the right one; parts
+    [contributions, n]: the contribution of each (rank, micro-batch) in `labels`; before [n]: the gradient of the
+    previous step, if any."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -163,7 +158,8 @@ def _describe_slice(
 
 
 def _describe_counts(often: dict[tuple[int, int], float]) -> str:
-    """Describe how often contributions are in a sum that should hold each once. often: (rank, micro-batch) -> count."""
+    """Return text on which contributions to a sum are missing or counted twice. often: (rank, micro-batch) -> how often
+    it is in the sum, 1 if right."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
     gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]

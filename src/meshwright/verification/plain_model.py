@@ -23,10 +23,11 @@ Weights = Mapping[str, torch.Tensor]  # engine tensor -> its values, [output, in
 
 
 class BatchLoss(NamedTuple):
-    """Loss sums of a batch.
+    """Losses of a batch, as sums.
 
-    loss: reported loss (nats, summed over terms); objective: loss plus load-balancing loss, differentiated; terms:
-    divisor (target tokens or pairs); excess_loads: router-bias name -> [E] assignments above the mean.
+    loss: reported loss (nats, summed over terms); objective: loss plus load-balancing loss, to be differentiated;
+    terms: number of loss terms (target tokens or pairs), by which to divide; excess_loads: router-bias name -> [E],
+    number of tokens of each expert above the mean.
     """
 
     loss: torch.Tensor
@@ -36,9 +37,9 @@ class BatchLoss(NamedTuple):
 
 
 def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
-    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 engine tensors by
-    name. preference: the loss of response pairs; None: next-token prediction.
-    """
+    """Run the forward pass of a batch of full sequences and return its losses. weights: engine tensors (as the training
+    engine fuses and names them) in float64, by name. preference: the loss of response pairs; None: next-token
+    prediction."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -66,7 +67,11 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
 def _preference_loss(
     preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """Return the loss summed over pairs: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17)."""
+    """Return the loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17).
+
+    chosen_BS: log-probability of each target, 0 if ignored; ids_BS: document number of each token (documents 2 i and 2
+    i + 1 are pair i); pairs_B: number of pairs of each sequence; batch: has the reference log-probabilities.
+    """
     assert batch.reference is not None
     total = chosen_BS.new_zeros(())
     for row in range(len(ids_BS)):
@@ -84,11 +89,11 @@ def _preference_loss(
 
 
 class _Forward:
-    """One forward pass; collects the load-balancing losses and excess loads of its mixtures of experts. ids_BS:
-    document number of each token."""
+    """Forward pass of one batch; collects the load-balancing losses and excess loads of its mixtures of experts.
+    ids_BS: document number of each token. weights: engine tensors by name."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
-        """Derive attention visibility and positions from the document numbers."""
+        """Compute attention visibility and position ids from the document numbers."""
         self.config, self.weights = config, weights
         self.balance_losses: list[torch.Tensor] = []
         self.excess_loads: dict[str, torch.Tensor] = {}
@@ -121,13 +126,14 @@ class _Forward:
         return normed + self.weights[f"{name}.bias"] if self.config.norm_bias else normed
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the linear layer called `name`: x W^T + b."""
+        """Apply the linear layer called `name`: x W^T, plus b if it has a bias."""
         y = x @ self.weights[f"{name}.weight"].T
         bias = self.weights.get(f"{name}.bias")
         return y if bias is None else y + bias
 
     def attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the attention output [B, S, H] of a layer: causal within documents, sliding window if it has one."""
+        """Return the attention output [B, S, H] of a layer with index `layer`: causal within documents, over a sliding
+        window if the layer has one."""
         config, name = self.config, f"layers.{layer}.attention"
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         sizes = [heads * size, kv_heads * size, kv_heads * size]
@@ -148,7 +154,7 @@ class _Forward:
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
     def rotate(self, x_BSND: torch.Tensor) -> torch.Tensor:
-        """Apply RoPE to [B, S, N, D]; dimension i is paired with i + D / 2."""
+        """Apply RoPE to queries or keys [B, S, N, D]; dimension i is paired with i + D / 2."""
         frequencies = inverse_frequencies(self.config, torch.float64)
         scale = self.config.rope_scaling.attention_scale if self.config.rope_scaling else 1.0
         angles = self.positions_BS[..., None, None] * frequencies
@@ -157,7 +163,7 @@ class _Forward:
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the activation function elementwise."""
+        """Apply the model's activation function elementwise."""
         match self.config.activation:
             case "silu":
                 return x * torch.sigmoid(x)
@@ -177,8 +183,8 @@ class _Forward:
         return self.linear(self.activate(gate) * up, f"{name}.down")
 
     def mixture(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the mixture of experts called `name`: every expert computes every token, with weight 0 unless
-        chosen."""
+        """Apply the mixture of experts called `name`, [B, S, H] -> [B, S, H]: every expert computes every token, with
+        weight 0 unless the router chose it."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
         scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)

@@ -1,5 +1,4 @@
-"""The small training problems of the verification: the model scaled down with all its features, and the optimizer
-settings."""
+"""Small training problems for verification: the model scaled down with all its features, and the optimizer settings."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ MOST_MICRO_BATCHES = 4
 @dataclass(frozen=True, slots=True)
 class Training:
     """Optimizer settings of a verification problem: keys of a recipe's [train] table (clip: maximum gradient norm, 0:
-    none), and the dynamic loss scale. loss_scale: initial value, 1 for none; loss_scale_every: finite steps after
-    which it doubles.
-    """
+    none), and the dynamic loss scale. loss_scale: initial value, 1 for none; loss_scale_every: number of finite steps
+    after which it doubles."""
 
     optimizer: str = "sgd"
     learning_rate: float = 0.2
@@ -75,17 +73,17 @@ class Problem:
 
     @property
     def resolved_master_dtype(self) -> str:
-        """dtype name of master weights, gradients and optimizer state."""
+        """Name of the dtype of master weights, gradients and optimizer state, such as "float32"."""
         return self.master_dtype or self.dtype
 
     @property
     def train_sequences(self) -> int:
-        """Number of sequences in the training split, so that the third step crosses the end of an epoch."""
+        """Number of sequences in the training split, so few that the third step crosses the end of an epoch."""
         return 2 * self.batch + 3
 
     def recipe(self, layout: Layout) -> Recipe:
-        """Return the recipe of the run; its model and data source are placeholders, as both are passed to the
-        trainer."""
+        """Return the recipe of a run on `layout`; its model and data source are placeholders, as both are passed to the
+        trainer separately."""
         training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
         preference = {}
         if self.preference is not None:
@@ -113,19 +111,19 @@ class Problem:
         )
 
 
-def sequence_of(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """Return the shortest sequence length of at least `tokens` that the layout divides: odd if possible."""
+def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
+    """Return the shortest sequence length of at least `tokens` tokens that the layout's tp and cp ranks divide: odd if
+    possible."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 
 
-def scaled_down(
+def scale_down_config(
     config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
     """Return a model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as
     possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. layers: minimum number of
-    layers. With grouped-query attention, key-value heads are fewer than ranks from four ranks on.
-    """
+    layers. With grouped-query attention, key-value heads are fewer than ranks from four ranks on."""
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _choose_heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
@@ -160,7 +158,8 @@ def scaled_down(
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """Return the smallest (heads, key-value heads), from (4, 2) on, that tp and Ulysses ranks can divide."""
+    """Return the smallest (heads, key-value heads), from (4, 2) on, that these numbers of tp and Ulysses ranks can
+    divide."""
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)
@@ -172,8 +171,8 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
 
 
 def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
-    """Return the mixture fields of a scaled-down model: about five experts that ep divides, three per token, and one
-    dense layer if the model has dense layers; empty without experts."""
+    """Return the mixture-of-experts fields of a scaled-down configuration by name: about five experts that ep divides,
+    three per token, and one dense layer if the model has dense layers; empty without experts."""
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp
@@ -193,7 +192,7 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
     }
 
 
-def scaled_layout(layout: Layout) -> Layout:
+def scale_down_layout(layout: Layout) -> Layout:
     """Return the layout on at most `MOST_RANKS` ranks with its features kept: several stages, replicas, sharding
     groups, tp and cp ranks. A schedule from a file is unchanged. The precision is dropped: the problem sets the
     dtypes."""

@@ -1,4 +1,5 @@
-"""One rank of a layout under verification: runs the real trainer on a synthetic problem and returns its results."""
+"""Process of one rank of a layout under verification: runs the real trainer on a synthetic problem and returns its
+results."""
 
 from __future__ import annotations
 
@@ -37,9 +38,8 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """Results of one step on one rank. loss, norm: the global loss and gradient norm. scale: the loss scale.
-    gradients: this rank's, before clipping. weights: its master weights after the update.
-    """
+    """Results of one step on one rank. loss, norm: the global loss and gradient norm. scale: the loss scale. gradients:
+    this rank's slices, before clipping. weights: its slices of the master weights after the update."""
 
     loss: float
     norm: float
@@ -53,10 +53,10 @@ class RankResult:
     """All results of one rank's run.
 
     steps: by step number, from 0. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
-    validation loss after the last step. counters: checkpoint counters by steps done. not_restored: differences
-    between the checkpoint state of a trainer and of the one resumed from it. calls_first_step, calls: collective
-    calls of the first step and of all. struck: how often the planted fault changed something. refused: error with
-    which the ranks themselves detected a fault.
+    validation loss after the last step. counters: number of steps done -> checkpoint counters. not_restored:
+    differences between the checkpoint state of a trainer and of the one resumed from it. calls_first_step, calls:
+    records of the collective calls of the first step and of all. struck: number of times that the planted fault changed
+    something. refused: error with which the ranks themselves detected a fault.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -73,9 +73,8 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps [first, stop) of a run, from 0. first: its checkpoint is loaded unless it is 0. stop: a checkpoint is
-    saved there; None: run to the end, saving none.
-    """
+    """Range [first, stop) of a run's steps, from 0. first: the checkpoint of this step is loaded unless it is 0. stop:
+    a checkpoint is saved there; None: run to the end, saving none."""
 
     first: int = 0
     stop: int | None = None
@@ -94,8 +93,8 @@ def run_rank(
 ) -> list[RankResult]:
     """Train on this rank once for each of `faults` (None: no fault), all over one mesh; return one result for each.
 
-    collectives: the recipe's choice of collective programs. directory: for checkpoints, if the problem or `span` needs
-    them. span: the steps to run.
+    layout_text: layout notation. collectives: the recipe's choice of collective algorithms. directory: for checkpoints,
+    if the problem or `span` needs them. span: the steps to run.
     """
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
@@ -123,12 +122,13 @@ def run_rank(
 
 
 class _RecordingTrainer(Trainer):
-    """A trainer that keeps a copy of each step's gradients before clipping and update."""
+    """Trainer that keeps a copy of each step's gradients before clipping and update."""
 
     gradients: list[TensorSlice]
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's outcome and keep the unscaled gradients."""
+        """All-reduce the step's outcome and copy the gradients, divided by the loss scale; arguments as in
+        `Trainer._agree`."""
         verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
@@ -136,14 +136,14 @@ class _RecordingTrainer(Trainer):
 
 
 class _VerificationRun:
-    """One training run of the problem, with checkpoints and resumes as the problem asks."""
+    """Training run of a problem on one rank, with the checkpoints and resumes that the problem asks for."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
-        """Keep the problem and where to run it; directory: of checkpoints."""
+        """Store the problem, its layout and mesh. directory: of checkpoints, None if none is saved."""
         self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
 
     def run(self, span: StepRange) -> RankResult:
-        """Run the steps of `span` and return their results."""
+        """Run the steps of `span` and return this rank's results."""
         problem, result = self.problem, RankResult()
         trainer = self._make_trainer() if span.first == 0 else self._resume_trainer()
         for step in range(span.first, problem.steps if span.stop is None else span.stop):
@@ -174,7 +174,8 @@ class _VerificationRun:
         return result
 
     def _make_trainer(self, initialise: bool = True) -> _RecordingTrainer:
-        """Return a trainer for the problem. initialise: initialise the weights from the seed."""
+        """Return a trainer for the problem. initialise: draw the weights from the seed; else a checkpoint will be
+        loaded."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
         # 0: as in large models, whose wgrad kernels accumulate into the gradient buffer themselves.
@@ -192,7 +193,7 @@ class _VerificationRun:
         return trainer
 
     def _save_checkpoint(self, trainer: Trainer) -> None:
-        """Save a checkpoint; `UserError` if that fails."""
+        """Save a checkpoint of the trainer; `UserError` if that fails."""
         self._checkpointer.save(trainer.steps_done, trainer.slices(owned=True), trainer.state())
         if (reason := self._checkpointer.failed()) is not None:
             raise UserError(f"verify cannot save its checkpoint in {self.directory}: {reason}")
@@ -208,14 +209,14 @@ class _VerificationRun:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        """The checkpointer of the run's directory."""
+        """Checkpointer of the run's directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, SaveOptions(background=False))
 
 
 @contextmanager
 def _inject_nan(model: Transformer) -> Iterator[None]:
-    """In this context, the output of the first layer on this rank is NaN."""
+    """Make the output of the first layer on this rank NaN within the with block."""
     block = next(block for block in model.layers if block is not None)
     hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
     try:
@@ -225,7 +226,7 @@ def _inject_nan(model: Transformer) -> Iterator[None]:
 
 
 def _read_counters(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's checkpoint counters (`COUNTERS`)."""
+    """Return the counters of the trainer's checkpoint state by name (`COUNTERS`: steps, samples ...)."""
     state = trainer.state()
     return {name: state[name] for name in COUNTERS}
 

@@ -1,4 +1,4 @@
-"""The single-device reference: autograd in float64 on full sequences, textbook optimizer updates, the documented sample
+"""Single-device reference: autograd in float64 on full sequences, textbook optimizer updates, the documented sample
 order. It shares no code with `training/` and `parallel/`."""
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from meshwright.verification.plain_model import run_batch
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, Training
 from meshwright.verification.samples import Batch, make_sequences
 
-Rows = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, row-major
+ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, row-major
 SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that are computed together
 
 
 @dataclass
 class Reference:
-    """The expected results of a problem, computed on one device at construction.
+    """Expected results of a problem, computed on one device at construction.
 
     losses, norms, gradients: of every step. weights: master weights before each step and after the last. optimizer:
-    state after the last step. scales, finite_steps: loss scale and its count of finite steps, before each step and
-    after the last. final_loss: validation loss after the last step. The poisoned step makes no update.
+    state by kind ("exp_avg" ...) after the last step. scales, finite_steps: loss scale and its count of finite steps,
+    before each step and after the last. updates: number of updates made. final_loss: validation loss after the last
+    step. The step with NaN activations makes no update.
     """
 
     problem: Problem
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: list[Rows] = field(default_factory=list)
-    weights: list[Rows] = field(default_factory=list)
-    optimizer: dict[str, Rows] = field(default_factory=dict)
+    gradients: list[ParameterValues] = field(default_factory=list)
+    weights: list[ParameterValues] = field(default_factory=list)
+    optimizer: dict[str, ParameterValues] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     finite_steps: list[int] = field(default_factory=list)
     updates: int = 0
     final_loss: float = math.nan
-    _parts: dict[tuple[int, int], list[Rows]] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[int, int], list[ParameterValues]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Run all steps of the problem."""
+        """Train all steps of the problem and store the results."""
         problem, training = self.problem, self.problem.training
         self.table: ParameterTable = parameter_table(problem.config)
         kinds = ("exp_avg", "exp_avg_sq") if training.optimizer == "adamw" else ("momentum",) * (training.momentum > 0)
@@ -79,28 +80,32 @@ class Reference:
         self.final_loss = self._loss(weights, batch)
 
     def samples(self, step: int) -> Batch:
-        """Return the sequences of a step, in the sample order of the training split."""
+        """Return the batch of sequences that training reads in a step (from 0), in the sample order of the training
+        split."""
         problem = self.problem
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
-        return make_sequences(problem, [shuffled(number, problem.train_sequences, problem.seed) for number in numbers])
+        return make_sequences(
+            problem, [shuffled_sample_index(number, problem.train_sequences, problem.seed) for number in numbers]
+        )
 
-    def parts(self, step: int, count: int) -> list[Rows]:
-        """Return the contribution to a step's gradient of each of `count` equal consecutive shares of the batch."""
+    def share_gradients(self, step: int, count: int) -> list[ParameterValues]:
+        """Return the contribution to a step's gradient of each of `count` equal consecutive shares of the batch: one
+        dict from parameter to gradient for each share."""
         if (step, count) not in self._parts:
             batch = self.samples(step)
             rows = self.problem.batch // count
-            shares = [batch.rows(rank * rows, (rank + 1) * rows) for rank in range(count)]
+            shares = [batch.slice_sequences(rank * rows, (rank + 1) * rows) for rank in range(count)]
             terms = self._count_terms(batch)
             self._parts[step, count] = [self._differentiate(self.weights[step], share, terms)[1] for share in shares]
         return self._parts[step, count]
 
     def _record_scale(self, scale: float, finite_steps: int) -> None:
-        """Append the loss scale and its count of finite steps."""
+        """Append the loss scale and its count of finite steps to the results."""
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
     def counters(self, steps: int) -> dict[str, Any]:
-        """Return the expected checkpoint counters after `steps` steps."""
+        """Return the expected checkpoint counters by name (steps, samples, skipped steps ...) after `steps` steps."""
         poisoned = self.problem.nan_step
         skipped = int(poisoned is not None and poisoned < steps)
         scale = {"value": self.scales[steps], "finite_steps": self.finite_steps[steps]}
@@ -115,10 +120,11 @@ class Reference:
 
     # --- loss and gradient
 
-    def _differentiate(self, weights: Rows, batch: Batch, terms: int | None = None) -> tuple[float, Rows]:
-        """Return (loss, gradients) of a batch at the parameters that these master weights round to. terms: number of
-        loss terms that both are divided by (default: the batch's own).
-        """
+    def _differentiate(
+        self, weights: ParameterValues, batch: Batch, terms: int | None = None
+    ) -> tuple[float, ParameterValues]:
+        """Return (mean loss, gradients by parameter) of a batch at the parameters that these master weights round to.
+        terms: number of loss terms that both are divided by (default: the batch's own)."""
         problem = self.problem
         tensors = self._engine_tensors(self.parameters(weights))
         for leaf in tensors.values():
@@ -141,7 +147,7 @@ class Reference:
         return loss, gradients
 
     @torch.no_grad()
-    def _loss(self, weights: Rows, batch: Batch) -> float:
+    def _loss(self, weights: ParameterValues, batch: Batch) -> float:
         """Return the mean loss of a batch under these master weights, in nats per term."""
         tensors = self._engine_tensors(self.parameters(weights))
         found = [
@@ -156,24 +162,25 @@ class Reference:
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
     def _split_batch(self, batch: Batch) -> list[Batch]:
-        """Split a batch into groups of sequences that fit into memory at once."""
+        """Split a batch into batches of fewer sequences whose attention scores and logits fit into memory."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
-        return [batch.rows(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
+        return [batch.slice_sequences(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
 
-    def parameters(self, weights: Rows) -> Rows:
-        """Return the master weights rounded to the parameter dtype."""
+    def parameters(self, weights: ParameterValues) -> ParameterValues:
+        """Return the master weights rounded to the parameter dtype, by parameter."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
-    def _engine_tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
-        """Return the engine tensors in float64, each concatenated from its parameter entries."""
+    def _engine_tensors(self, parameters: ParameterValues) -> dict[str, torch.Tensor]:
+        """Return the tensors of the training engine (fused qkv, gate and up ...) by name, in float64, each concatenated
+        from its parameters."""
         return {
             tensor.name: torch.cat([parameters[row.name] for row in tensor.rows]).double().view(tensor.shape)
             for tensor in self.table.tensors
         }
 
-    def _round_to_master(self, weights: Rows) -> Rows:
-        """Return float64 values rounded to the dtype of the master weights."""
+    def _round_to_master(self, weights: ParameterValues) -> ParameterValues:
+        """Return float64 values rounded to the dtype of the master weights, by parameter."""
         return {
             name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
             for name, values in weights.items()
@@ -181,11 +188,10 @@ class Reference:
 
     # --- update
 
-    def _update(self, weights: Rows, gradients: Rows, norm: float, step: int) -> Rows:
+    def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
         """Return the master weights after an update: SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101,
-        algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm: global norm of
-        the gradients. step: from 0. Only matrices have weight decay.
-        """
+        algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm: global norm of the
+        gradients. step: from 0. Only matrices have weight decay."""
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -214,8 +220,8 @@ class Reference:
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:
-    """Return the learning rate of a 0-based step: linear warm-up, then constant, or linear or cosine decay to the
-    minimum."""
+    """Return the learning rate of the step number `step`, from 0, of `steps`: linear warm-up, then constant, or linear
+    or cosine decay to the minimum."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -230,10 +236,10 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
             return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
 
 
-def shuffled(number: int, sequences: int, seed: int) -> int:
-    """Return the index of the sample that training reads as its n-th (`number`, from 0) of `sequences` samples, as
-    docs/data.md defines it: for every epoch a permutation by a Feistel network of eight rounds with cycle walking.
-    """
+def shuffled_sample_index(number: int, sequences: int, seed: int) -> int:
+    """Return the index in the split of the sample that training reads as number `number` (from 0, over all epochs), as
+    docs/data.md defines it: for every epoch of `sequences` samples a permutation by a Feistel network of eight rounds
+    with cycle walking."""
     epoch, place = divmod(number, sequences)
     digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]
@@ -248,7 +254,7 @@ def shuffled(number: int, sequences: int, seed: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Return a 64-bit hash: the finaliser of SplitMix64."""
+    """Return a 64-bit hash of a 64-bit integer: the finaliser of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

@@ -1,5 +1,5 @@
-"""Train layouts on local ranks and compare them with one device; with `mutate`, check that planted faults are
-detected."""
+"""Verification of layouts: trains them on local ranks and compares them with one device; with `mutate`, checks that
+planted faults are detected."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from meshwright.spec.config_json import config_from_path
 from meshwright.spec.presets import preset
 from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import TOLERANCES, Comparison, compare, tolerance_of
-from meshwright.verification.grid import MIXTURES, grid
+from meshwright.verification.grid import MIXTURES, build_layout_grid
 from meshwright.verification.mutations import plant_all
-from meshwright.verification.problem import Problem, scaled_layout
+from meshwright.verification.problem import Problem, scale_down_layout
 from meshwright.verification.ranks import WHOLE, StepRange, run_rank
 from meshwright.verification.reference import Reference
 
@@ -89,8 +89,8 @@ def run_verification(
 
 
 class _Verifier:
-    """Runs verification cases on local ranks, which are reused for layouts of equal size, and caches the
-    single-device references.
+    """Runner of verification cases on local ranks, which are reused for layouts of equal size; caches the single-device
+    references.
 
     many: a whole grid is verified, so each layout runs only its most relevant cases.
     """
@@ -105,7 +105,9 @@ class _Verifier:
         preference: Preference | None,
         thorough: bool = False,
     ) -> None:
-        """Start without ranks and references. thorough: run all cases, the slow ones too."""
+        """Start without ranks and references. dtype: of parameters, "float64" or "float32"; log: called with a line for
+        each layout; collectives: the recipe's choice of collective algorithms; preference: loss of response pairs,
+        None: next-token loss; thorough: run the slow cases, too."""
         self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
@@ -113,7 +115,7 @@ class _Verifier:
         self._references: dict[Problem, Reference] = {}
 
     def __enter__(self) -> _Verifier:
-        """Compute references with one thread."""
+        """Set torch to one thread, in which references are computed."""
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)
         return self
@@ -125,12 +127,13 @@ class _Verifier:
             self._ranks.close()
 
     def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
-        """Run all cases of one layout, scaled down, and return its entry of the result document, which is also logged.
+        """Run all cases of one layout, scaled down, and return its entry of the result document: passed, worst error,
+        cases, seconds; it is also logged.
 
         wanted: the layout as named by the user; model: name of `config` in the entry.
         """
         begun = time.monotonic()
-        layout = scaled_layout(wanted)
+        layout = scale_down_layout(wanted)
         cases = []
         for case in self._cases(wanted, layout, config):
             started = time.monotonic()
@@ -172,23 +175,23 @@ class _Verifier:
         return entry
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
-        """Plant every fault that this layout can have, one at a time; return the report of `plant_all`. planted: keys
-        of the faults that an earlier model had."""
-        layout = scaled_layout(wanted)
+        """Plant every fault that this layout can have, one at a time; return the report of `plant_all` (numbers of
+        faults caught and missed). planted: keys of faults already planted with another model, which are skipped."""
+        layout = scale_down_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference)
         return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case on the layout (after its checkpoint on `resume_layout`, if it has one) and compare it with the
-        reference."""
+        """Run one case on the layout and compare it with the reference; with a `resume_layout`, that layout continues
+        from the checkpoint of the first."""
         problem = case.problem
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
         ranks = self.ranks(layout.world_size)
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
             def run(layout: Layout, span: StepRange) -> Comparison:
-                """Run the steps of `span` on a layout and compare them with the reference."""
+                """Train the steps of `span` on a layout and compare them with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
                 results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
                 return compare(reference, [result for (result,) in results], layout)
@@ -200,7 +203,7 @@ class _Verifier:
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
-        """Return the cases to run. wanted: the user's layout; layout: the same scaled down."""
+        """Return the cases to run. wanted: the user's layout; layout: the same scaled down; config: the model."""
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
@@ -209,7 +212,7 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
-        """Return `world_size` running local ranks."""
+        """Return `world_size` running local rank processes; those of another number are stopped."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()
@@ -217,7 +220,7 @@ class _Verifier:
         return self._ranks
 
     def reference(self, problem: Problem) -> Reference:
-        """Return the single-device reference of a problem, computed once."""
+        """Return the single-device reference results of a problem; each problem is computed once and cached."""
         if problem not in self._references:
             self._references[problem] = Reference(problem)
         return self._references[problem]
@@ -226,8 +229,8 @@ class _Verifier:
 def _resolve_arguments(
     layout: Any, model: Any
 ) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
-    """Return (layouts, models or [], choice of collective programs, preference loss or None) from the arguments of
-    `verify`."""
+    """Return (layouts, [(model name, configuration)] or [], choice of collective algorithms, preference loss or None)
+    from the arguments of `verify`."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -236,22 +239,21 @@ def _resolve_arguments(
     if isinstance(layout, Recipe):
         layouts, model = [layout.parsed_layout], model if model is not None else layout
     elif layout is None:
-        layouts = grid()
+        layouts = build_layout_grid()
     else:
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:
         each.refuse_unbuilt()
         if recipe is not None:  # refused before ranks are started
-            named_programs(recipe.collectives, scaled_layout(each), recipe.where)
+            named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
     return layouts, models, collectives, None if recipe is None else preference_of(recipe)
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
-    """Return the (name, model) pairs to verify a layout on if none is named. mixture: take models with experts; one:
-    return only one pair.
-    """
+    """Return the (name, configuration) pairs of the models to verify a layout on if none is named. mixture: take models
+    with experts; one: return only one pair."""
     experts = layout.expert_parallel or mixture
     names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
     if one:
@@ -260,7 +262,7 @@ def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tu
 
 
 def _resolve_model(model: Any) -> tuple[str, ModelConfig]:
-    """Return (name, configuration) of a model given as configuration, recipe, path or preset."""
+    """Return (name, configuration) of a model given as a configuration, recipe, path or preset name."""
     if isinstance(model, ModelConfig):
         return model.family, model
     if isinstance(model, Recipe):

@@ -1,5 +1,5 @@
-"""Synthetic ragged training data with the interface of `PreparedData`: sequences of one or many documents in which all
-tokens, few or none are targets."""
+"""Synthetic training data with the interface of `PreparedData`: sequences of one or many documents in which all tokens,
+few or none are targets."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ class Batch:
     document_ids: NDArray[np.int64]
     reference: NDArray[np.float64] | None = None
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """Return the sequences [start, stop) of the batch."""
+    def slice_sequences(self, start: int, stop: int) -> Batch:
+        """Return the sequences [start, stop) of the batch as a batch."""
         reference = None if self.reference is None else self.reference[start:stop]
         return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """Return the sequences with these numbers as a batch, each a function of (seed, number) alone; the numbers of the
-    training split come first, then those of the validation split. problem: gives seed, length, vocabulary and kind.
-    """
+    """Generate the sequences with these numbers as a batch, each a function of (seed, number) alone; the numbers of the
+    training split come first, then those of the validation split. problem: gives seed, length, vocabulary and loss."""
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -98,18 +97,18 @@ def _count_pairs(number: int) -> int:
     return (1, 2, 2, 0)[number % 4]
 
 
-class SyntheticRows:
-    """Drop-in replacement for `PackedDataset`: the sequences numbered [first, first + sequences) of a problem as one
-    split.
-    """
+class SyntheticSplit:
+    """Data split with the interface of `PackedDataset`: the generated sequences numbered [first, first + sequences) of
+    a problem."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
-        """Define the split; sequences are generated when read."""
+        """Define the split; sequences are generated when read. first: number of its first sequence in the problem's
+        data."""
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Return the sequences `numbers` [B] of the split; with `padded`, numbers beyond the last give padding without
-        targets."""
+        """Return the sequences with the indices `numbers` [B] in the split; with `padded`, indices beyond the last give
+        padding without targets."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.max() < self.sequences, (rows, self.sequences)
         found = make_sequences(self.problem, (self.first + np.minimum(rows, self.sequences - 1)).tolist())
@@ -120,12 +119,12 @@ class SyntheticRows:
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """Number of pairs of responses in each sequence."""
+        """Number of pairs of responses in each sequence: int64 [sequences]."""
         return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """Return the reference log-probabilities of all responses."""
-        found = Responses.unknown(self.examples_by_row)
+        """Return the reference log-probabilities of all responses of the split."""
+        found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
         for row, pairs in enumerate(self.examples_by_row):
@@ -134,26 +133,27 @@ class SyntheticRows:
 
 
 class SyntheticData:
-    """Drop-in replacement for `PreparedData` with synthetic training and validation splits."""
+    """Generated training and validation splits with the interface of `PreparedData`."""
 
     sha256 = "synthetic"
 
     def __init__(self, problem: Problem) -> None:
-        """Define the training split and the validation split after it."""
+        """Define the training split and, after it, the validation split."""
         self.problem = problem
         self._splits = {
-            "train": SyntheticRows(problem, 0, problem.train_sequences),
-            "validation": SyntheticRows(problem, problem.train_sequences, VALIDATION_SEQUENCES),
+            "train": SyntheticSplit(problem, 0, problem.train_sequences),
+            "validation": SyntheticSplit(problem, problem.train_sequences, VALIDATION_SEQUENCES),
         }
 
-    def split(self, name: str) -> SyntheticRows:
-        """Return the split "train" or "validation"."""
+    def split(self, name: str) -> SyntheticSplit:
+        """Return the split called "train" or "validation"."""
         return self._splits[name]
 
     def make_sample_order(self) -> SampleOrder:
-        """Return the order in which training sequences are drawn."""
+        """Return the order in which training sequences are drawn, a permutation for each epoch."""
         return SampleOrder(self.problem.seed, self.problem.train_sequences)
 
     def response_reference(self) -> ResponseReference:
-        """Return random reference log-probabilities for the responses of both splits."""
+        """Return random reference log-probabilities for the responses of both splits, as preference training computes
+        them."""
         return ResponseReference({name: rows.responses() for name, rows in self._splits.items()}, {})

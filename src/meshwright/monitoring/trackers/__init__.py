@@ -1,4 +1,4 @@
-"""Trackers: who else is told the figures of a run. A third one is a class like those here, named in `track.to` as
+"""Experiment trackers that receive a run's metrics. Another one is a class like those here, named in `track.to` as
 `module:Class`, which needs `--trust-recipe`, or by an entry point of the group `meshwright.trackers`. Free of torch."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 class TrackedRun:
     """Facts about the run, given to a tracker when it starts.
 
-    fresh: not resumed. step: last step that the tracker has all values of; later ones are sent again and should appear
+    fresh: not resumed. step: last step of which the tracker has all values; later ones are sent again and should appear
     once. kept: strings that the tracker stores in the run directory for a resume, such as the id of the run on a
     server.
     """
@@ -44,28 +44,29 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. Made by rank 0 before the first step, with its `track.options` as keyword arguments.
+    """Interface of an experiment tracker. Rank 0 creates it before the first step, with its `track.options` as keyword
+    arguments.
 
     All methods are called by one background thread: they may block, and may raise anything.
     """
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Begin or resume the run. recipe: values by dotted key. Called again if it raises."""
+        """Begin or resume the run. recipe: its values by dotted key, "train.steps". Called again if it raises."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Record the values of a step: numbers, and now and then a text. Called again with the same values if it
+        """Record the values of a step by name: numbers, and sometimes texts. Called again with the same values if it
         raises."""
 
     def finish(self, status: str) -> None:
-        """End the run. status: "finished", "stopped" (it may be resumed) or "failed"."""
+        """End the run at the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Raise `UserError` for a tracker of `track.to` that is unknown, cannot be loaded, or does not
-    accept its options."""
+    """Raise `UserError` for a tracker named in `track.to` that is unknown, cannot be loaded, or does not accept its
+    options."""
     track = recipe.track
     for name in track.to:
-        tracker_class(recipe, name)
+        load_tracker_class(recipe, name)
     known = {*BUILT_IN, *_entry_points(), *track.to}
     for name in track.options:
         if name not in known:
@@ -73,8 +74,8 @@ def check_trackers(recipe: Recipe) -> None:
             raise UserError(f"{where}: {unknown('tracker', name, sorted(known))}")
 
 
-def tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
-    """Load and return the class of the tracker `name`. `UserError` as `check_trackers`."""
+def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
+    """Load and return the class of the tracker called `name` in `track.to`. `UserError` as `check_trackers`."""
     where = f"{recipe.where('track.to')}: track.to"
     known = BUILT_IN | _entry_points()
     if name not in known and ":" not in name:
@@ -131,7 +132,8 @@ def _is_tracker(made: object) -> bool:
 
 
 def _names_server(value: object) -> bool:
-    """Return True if an option's value holds an address other than a local file or SQLite database."""
+    """Return True if an option's value contains an address other than a local file or SQLite database, to which
+    credentials could be sent."""
     if isinstance(value, Mapping):
         return any(map(_names_server, value.values()))
     if isinstance(value, list | tuple):
@@ -142,12 +144,12 @@ def _names_server(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """Return an instance of the tracker `name` with its options. `UserError` as `check_trackers`."""
-    return tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
+    """Return an instance of the tracker called `name` with its `track.options`. `UserError` as `check_trackers`."""
+    return load_tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 
 def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> None:
-    """Raise `UserError` if the class of tracker `name` does not accept its `track.options`."""
+    """Raise `UserError` if the class `made` of the tracker called `name` does not accept its `track.options`."""
     options = recipe.track.options.get(name, {})
     where = f"{recipe.where('track.options')}: track.options.{name}"
     try:
@@ -166,5 +168,5 @@ def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> N
 
 
 def _entry_points() -> dict[str, str]:
-    """Return the installed trackers: "module:Class" by entry-point name."""
+    """Return the trackers that installed packages provide: entry-point name -> "module:Class"."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}

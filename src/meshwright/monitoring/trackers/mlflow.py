@@ -1,4 +1,4 @@
-"""MLflow: a run on a tracking server or in a database; one that is resumed goes on as the same run."""
+"""MLflow tracker: a run on a tracking server or in a database; a resumed run continues the same MLflow run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RUN_ID = "run_id"
 
 
 class MLflowTracker:
-    """Logs a run to MLflow. uri: tracking server or database (unless given MLFLOW_TRACKING_URI or MLflow's default).
+    """Logs a run to MLflow. uri: tracking server or database (default: MLFLOW_TRACKING_URI or MLflow's default).
 
     experiment: created if missing. run_name: the recipe's run.name unless given.
     """
@@ -37,8 +37,8 @@ class MLflowTracker:
         self._has: dict[str, int] = {}  # of a run that goes on: the last step of each of its figures
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Create the run, or resume it. A parameter that has changed since is logged as a tag, as MLflow's parameters
-        are fixed."""
+        """Create the MLflow run, or resume it. A recipe value that has changed since is logged as a tag, as MLflow's
+        parameters are immutable."""
         self._client = client = self._make(tracking_uri=self._uri)
         if not self._run:
             before = run.kept.get(_RUN_ID)
@@ -60,12 +60,12 @@ class MLflowTracker:
         client.set_tag(self._run, "directory", str(run.directory.resolve()))
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Send the values of a step in one request, without those that the run already has."""
+        """Send the values of a step in one request, except those that the MLflow run already has."""
         figures = {key: value for key, value in values.items() if step > self._has.get(key, -1)}
         self._send(step, figures)
 
     def finish(self, status: str) -> None:
-        """Set the run's final status."""
+        """Set the final status of the MLflow run. status: "finished", "stopped" or "failed"."""
         self._client.set_terminated(self._run, STATUS[status])
 
     def _send(
@@ -89,11 +89,11 @@ class MLflowTracker:
             self._client.log_batch(self._run, params=left[first : first + PARAMETERS_AT_ONCE])
 
     def _last_step(self, key: str) -> int:
-        """Return the last step that the run has of a metric, -1 without one."""
+        """Return the last step for which the MLflow run has a value of the metric `key`, -1 without one."""
         return max((metric.step for metric in self._client.get_metric_history(self._run, key)), default=-1)
 
     def _experiment_id(self) -> str:
-        """Return the id of the experiment, which is created if missing."""
+        """Return the id of the MLflow experiment, which is created if missing."""
         found = self._client.get_experiment_by_name(self._experiment)
         made: str = found.experiment_id if found else self._client.create_experiment(self._experiment)
         return made

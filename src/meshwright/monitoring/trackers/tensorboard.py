@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory."""
+"""TensorBoard tracker: event files in the run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from meshwright.monitoring.trackers import TrackedRun
 class TensorBoardTracker:
     """Writes TensorBoard event files: scalars, and the recipe as text and hyperparameters.
 
-    directory: the run directory's `tensorboard` unless given. A resumed run hides the steps that were lost.
+    directory: the run directory's `tensorboard` unless given. A resumed run hides the steps after its checkpoint that
+    an earlier start had logged.
     """
 
     packages = ("tensorboard",)
@@ -23,7 +24,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Open a new event file and write the recipe to it."""
+        """Open a new event file and write the recipe to it. recipe: values by dotted key."""
         from torch.utils.tensorboard.summary import hparams
 
         directory = self._directory or str(run.directory / "tensorboard")
@@ -38,7 +39,7 @@ class TensorBoardTracker:
         self._writer = writer
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write the values of a step to the event file."""
+        """Write the values of a step by name to the event file: numbers as scalars, texts as text."""
         for key, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(key, value, step)
@@ -47,5 +48,5 @@ class TensorBoardTracker:
         self._writer.flush()  # a process that is killed loses what is not in the file
 
     def finish(self, status: str) -> None:
-        """Close the event file."""
+        """Close the event file. status: ignored."""
         self._writer.close()

@@ -14,11 +14,12 @@ from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
 from meshwright.training.module.spec import ModuleSpec
-from meshwright.training.module.values import broadcast_values, contiguous_buffers
+from meshwright.training.module.values import broadcast_values, make_buffers_contiguous
 
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
-    """Build this rank's task from the script's `build`, with rank 0's initial values on every rank. Collective."""
+    """Build this rank's training task from the script's `build` function, with rank 0's initial values on every rank.
+    Collective. spec: the arguments of `fit`; recipe: settings of the run; mesh: process groups of the layout."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     derived = describe_module(module, spec.units, spec.decays)
@@ -30,8 +31,9 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Call the script's `build` and return its module on the device, in training mode, with frozen values in the run's
-    dtype."""
+    """Call the script's `build` and return its module on the device in training mode. Frozen parameters are cast to the
+    run's dtype; trained ones keep theirs until they are sharded. seed: of the run, for the module's random initial
+    values."""
     seed_generators(derive_seed(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):
@@ -49,12 +51,13 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
             for name, value in inner.named_buffers(recurse=False):
                 if value.is_floating_point() and dtype.itemsize < value.dtype.itemsize:
                     inner._buffers[name] = value.to(dtype)
-    contiguous_buffers(module)
+    make_buffers_contiguous(module)
     return module
 
 
 def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
-    """Raise `UserError` on all ranks if any rank has built a module with other parameters than rank 0's. Collective."""
+    """Raise `UserError` on all ranks if any rank's module has other parameter names or shapes, FSDP units, buffers or
+    frozen parameters than rank 0's. derived: parameter table of this rank's module. Collective."""
     rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
     mine, agreement = derive_seed(0, rows, derived.kept), Agreement(mesh)
     problem = None

@@ -1,4 +1,4 @@
-"""Sampling and batching of a foreign module's data: each rank's samples of a step, and their collation.
+"""Sampling and batching of the data of a user's module: each rank's samples of a step, and their collation.
 
 The order is a function of (seed, global sample number) alone (`data/order.py`), and so are the random numbers that a
 data set draws: a run resumes bitwise, on another layout too.
@@ -32,12 +32,12 @@ class Samples(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Any:
-        """Return the sample at an index from 0 on."""
+        """Return the sample at an index, 0 ... len - 1."""
 
 
 def check_samples(data: Any, what: str) -> int:
-    """Return the number of samples. `UserError` if `data` has no length or indexing, or is empty. what: its name in
-    errors."""
+    """Return the number of samples of a data set. `UserError` if `data` has no length or indexing, or is empty. what:
+    its name in errors, such as "data"."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise UserError(
             f"{what} is a {type(data).__name__}: a list or a data set with len() and items by number is needed, so "
@@ -49,15 +49,14 @@ def check_samples(data: Any, what: str) -> int:
 
 
 def derive_seed(seed: int, *what: object) -> int:
-    """Return a 63-bit seed for one purpose, derived by hash from the run's seed. what: names the purpose, such as
-    "sample", 17.
-    """
+    """Return a 63-bit seed for one purpose, derived by hash from the run's seed. what: values that name the purpose,
+    such as ("sample", 17)."""
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the random generators of torch, numpy and Python, and that of `device`."""
+    """Seed the global random generators of torch, numpy and Python, and that of `device`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -82,9 +81,8 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """A rank's share of the `batch` samples of a step: consecutive shares go to consecutive dp ranks. ranks, rank:
-    number of dp ranks, and this one. micro_batches: of a step on this rank.
-    """
+    """Share of one dp rank in the `batch` samples of a step: consecutive shares go to consecutive dp ranks. ranks:
+    number of dp ranks; rank: this one's; micro_batches: number into which a rank's share is split."""
 
     batch: int
     ranks: int
@@ -93,30 +91,32 @@ class BatchShare:
 
     @property
     def size(self) -> int:
-        """Number of samples of a step on this rank."""
+        """Number of samples that this rank reads in a step."""
         return self.batch // self.ranks
 
     def numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the global numbers of this rank's samples of a step, ascending."""
+        """Return the global sample numbers (position in the run's stream of samples over all steps) that this rank
+        reads in a step, ascending: int64 [size]."""
         return step * self.batch + self.rank * self.size + np.arange(self.size)
 
 
 class TrainingSamples:
     """Loader of this rank's micro-batches.
 
-    data: map-style data set. seed: of the sample order. collate: list of samples to a batch. workers: `DataLoader`
-    processes.
+    data: map-style data set. seed: of the sample order. share: samples of a step that this rank reads. collate: turns a
+    list of samples into a batch. workers: number of `DataLoader` processes.
     """
 
     def __init__(self, data: Samples, seed: int, share: BatchShare, collate: Collate, workers: int) -> None:
-        """Set up the loader; no sample is read yet."""
+        """Set up the loader; no sample is read yet. Arguments: see the class."""
         self._data, self._seed, self._share, self._collate, self._workers = data, seed, share, collate, workers
         self._order = SampleOrder(seed, len(data))
         self._loaded: Iterator[Any] | None = None
         self._next = 0
 
-    def step(self, step: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield the micro-batches of a step: (global number of the first sample, number of samples, collated batch)."""
+    def load_step(self, step: int) -> Iterator[tuple[int, int, Any]]:
+        """Load the micro-batches of a step (counted from 0) and yield each as (global number of its first sample,
+        number of samples, collated batch). Consecutive steps reuse one `DataLoader`."""
         if self._loaded is None or step != self._next:
             numbered = _SeededSamples(self._data, self._seed)
             loader: DataLoader[Any] = DataLoader(
@@ -132,8 +132,8 @@ class TrainingSamples:
             yield part[0][0], len(part), next(self._loaded)
 
     def _numbered_samples(self, step: int) -> list[list[tuple[int, int]]]:
-        """Return, for each of this rank's micro-batches of a step, its (global sample number, index in the data set)
-        pairs."""
+        """Return, for each of this rank's micro-batches of a step, the list of its samples as (global sample number,
+        index in the data set) pairs."""
         numbers = self._share.numbers(step)
         samples = self._order.sample(numbers)
         pairs = list(zip(numbers.tolist(), samples.tolist(), strict=True))
@@ -143,15 +143,14 @@ class TrainingSamples:
 
 class _EndlessBatches:
     """`DataLoader` batch sampler that yields the batches of step `step` and of all later ones, without end. numbers:
-    returns, for a step, the list of data-set keys of each of its batches.
-    """
+    function from a step to its micro-batches, each a list of keys (global sample number, index in the data set)."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
-        """Start at step `step`."""
+        """Make the first batch that of step `step`."""
         self._numbered_samples, self._step = numbers, step
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield one batch of data-set keys at a time."""
+        """Yield the keys of one micro-batch at a time, without end."""
         step = self._step
         while True:
             yield from self._numbered_samples(step)
@@ -164,13 +163,12 @@ class _SeededSamples:
     """
 
     def __init__(self, data: Samples, seed: int) -> None:
-        """Wrap `data`; `seed`: the run's."""
+        """Wrap the data set `data`. seed: of the run."""
         self._data, self._seed = data, seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Return the sample of the key (global number, index in the data set); its random draws depend on the global
-        number alone.
-        """
+        """Return the sample of the key (global sample number, index in the data set); its random draws depend on the
+        global number alone."""
         number, sample = place
         seed_generators(derive_seed(self._seed, "sample", number), torch.device("cpu"))
         return self._data[sample]

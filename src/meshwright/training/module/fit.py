@@ -13,14 +13,14 @@ from torch import nn
 from meshwright.checkpoint import find_checkpoint
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
-from meshwright.launcher.recipe_checks import check_watching
+from meshwright.launcher.recipe_checks import check_profile_and_trackers
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.names import check_options
 from meshwright.recipe import override_texts
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker
 from meshwright.training.module.data import Samples
-from meshwright.training.module.recipe import module_recipe
+from meshwright.training.module.recipe import make_module_recipe
 from meshwright.training.module.run import check_spec, train_module
 from meshwright.training.module.spec import FitOptions, Loss, ModuleSpec
 
@@ -36,8 +36,8 @@ def fit(
     show_progress: bool = True,
     **options: Unpack[FitOptions],
 ) -> dict[str, Any] | None:
-    """Train the caller's module, or resume it from its newest complete checkpoint. Every rank of the layout calls
-    this, in a script that `meshwright run`, torchrun or SLURM starts; one rank needs no launcher.
+    """Train the caller's module, or resume it from its newest complete checkpoint. Every rank of the layout calls this,
+    in a script that `meshwright run`, torchrun or SLURM starts; one rank needs no launcher.
 
     Args:
         build: Returns the module, the same on every rank; its random draws come from `run.seed`, and all ranks start
@@ -73,14 +73,14 @@ def fit(
     """
     check_options(fit, options, FitOptions)
     name = Path(sys.argv[0]).stem or "module"
-    found = module_recipe(
-        recipe, override_texts(overrides), name=name, directory=str(script.directory() or ""), trust=trust
+    found = make_module_recipe(
+        recipe, override_texts(overrides), name=name, directory=str(script.locked_run_directory() or ""), trust=trust
     )
     given: Any = {name: value for name, value in options.items() if value is not None}  # None: the default
     spec = ModuleSpec(build, loss, data, **given)
     check_spec(spec, found)
     refuse_for_module(found.parsed_layout, found.train.batch)
-    check_watching(found)
+    check_profile_and_trackers(found)
     start = script.next_rendezvous(found.run.rendezvous)
     if start.ranks == 1 and found.parsed_layout.world_size > 1:
         ranks = found.parsed_layout.world_size
@@ -89,14 +89,17 @@ def fit(
             f"`meshwright run --ranks {ranks} {Path(sys.argv[0]).name}` or by torchrun"
         )
     rendezvous.check_world_size(start, found.parsed_layout)
-    result = worker.join_script(found, start, train_module, script.directory(), spec=spec, show_progress=show_progress)
-    script.note(result)
+    result = worker.join_script(
+        found, start, train_module, script.locked_run_directory(), spec=spec, show_progress=show_progress
+    )
+    script.record_result(result)
     return result if start.rank == 0 else None
 
 
 def load(module: nn.Module, path: str | Path) -> nn.Module:
-    """Copy a checkpoint's values (or those of the newest checkpoint of a run directory) into a module of the same
-    structure, and return the module. `UserError` names the first tensor that does not fit."""
+    """Copy a checkpoint's values into a module of the same structure, in place, and return the module. path: a
+    checkpoint, or a run directory, whose newest checkpoint is taken. `UserError` names the first tensor that does not
+    fit."""
     files = CheckpointFiles(find_checkpoint(path))
     state = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}

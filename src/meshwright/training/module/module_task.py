@@ -1,4 +1,4 @@
-"""The training task of a script's own module: the implementation of `Task` for a foreign module."""
+"""Training task of a script's own module: the implementation of `Task` for any `nn.Module`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine of a user's own module."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module: it all-gathers by module
+    hooks."""
 
     prefetcher_class = ModulePrefetcher
 
@@ -81,36 +82,37 @@ class ModuleTask:
     # --- a step
 
     def load_step(self, step: int) -> list[Batch]:
-        """Load this rank's micro-batches of a step, counted from 0, and snapshot the buffers that the step may
-        change."""
+        """Load this rank's micro-batches of a step, counted from 0, and snapshot the buffers that the step may change,
+        so that `discard_step` can restore them."""
         self.values.begin_step()
-        return [self._make_batch(number, samples, content) for number, samples, content in self.samples.step(step)]
+        return [self._make_batch(number, samples, content) for number, samples, content in self.samples.load_step(step)]
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> int:
-        """Return the number of items of the step over all ranks, at least 1. Collective."""
+        """Return the number of items that the loss of these micro-batches averages over, summed over all ranks, at
+        least 1. Collective."""
         items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
         collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
         return max(1, int(items))
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
-        """Run forward and backward and synchronize changed buffers; return this rank's share of the loss over `divisor`
-        [1]."""
+        """Run forward and backward of this rank's micro-batches and synchronize changed buffers. divisor: number by
+        which the loss sum is divided. Returns float64 [1]: this rank's share of the divided loss."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
 
     def discard_step(self) -> None:
-        """Restore the buffers to their values before the step."""
+        """Restore the buffers to their values before the skipped step."""
         self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics (measures are computed in validation only); `means` is ignored."""
+        """Return no metrics: the script's `measures` are computed in validation only. means: ignored."""
         return Metrics()
 
     # --- around steps
 
     def describe(self) -> RunDescription:
-        """Return the description of module and data for the run's report; the module's FLOPs are unknown."""
+        """Return the description of module and data for the run's report; the FLOPs of a user's module are unknown."""
         units = len(self.table.units)
         sharded = f", in {units} unit{'s' if units > 1 else ''}" if self.layout.zero else ""
         return RunDescription(
@@ -123,10 +125,11 @@ class ModuleTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Do nothing: the module is already built."""
+        """Do nothing before the first step: the module is already built. start: ignored."""
 
     def validate(self) -> Validation:
-        """Return the loss and measures on the first `train.validation_sequences` samples of the validation data."""
+        """Return the mean loss per item and the mean of each of the script's measures on the first
+        `train.validation_sequences` samples of the validation data. Collective."""
         data, mesh, train = self.spec.validation, self.mesh, self.recipe.train
         assert data is not None
         count = min(train.validation_sequences, len(data))
@@ -152,27 +155,30 @@ class ModuleTask:
         return Validation(loss_sum / max(1.0, items), Metrics(means, text))
 
     def state(self) -> dict[str, Any]:
-        """Return the number of training samples, which a resumed run compares."""
+        """Return the entry {"data_samples": number of training samples} of `state.json`, which a resumed run
+        compares."""
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return slices of the buffers and frozen parameters to save."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: only those that this rank writes, which is
+        all on rank 0 and none elsewhere."""
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of buffers and frozen parameters."""
+        """Return the bytes of buffers and frozen parameters on this rank, by kind."""
         return {"buffers": self.values.nbytes()}
 
     def predicted_traffic(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by call site."""
+        """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the
+        code)."""
         return by_site(self._predict_calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
-        """Return the predicted bytes that this rank sends in a step, by axis of the mesh."""
+        """Return the predicted bytes that this rank sends in a step, by mesh axis."""
         return by_axis(self._predict_calls())
 
     def _predict_calls(self) -> dict[tuple[str, str], int]:
-        """Return the predicted bytes that this rank sends in a step, by (call site, axis)."""
+        """Return the predicted bytes that this rank sends in a step, by (call site, mesh axis)."""
         averaged, copied = self.values.count_synchronized()
         work = Work(
             self.recipe.train.batch,
@@ -194,9 +200,9 @@ class ModuleTask:
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
-        """Return a micro-batch on the device with the number of its loss items. number: global number of its first
-        sample; samples: their count; content: the collated batch.
-        """
+        """Return a micro-batch moved to the device, with the number of items that its loss averages over. number:
+        global number of its first sample; samples: number of samples; content: the collated batch. `UserError` if the
+        script counts below 0."""
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:

@@ -1,4 +1,4 @@
-"""Forward and backward of a foreign module on one rank."""
+"""Forward and backward of a user's module on one rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshwright.training.module.spec import ModuleSpec
 
 
 class Batch(NamedTuple):
-    """A micro-batch: the global number of its first sample, the collated content, and the number of items of its
-    loss."""
+    """Micro-batch of a user's module: the global number of its first sample, the collated content, and the number of
+    items that its loss averages over."""
 
     number: int
     content: Any
@@ -27,10 +27,9 @@ class Batch(NamedTuple):
 
 
 class ModulePasses:
-    """Forward and backward passes of a user's own torch module under ZeRO. module: with sharded parameters. spec: the
-    arguments of `fit`. parallel: the ZeRO engine. seed: of the module's random draws (dropout). mark: called with the
-    name of each part of a step that has ended ("forward" ...).
-    """
+    """Forward and backward passes of a user's own torch module under ZeRO. module: its parameters are sharded. spec:
+    the arguments of `fit`. parallel: the ZeRO engine. seed: of the module's random draws (dropout). mark: called with
+    the name of each phase of a step when it has ended: "forward", "backward", "reduce"."""
 
     def __init__(
         self,
@@ -40,7 +39,8 @@ class ModulePasses:
         seed: int,
         mark: Callable[[str], None] = lambda part: None,
     ) -> None:
-        """Connect the gradient hooks of the ZeRO engine with the prefetcher."""
+        """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their
+        use."""
         self.module, self.parallel, self.mark = module, parallel, mark
         self._spec, self.seed = spec, seed
         self.program = program_of(parallel.mesh.layout)
@@ -51,10 +51,9 @@ class ModulePasses:
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
-        """Run forward and backward of all micro-batches; the shards of the ZeRO engine then hold the gradients.
-        targets: divisor of the loss sum, the number of items over all ranks. Return this rank's share of the loss
-        (float64).
-        """
+        """Run forward and backward of all micro-batches of a step and reduce the gradients, which are then in the
+        shards of the ZeRO engine. targets: divisor of the loss sum, the number of items over all ranks. Returns this
+        rank's share of the loss, a float64 scalar."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -78,7 +77,8 @@ class ModulePasses:
         return loss * batch.items if self._spec.reduction == "mean" else loss
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
-        """Return the loss sum, the number of items and the sum of each measure of a batch, without gradients."""
+        """Return [loss sum, number of items, sum of each measure in the script's order] of a batch, computed without
+        gradients. Collective under ZeRO-3."""
         with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._spec.measures.values()]
@@ -87,10 +87,11 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """The `Compute` (parallel/pipeline.py) of one step: the module is its only stage."""
+    """Implementation of `Compute` (parallel/pipeline.py: forward and backward of one pipeline stage) for one step: the
+    user's module is its only stage."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
-        """Start a step with zero loss. targets: divisor of the loss sum."""
+        """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""
         self._passes, self._micro_batches, self._targets = passes, micro_batches, targets
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None
@@ -122,13 +123,13 @@ class _ModuleCompute:
         passes.mark("backward")
 
     def input_gradient(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> NoReturn:
-        """Not used: no backward is split."""
+        """Unsupported: backward is not split into input-gradient and weight-gradient passes."""
         raise AssertionError("no backward is split")
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> NoReturn:
-        """Not used: no backward is split."""
+        """Unsupported: backward is not split into input-gradient and weight-gradient passes."""
         raise AssertionError("no backward is split")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> NoReturn:
-        """Not used: there is no other stage to receive from."""
+        """Unsupported: with one stage there are no activations to receive from another."""
         raise AssertionError("nothing comes from another stage")

@@ -1,4 +1,4 @@
-"""The recipe of a foreign module: a recipe without [model] and [data], which the script provides."""
+"""Recipe of a run that trains a user's module: a recipe without [model] and [data], which the script provides."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from meshwright.toml import parse_toml, read_toml
 
 
 class ModuleRecipe(Recipe):
-    """The recipe of a foreign module: layout, [run], [train], [collectives] and [checkpoint]."""
+    """Recipe (settings) of a run that trains a user's module: layout, [run], [train], [collectives] and
+    [checkpoint]."""
 
     model: None = None  # type: ignore[assignment]
     data: None = None  # type: ignore[assignment]
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Reject [train] keys that only Meshwright's own models support."""
+        """Reject [train] keys that only Meshwright's own models support (compile, other objectives); return the
+        recipe."""
         if self.train.compile:
             raise ValueError("train.compile is for Meshwright's own models; call module.compile() where it is built")
         if self.train.objective not in (None, "next-token"):
@@ -33,14 +35,15 @@ class ModuleRecipe(Recipe):
 
     @property
     def objective(self) -> str:
-        """Always "next-token", the value for no preference pairs; the script defines the loss."""
+        """Always "next-token", by which other code knows that there are no preference pairs; the script defines the
+        loss."""
         return "next-token"
 
 
 MODULE_SCHEMA = Schema(ModuleRecipe, elsewhere=SCHEMA.elsewhere)
 
 
-def module_recipe(
+def make_module_recipe(
     recipe: Mapping[str, Any] | str | Path,
     overrides: Sequence[str] = (),
     *,
@@ -48,10 +51,10 @@ def module_recipe(
     directory: str = "",
     trust: bool = False,
 ) -> ModuleRecipe:
-    """Return a validated recipe from its tables or its file, with overrides such as `train.steps=100`.
+    """Return a validated recipe from its tables or from a TOML file, with overrides such as `train.steps=100`.
 
     `name`, `directory`: defaults of `run.name` and `run.directory`. `trust`: allow code that a file names to run;
-    tables are always trusted. `UserError` in one line.
+    tables are always trusted. `UserError` in one line for an invalid key or value.
     """
     if isinstance(recipe, (str, Path)):
         where = str(recipe)
@@ -80,6 +83,6 @@ def module_recipe(
     return found
 
 
-def module_recipe_text(text: str, where: str) -> ModuleRecipe:
-    """Parse a recipe from TOML as `to_toml` writes it. where: its name in errors."""
+def parse_module_recipe(text: str, where: str) -> ModuleRecipe:
+    """Parse a recipe from the TOML text that `to_toml` writes. where: its name in errors."""
     return MODULE_SCHEMA.check(parse_toml(text, where), lambda key: where)

@@ -1,4 +1,4 @@
-"""A training run of a foreign module on one rank."""
+"""Training run of a user's module on one rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.monitoring.comparison import Prediction
-from meshwright.monitoring.resuming import resume_differences
+from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
 from meshwright.training.loop import Run, deterministic, make_save_options
 from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
-from meshwright.training.module.recipe import ModuleRecipe, module_recipe_text
+from meshwright.training.module.recipe import ModuleRecipe, parse_module_recipe
 from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
 
@@ -31,18 +31,21 @@ from meshwright.training.trainer import Trainer
 def train_module(
     recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
-    """Train a foreign module on this rank and return the result document, like `meshwright.training.loop.train`."""
+    """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
+    measured figures, complete on rank 0 only. spec: the arguments of `fit`. Raises as
+    `meshwright.training.loop.train`."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
-    """A training run of a foreign module on one rank; see `Run`."""
+    """Training run of a user's module on one rank: a `Run` that builds the module and takes the script's data."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
     ) -> None:
-        """Build the module and load the newest checkpoint if there is one. Collective."""
+        """Build the module and load the newest checkpoint if there is one. spec: the arguments of `fit`; show_progress:
+        print a line for each logged step. Collective."""
         self._set_up(recipe, mesh, run_directory, show_progress)
         check_module_resume(recipe, len(spec.data))
         self.journal.memory.start()
@@ -66,18 +69,20 @@ class ModuleRun(Run):
             self.resumed_from = checkpoint.name
 
     def _predict(self) -> Prediction:
-        """Return a prediction of traffic alone: the module's FLOPs and activations are unknown."""
+        """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document; traffic is predicted again, now that it is known which buffers change."""
+        """Return the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again: only
+        training has shown which buffers change."""
         prediction = self._predict() if self.journal.leader else None
-        return self.journal.result(self._run_end(), self.checkpointer, prediction)
+        return self.journal.make_result(self._run_end(), self.checkpointer, prediction)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
-    """Return the `state.json` of the newest checkpoint in the recipe's run directory, None if there is none.
-    `UserError` if the recipe or the number of samples has changed in a way that rules out a resume."""
+    """Return the content of `state.json` in the newest checkpoint of the recipe's run directory, None if there is none.
+    samples: number of training samples now. `UserError` if a recipe key that must not change, or the number of samples,
+    differs from the checkpoint's."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return None
@@ -86,7 +91,7 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | 
         raise UserError(
             f"{recipe.run_directory} holds a run of one of Meshwright's own models; give another run.directory"
         )
-    resume_differences(module_recipe_text(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
+    check_resume_differences(parse_module_recipe(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
     if state["data_samples"] != samples:
         raise UserError(
             f"the data had {state['data_samples']} samples when {checkpoint.path} was trained on them and have "
@@ -97,7 +102,8 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | 
 
 
 def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
-    """Raise `UserError` with the first tensor whose name or shape in a checkpoint differs from the module's."""
+    """Raise `UserError` naming the first tensor whose name or shape in the checkpoint at `path` differs from the
+    module's. table: the module's parameters."""
     files = CheckpointFiles(path)
     wanted = {row.name: row.shape for row in table.rows}
     for name in sorted(wanted.keys() | files.names):
@@ -111,8 +117,8 @@ def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
 
 
 def _make_config_json(module: nn.Module) -> bytes:
-    """Return the content of the checkpoint's config.json: the transformers configuration if the module has one, and its
-    class."""
+    """Return the bytes of the checkpoint's config.json: the module's transformers configuration if it has one, and its
+    class name under "architectures"."""
     write: Callable[[], str] | None = getattr(getattr(module, "config", None), "to_json_string", None)
     if write is not None:
         config = json.loads(write())
@@ -122,7 +128,7 @@ def _make_config_json(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """Raise `UserError` for arguments of `fit` that are wrong, before anything is built."""
+    """Raise `UserError` for arguments of `fit` that are wrong or do not fit the recipe, before the module is built."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")

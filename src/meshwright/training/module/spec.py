@@ -1,4 +1,4 @@
-"""The arguments of a script's `fit`: module, loss and data."""
+"""Arguments of a script's `fit`: module, loss and data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """The arguments of `fit`, documented there and in `FitOptions`."""
+    """Arguments of `fit`, documented there and in `FitOptions`."""
 
     build: Callable[[], nn.Module]
     loss: Loss
@@ -38,17 +38,19 @@ class FitOptions(TypedDict, total=False):
     """Options of `fit`.
 
     Attributes:
-        collate: Returns a batch, given a list of items; `torch.utils.data.default_collate` unless given.
-        count: Number of items in a batch, such as labels that are not ignored; default: its samples. The step's loss is
-            the sum over all items of all ranks, divided by their number, whatever the layout.
+        collate: Function from a list of samples to a batch; `torch.utils.data.default_collate` unless given.
+        count: Function from a batch to the number of items that the loss averages over, such as labels that are not
+            ignored; default: number of samples. The step's loss is the sum over all items of all ranks, divided by
+            their number, whatever the layout.
         reduction: `"mean"`, or `"sum"` if the loss is the sum over the batch's items; mean unless given.
         validation: Validation data, as `data`.
         measures: `{"accuracy": f}`: `f(module, batch)` is a sum over the batch's items; its mean over the validation
             data goes into metrics.jsonl and the result.
-        units: True for a module, given its name and itself, that is one FSDP unit (all-gathered together by
+        units: Function of a module's name and the module; True makes it one FSDP unit (all-gathered together by
             ZeRO-3); default: chosen by size and module lists.
-        decays: True for a parameter to which weight decay applies; default: those with two or more dims.
-        workers: `DataLoader` processes of each rank; 0 unless given.
+        decays: Function of a parameter's name and the parameter; True if weight decay applies to it; default: those
+            with two or more dims.
+        workers: Number of `DataLoader` processes of each rank; 0 unless given.
     """
 
     collate: Collate

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters of a foreign module, kept the same on every rank.
+"""Buffers and frozen parameters of a user's module, kept equal on every rank.
 
 Buffers that a forward pass changes (running statistics) differ between ranks, since ranks see other samples. After
 every step they are synchronized: floating-point buffers by their mean over ranks, integer ones from rank 0.
@@ -20,7 +20,7 @@ BUFFER_SITE = "module.buffers"
 
 
 def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
-    """Broadcast rank 0's parameters and buffers to every rank."""
+    """Broadcast rank 0's parameters and buffers to every rank, in place. Collective."""
     with torch.no_grad():
         for value in [*module.parameters(), *module.buffers()]:
             if value.numel():
@@ -30,12 +30,11 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
 
 
 class KeptValues:
-    """Untrained values of a user's module on this rank, its buffers and frozen parameters; buffers that steps change
-    are kept equal on all ranks.
-    """
+    """Buffers and frozen parameters of a user's module on this rank: the values that the optimizer does not update.
+    Buffers that a step changes (running statistics) are kept equal on all ranks."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        """Start without changed buffers."""
+        """Start with no buffer known to change."""
         self._module, self._mesh = module, mesh
         self._before: dict[str, torch.Tensor] = {}
         self.changing: set[str] = set()
@@ -44,7 +43,8 @@ class KeptValues:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Snapshot the buffers that the step may change; at the steps 1, 2, 4, 8 ... of this process, all buffers."""
+        """Snapshot the buffers that are known to change; in the steps 1, 2, 4, 8 ... of this process all buffers, to
+        find others that change."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -52,7 +52,8 @@ class KeptValues:
         self._before = {name: buffers[name].detach().clone() for name in names}
 
     def end_step(self) -> None:
-        """Synchronize the changed buffers over the data ranks. Collective."""
+        """Synchronize the buffers that the step changed over the data-parallel ranks: mean of floating-point ones, rank
+        0's values of integers. Collective."""
         buffers, mesh = self._buffers(), self._mesh
         if self._looking and buffers:
             changed = [not _equal_with_nan(self._before[name], value) for name, value in buffers.items()]
@@ -64,14 +65,15 @@ class KeptValues:
             self._synchronize([each for each in found if each.is_floating_point() == real], real)
 
     def restore_buffers(self) -> None:
-        """Restore the snapshot of `begin_step` after a skipped step."""
+        """Restore the buffers of which `begin_step` took a snapshot, after a skipped step."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, value in self._before.items():
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return the number of elements that `end_step` synchronizes: (floating point, integer)."""
+        """Return the number of elements that `end_step` synchronizes: (in floating-point buffers, in integer
+        buffers)."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
@@ -79,17 +81,17 @@ class KeptValues:
         return sizes[0], sizes[1]
 
     def count_compared(self) -> int:
-        """Return the number of buffers that the last step compared with their snapshots."""
+        """Return the number of buffers that the last step compared with their snapshots to find those that change: all
+        or 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
-        """Return the bytes of all buffers and frozen parameters."""
+        """Return the size of all buffers and frozen parameters in bytes."""
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return all buffers and frozen parameters as checkpoint slices; owned: only what this rank writes, which is
-        nothing except on rank 0.
-        """
+        """Return all buffers and frozen parameters as checkpoint slices. owned: only those that this rank writes, which
+        is all on rank 0 and none elsewhere."""
         if owned and self._mesh.rank:
             return []
         slices = []
@@ -103,9 +105,8 @@ class KeptValues:
         return dict(self._module.named_buffers())
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
-        """Replace each of the buffers `values` by its mean over the data ranks (`real`: they are floating point) or
-        by rank 0's values (integers).
-        """
+        """Replace each of the buffers `values`, in place, by its mean over the data-parallel ranks (`real`: they are
+        floating point) or by rank 0's values (integers). Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
@@ -120,8 +121,8 @@ class KeptValues:
                 each.copy_(part.view(each.shape))
 
 
-def contiguous_buffers(module: nn.Module) -> None:
-    """Make every buffer and frozen parameter contiguous in memory, as checkpoints store them."""
+def make_buffers_contiguous(module: nn.Module) -> None:
+    """Make every buffer and frozen parameter of the module contiguous in memory, as checkpoints store them."""
     for inner in module.modules():
         for name, value in inner._buffers.items():
             if value is not None and not value.is_contiguous():
