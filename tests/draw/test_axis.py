@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.draw.axis import Axis, linear_axis, log_axis, round_numbers
+from meshwright.draw.axis import Axis, choose_ticks, linear_axis, log_axis
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_ticks_of_a_logarithmic_axis_are_round_in_its_unit():
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 30])
 @pytest.mark.parametrize(("low", "high"), [(0, 10.4), (-3, 17), (0, 1e-7), (1e30, 3e30), (0.9, 1.1), (0, 99)])
 def test_round_numbers_are_few_even_and_within(low: float, high: float, most: int):
-    found = round_numbers(low, high, most)
+    found = choose_ticks(low, high, most)
     assert len(found) <= most + 1
     assert all(low - 1e-9 * (high - low) <= tick <= high + 1e-9 * (high - low) for tick in found)
     steps = {f"{(b - a):.6g}" for a, b in pairwise(found)}

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.draw.axis import Axis, linear_axis, log_axis
 from meshwright.draw.bars import draw_grouped_bars, draw_stacked_bars
-from meshwright.draw.line_chart import BUCKETS, Band, Mark, Plot, Series, draw_lines, spread_apart, thin_out
+from meshwright.draw.line_chart import BUCKETS, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
 from meshwright.draw.scatter import draw_scatter
 from meshwright.draw.text_width import text_width
 
@@ -107,9 +107,9 @@ def test_the_words_of_a_mark_stay_inside(at: float):
 
 
 def test_names_at_the_ends_are_a_line_apart():
-    assert spread_apart([10, 11, 12, 90], 100) == [10, 25, 40, 90]
-    assert spread_apart([95, 96, 97], 100) == [70, 85, 100]
-    assert spread_apart([], 100) == []
+    assert spread_labels([10, 11, 12, 90], 100) == [10, 25, 40, 90]
+    assert spread_labels([95, 96, 97], 100) == [70, 85, 100]
+    assert spread_labels([], 100) == []
 
 
 def test_bands_cover_the_axis_and_name_themselves_where_there_is_room():
@@ -126,10 +126,10 @@ def test_bands_cover_the_axis_and_name_themselves_where_there_is_room():
 def test_thinning_keeps_ends_and_extremes():
     points = [(float(x), math.sin(x / 900)) for x in range(50_000)]
     points[31_234] = (31_234.0, 9.0)
-    kept = thin_out(points)
+    kept = downsample(points)
     assert len(kept) <= 2 * BUCKETS and kept[0] == points[0] and kept[-1] == points[-1]
     assert points[31_234] in kept and list(kept) == sorted(kept)
-    assert thin_out(points[:50]) == points[:50]
+    assert downsample(points[:50]) == points[:50]
 
 
 COLOURS = {"a": "blue", "b": "red"}
