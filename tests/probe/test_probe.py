@@ -20,7 +20,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.measured import FORMS, read
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.communication import OPERATIONS, slowest_median
-from meshwright.probe.points import Effort, Point, make_call, time_call
+from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call
 from meshwright.probe.report import fit_link, format_cluster_file, format_summary, make_cluster_tables, make_document
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
@@ -71,7 +71,7 @@ def test_measured_times_scale_with_work(found: dict[str, Any]):
         for (tokens, out, inner), seconds in zip(each.shapes, each.seconds, strict=True):
             assert 1e6 < 2 * tokens * out * inner / seconds < 1e14
     for each in measured.passes:
-        assert each.curve.sizes == tuple({"copy": 8, "add": 12, "silu": 8}[each.name] * n for n in SMALL.passes)
+        assert each.curve.sizes == tuple({"copy": 8, "add": 12, "silu": 8}[each.name] * n for n in SMALL.pass_sizes)
         assert 1e7 < each.curve.sizes[-1] / each.curve.seconds[-1] < 1e13
     for each in measured.collectives:
         assert 1e-6 < each.curve.seconds[0] < 0.5
@@ -168,7 +168,7 @@ def test_the_three_products_are_those_of_a_linear_function(form: str):
     weight = torch.randn(out, inner, requires_grad=True)
     y = torch.nn.functional.linear(x, weight)
     y.sum().backward()
-    result = make_call(Point("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
+    result = make_call(MeasurementPoint("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
     assert result.shape == {"forward": y, "input-gradient": x.grad, "weight-gradient": weight.grad}[form].shape
 
 
@@ -225,7 +225,7 @@ def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_p
         return clock.point()
 
     monkeypatch.setattr(rank, "time_point", timed)
-    points = SMALL.points()[:12]
+    points = SMALL.list_points()[:12]
     mesh = rank.make_probe_mesh(1, 1, "cpu")
     (times,), level = rank._time_points(mesh, points, 1, 1, 0.0, Slowed())  # type: ignore[arg-type]
     assert times == pytest.approx([times[0]] * 12) and level == pytest.approx(0.002)
@@ -234,17 +234,20 @@ def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_every_usual_measurement_has_a_place_in_the_time_it_takes():
     """Points times seconds, phases included: well under the five minutes that a probe may take."""
     for device, phases in (("cpu", 3), ("cuda", 1)):
-        effort = Effort.of(device)
-        assert len(effort.points()) * effort.seconds * phases + len(effort.vectors) * 5 * effort.seconds * 8 < 90
+        plan = MeasurementPlan.default(device)
+        assert (
+            len(plan.list_points()) * plan.point_seconds * phases + len(plan.vector_bytes) * 5 * plan.point_seconds * 8
+            < 90
+        )
 
 
 # --- started as ranks of a run are
 
 
 def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
-    small = {"shapes": [[16, 16, 16]], "passes": [256], "pieces": [4096], "vectors": [1024]}
-    effort = {**small, "precisions": ["fp32"], "seconds": 0.002}
-    found = probe_ranks.probe(2, "cpu", tmp_path, {**effort, "disk": 2**16, "steps": 1}, log=lambda line: None)
+    small = {"shapes": [[16, 16, 16]], "pass_sizes": [256], "kernel_sizes": [4096], "vector_bytes": [1024]}
+    plan = {**small, "precisions": ["fp32"], "point_seconds": 0.002}
+    found = probe_ranks.probe(2, "cpu", tmp_path, {**plan, "disk_bytes": 2**16, "steps": 1}, log=lambda line: None)
     assert (found["rank"], found["kind"], len(found["hosts"])) == (0, "cpu", 2)
     starts = found["measured"]["starts"]
     assert starts["rank"] > starts["meeting"] > 0

@@ -12,7 +12,7 @@ from meshwright.cli.probe import command
 from meshwright.planner.cluster import DEVICE_FIELDS, FIELDS, cluster
 from meshwright.planner.devices import DEVICES
 from meshwright.probe.compare import THRESHOLD
-from meshwright.probe.points import Effort
+from meshwright.probe.points import MeasurementPlan
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "probe.md").read_text()
 
@@ -49,10 +49,10 @@ def test_the_cluster_of_the_page_is_one():
 def test_numbers_of_the_page_are_those_of_the_code():
     assert f"**{THRESHOLD:g}**" in PAGE
     assert f"{len(DEVICES)} accelerators" in PAGE
-    cpu, cuda = Effort.of("cpu"), Effort.of("cuda")
+    cpu, cuda = MeasurementPlan.default("cpu"), MeasurementPlan.default("cuda")
     assert (
         f"over {len(cpu.shapes)} shapes in {' and '.join(cpu.precisions)}; on a GPU {len(cuda.shapes)} shapes" in PAGE
     )
-    assert f"from {4 * cpu.passes[0] // 2**10} KiB to {4 * cpu.passes[-1] // 2**20} MiB" in PAGE
-    assert f"GPU: {4 * cuda.passes[-1] // 2**30} GiB" in PAGE
+    assert f"from {4 * cpu.pass_sizes[0] // 2**10} KiB to {4 * cpu.pass_sizes[-1] // 2**20} MiB" in PAGE
+    assert f"GPU: {4 * cuda.pass_sizes[-1] // 2**30} GiB" in PAGE
     assert f"{cpu.disk // 2**20} MiB written" in PAGE

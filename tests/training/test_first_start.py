@@ -21,7 +21,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.machine_profile import PROBE_VARIABLE, HardwareProfileKey, measurement_lock
 from meshwright.planner.step_time import step_time
 from meshwright.probe import ranks as probe_ranks
-from meshwright.probe.points import Effort
+from meshwright.probe.points import MeasurementPlan
 from meshwright.spec.presets import preset
 from meshwright.threads import count_available_cores
 from meshwright.toml import read_toml
@@ -304,16 +304,16 @@ def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
 
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
     """One rank really measures, with fewer and smaller points."""
-    short = Effort.short
+    short = MeasurementPlan.short
 
-    def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
+    def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
         found = short(precisions, axes)
-        return replace(found, shapes=found.shapes[:3], seconds=0.001, steps=1, pieces=(2**14, 2**17))
+        return replace(found, shapes=found.shapes[:3], point_seconds=0.001, steps=1, kernel_sizes=(2**14, 2**17))
 
-    monkeypatch.setattr(Effort, "short", shorter)
+    monkeypatch.setattr(MeasurementPlan, "short", shorter)
     wanted = {"precisions": ["fp32"], "axes": ["tp"]}
     found = probe_ranks._measure(
-        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "effort": {}, "short": wanted}
+        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
     )
     assert (found["kind"], found["failed"]) == ("cpu", None)
     machine = cluster(found["cluster"])
