@@ -13,7 +13,7 @@ import pytest
 
 from meshwright import __version__
 from meshwright.cli import main as cli
-from meshwright.cli.plumbing import answering, command, device_option, json_document, json_option
+from meshwright.cli.plumbing import command, device_option, format_json_document, json_option, result_printer
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from tests import processor_time
 
@@ -203,8 +203,8 @@ def test_a_reader_that_leaves_early_is_told_nothing():
 def test_json_leaves_one_document_on_standard_output_and_nothing_else(tmp_path: Path):
     program = """
 import subprocess, sys, click
-from meshwright.cli.plumbing import answering
-with answering(True) as answer:
+from meshwright.cli.plumbing import result_printer
+with result_printer(True) as answer:
     print("from Python")
     click.echo("from click")
     subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
@@ -221,7 +221,7 @@ print("after it all")
 
 
 def test_without_json_the_text_is_printed(capsys: pytest.CaptureFixture[str]):
-    with answering(False) as answer:
+    with result_printer(False) as answer:
         answer({"loss": 2.5}, "loss 2.5")
     assert capsys.readouterr() == ("loss 2.5\n", "")
 
@@ -230,7 +230,7 @@ def test_a_failed_check_still_answers(command_line, commands):
     @command("trial", "meshwright trial")
     @json_option
     def trial(as_json: bool) -> None:
-        with answering(as_json) as answer:
+        with result_printer(as_json) as answer:
             print("progress")
             answer({"passed": False}, "failed")
             raise CheckFailed("it does not hold")
@@ -250,7 +250,7 @@ def test_a_document_holds_only_what_json_knows():
         "scalar": np.float32(0.5),
         "path": Path("a"),
     }
-    text = json_document({**document, "nested": {3: (True, None, "ü")}})
+    text = format_json_document({**document, "nested": {3: (True, None, "ü")}})
     assert "\n" not in text
     assert json.loads(text, parse_constant=pytest.fail) == {
         "schema": 1,
