@@ -44,7 +44,7 @@ def raising(error: BaseException) -> click.Command:
     return trial
 
 
-def test_help_lists_every_command_in_under_a_third_of_a_second():
+def test_help_lists_every_command_in_under_third_of_second():
     seconds = []
     for _ in range(5):
         begun = processor_time.of_ended_processes()
@@ -56,7 +56,7 @@ def test_help_lists_every_command_in_under_a_third_of_a_second():
     assert min(seconds) < 0.3
 
 
-def test_help_imports_no_command_and_nothing_heavy():
+def test_help_imports_no_command_and_no_heavy_module():
     program = """
 import sys
 from meshwright.cli.main import main
@@ -97,7 +97,7 @@ def test_without_a_command_the_help_is_shown(command_line):
         (["trial", "--device", "gpu", "word"], 'trial: --device: unknown device "gpu"; did you mean "cpu"? (known: '),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_2(arguments: list[str], line: str, command_line, commands):
+def test_wrong_command_line_is_one_line_with_exit_2(arguments: list[str], line: str, command_line, commands):
     @command("trial", "meshwright trial WORD")
     @click.argument("word")
     @click.option("--number", type=int)
@@ -169,7 +169,7 @@ def test_the_help_of_a_group_shows_whole_sentences(command_line, commands):
         (click.FileError("x.toml", "gone"), 2, "meshwright: error: Could not open file 'x.toml': gone\n"),
     ],
 )
-def test_an_error_is_one_line_with_its_own_exit_code(error: Exception, code: int, line: str, command_line, commands):
+def test_error_is_one_line_with_its_own_exit_code(error: Exception, code: int, line: str, command_line, commands):
     commands(raising(error))
     assert command_line("trial") == (code, "", line)
 
@@ -181,13 +181,13 @@ def test_an_interrupt_ends_with_130(command_line, commands):
     assert command_line("trial") == (130, "", "meshwright: stopped by an interrupt after saving step 3\n")
 
 
-def test_a_fault_of_ours_keeps_its_traceback(command_line, commands):
+def test_internal_error_keeps_its_traceback(command_line, commands):
     commands(raising(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError, match="ours"):
         command_line("trial")
 
 
-def test_a_reader_that_leaves_early_is_told_nothing():
+def test_broken_pipe_ends_without_error_message():
     program = "from meshwright.cli.main import main; import sys; sys.exit(main(['--help']))"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(0.5)\n{program}"],
@@ -200,7 +200,7 @@ def test_a_reader_that_leaves_early_is_told_nothing():
     process.stderr.close()
 
 
-def test_json_leaves_one_document_on_standard_output_and_nothing_else(tmp_path: Path):
+def test_json_prints_exactly_one_document_on_standard_output(tmp_path: Path):
     program = """
 import subprocess, sys, click
 from meshwright.cli.plumbing import result_printer
@@ -226,7 +226,7 @@ def test_without_json_the_text_is_printed(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr() == ("loss 2.5\n", "")
 
 
-def test_a_failed_check_still_answers(command_line, commands):
+def test_failed_check_still_prints_its_result(command_line, commands):
     @command("trial", "meshwright trial")
     @json_option
     def trial(as_json: bool) -> None:
@@ -242,7 +242,7 @@ def test_a_failed_check_still_answers(command_line, commands):
     assert command_line("trial").output == "progress\nfailed\n"
 
 
-def test_a_document_holds_only_what_json_knows():
+def test_json_document_contains_only_json_types():
     document = {
         "nan": float("nan"),
         "inf": [np.inf, 1.5],

@@ -79,7 +79,7 @@ def test_control_characters_are_shown_as_their_pictures():
     assert escape_text("\x85\u202e\ud800\uffff") == "\ufffd" * 4
 
 
-def test_markup_is_inserted_as_it_is_and_text_is_escaped():
+def test_markup_is_inserted_unchanged_and_text_is_escaped():
     inner = element("b", "1 < 2")
     assert element("p", "a & ", inner, None, ["c", Markup("<br/>")]) == "<p>a &amp; <b>1 &lt; 2</b>c<br/></p>"
     assert not isinstance(inner + "<i>", Markup)  # what is put together by hand is escaped again

@@ -49,14 +49,14 @@ def test_attention_scores_match_tiles(points: list[MeasurementPoint]):
     assert ring.bytes == pytest.approx(SCORE_BYTES * rows * 2 * 3 * 32 * 32, rel=0.02)
 
 
-def test_the_planner_has_operations_of_these_names(points: list[MeasurementPoint]):
+def test_planner_operations_have_names_of_timed_kernels(points: list[MeasurementPoint]):
     config = preset("llama-3-8b")
     found = operations(config, Layout(), 1, 256, Stage(0, range(1), first=False, last=False), ENGINES["meshwright"])
     ends = {one.name.rpartition(".")[2] for one in found}
     assert {"norm", "rotary", "activation"} <= ends
 
 
-def test_loss_is_priced_by_the_bytes_of_the_planners_operation(points: list[MeasurementPoint]):
+def test_loss_is_priced_by_bytes_of_planners_operation(points: list[MeasurementPoint]):
     """Of as many logits, without the products that make them."""
     config = replace(preset("llama-3-8b"), vocabulary=VOCABULARY)
     head = operations(config, Layout(), 1, 32, Stage(0, range(0), first=False, last=True), ENGINES["meshwright"])

@@ -40,13 +40,13 @@ def test_shorthands_of_the_page_are_clusters(text: str):
     assert cluster(text).devices == {"64xh100-sxm": 64, "2x8xa100-80": 16, "72xgb200": 72}[text]
 
 
-def test_the_cluster_of_the_page_is_one():
+def test_documented_cluster_file_is_valid():
     [text] = re.findall(r"^```toml cluster\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     found = cluster(tomllib.loads(text))
     assert (found.nodes, found.across.bandwidth) == (32, 25e9)
 
 
-def test_numbers_of_the_page_are_those_of_the_code():
+def test_documented_numbers_match_code():
     assert f"**{THRESHOLD:g}**" in PAGE
     assert f"{len(DEVICES)} accelerators" in PAGE
     cpu, cuda = MeasurementPlan.default("cpu"), MeasurementPlan.default("cuda")
