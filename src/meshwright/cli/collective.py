@@ -113,6 +113,15 @@ def command(
 
     auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if a program is not valid: a line
     names rank, step and reason.
+
+    \f
+    ranks: None for a program file. total_bytes: of the full vector. topology, root, reduction: as in
+        `comm.api.collective`.
+    latency: seconds for each link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per
+        second.
+    segments: pieces of a pipelined vector. groups: ranks of a node. dims: sides of the grid. run: also execute the
+        program.
+    svg, html, trace, program_file: files to write. text: print the buffers. as_json: print the report as JSON.
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with result_printer(as_json) as answer:

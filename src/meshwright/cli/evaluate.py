@@ -51,6 +51,10 @@ def command(
     or a Hugging Face directory.
 
     KEY=VALUE overrides one field of the recipe that --data names.
+
+    \f
+    data: a recipe, or text (path or glob). sequence: tokens of context. xz: also compress the text with `xz -9`.
+        layout: local ranks that share the model. as_json: print JSON.
     """
     from meshwright.evaluation.api import evaluate
 

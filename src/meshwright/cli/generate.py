@@ -45,7 +45,13 @@ def command(
     as_json: bool,
 ) -> None:
     """Continue a prompt with CHECKPOINT: a run directory (its newest complete checkpoint), a checkpoint, or a Hugging
-    Face directory. The text is printed as it is generated."""
+    Face directory. The text is printed as it is generated.
+
+    \f
+    prompt: "-" for standard input. chat: the prompt is a user's turn. max_tokens: new tokens. temperature, top_k,
+        top_p, seed: of sampling; temperature 0 is greedy. layout: local ranks that share the model. as_json: print
+        JSON.
+    """
     from meshwright.serving.api import load
     from meshwright.serving.sampling import Sampling
 

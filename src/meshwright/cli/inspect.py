@@ -38,7 +38,12 @@ def command(
     path: Path, names: tuple[str, ...], layout: str | None, sequence: int, values: int, statistics: bool, as_json: bool
 ) -> None:
     """Show what PATH contains: a run directory (its newest complete checkpoint), a checkpoint, a Hugging Face
-    directory, or one file of it. Tensors are read one at a time and in blocks."""
+    directory, or one file of it. Tensors are read one at a time and in blocks.
+
+    \f
+    names: globs of tensor names. layout: show which rank holds what. sequence: tokens, for which stages are balanced.
+        values: first values of each tensor to show. statistics: read all values. as_json: print JSON.
+    """
     from meshwright.inspection.report import inspect_model
 
     with result_printer(as_json) as answer:

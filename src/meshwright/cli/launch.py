@@ -53,6 +53,12 @@ def command(
 
     The layout determines the number of ranks. The script restarts the run from the newest complete checkpoint if a rank
     is lost, and forwards a stop signal so that ranks save. It uses this working directory and this Python.
+
+    \f
+    overrides: KEY=VALUE for the recipe. kind: launcher of the ranks. nodes, devices_per_node: None to follow from the
+        layout.
+    restarts: after a lost rank. cpus_per_device: cores of each rank. time: SLURM limit, such as "24:00:00". sbatch:
+        more options for sbatch. trust: the recipe may run code that it names. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launch_script import Resources, launch_script

@@ -91,6 +91,14 @@ def command(
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe.
     Memory is that of the fullest rank; times come with bounds between which published runs lie. With --serve, predict
     the memory of a server instead.
+
+    \f
+    names: MODEL, then overrides; run directories with `calibrate`. cluster: device count and kind, a cluster file, or
+        "this". sequence: tokens. batch: sequences per step over all devices. layout: to price instead of a search.
+    top: how many layouts to show. engine: whose kernels are priced. compiled: with torch.compile. documents: per
+        sequence, on average. explained: add operation times. every_tensor: add the memory ledger. html: page to write.
+    jobs: JSON Lines file of requests. serves: plan a server, of `memory`, `dtype` and `max_length` (tokens). as_json:
+        print JSON.
     """
     if calibrate:
         context = click.get_current_context()

@@ -34,6 +34,10 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
 
     Measured are matrix products, memory, copies, collectives, the disk, and start-up, in a minute or two. A rank or
     node that is slower than the others is reported. Started by torchrun or SLURM, it measures all hosts together.
+
+    \f
+    ranks: processes, None for one a GPU or 2. output: cluster file to write. directory: on the disk to measure.
+        as_json: print JSON.
     """
     with result_printer(as_json) as answer:
         from meshwright.launcher.rendezvous import join_if_started_by_others, place

@@ -30,6 +30,10 @@ def command(
     Arguments after SCRIPT are passed to the script. SIGTERM and Ctrl-C finish the current step, save and stop, with
     exit code 143 or 130; the same command then resumes. Standard output is the script's own; with --json it carries the
     result of the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
+
+    \f
+    ranks: processes to start. directory: run directory, None for runs/NAME. restarts: after a lost rank. arguments: of
+        the script. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault

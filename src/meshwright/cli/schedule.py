@@ -97,6 +97,13 @@ def command(
     Durations are per rank and micro-batch, in any unit; a model chunk takes its part of them. Reported are the bubble,
     and each rank's peak of saved activations (in micro-batches), weight copies and messages. Exit code 1 if a program
     is not valid: a line names rank, step and reason.
+
+    \f
+    stages: pipeline ranks. microbatches: per step. chunks: stages on a rank. These three are None for a program file.
+    forward ... overlapped: one duration, or one for each rank or stage (transfer: each boundary). parts: durations of
+    attention, dispatch, MLP and combine, instead of these. layers: of the model, to show their placement.
+    memory: for schedule auto, the most micro-batches of activations on a rank.
+    svg, html, trace, program_file: files to write. text: print the chart. as_json: print the report as JSON.
     """
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)

@@ -59,6 +59,9 @@ def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None
     The API is OpenAI's (/v1/completions, /v1/chat/completions) and llama.cpp's (/completion). SIGTERM and Ctrl-C finish
     the requests in flight and stop, with exit code 143 or 130; a second signal stops at once. --json prints one
     document as soon as requests are accepted.
+
+    \f
+    layout: ranks. options: keyword arguments of `serving.serve.serve`. as_json: print a JSON document when ready.
     """
     from meshwright.serving.serve import serve
 

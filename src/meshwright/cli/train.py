@@ -35,6 +35,10 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
 
     Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C finish the current
     step, save and stop, with exit code 143 or 130; the same command then resumes. A second signal stops at once.
+
+    \f
+    restarts: after a lost rank. no_probe: skip the hardware measurement. trust: the recipe may run code that it names.
+        as_json: print JSON.
     """
     from meshwright.training.api import reports_result, train
 

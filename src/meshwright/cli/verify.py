@@ -54,6 +54,10 @@ def command(
     in lower precision have the tolerances of docs/verify.md. A skipped step, a resume, short and long sequences are
     included. Without recipe and layout, a grid over every axis is verified. Needs no GPU and no data; a layout of many
     ranks is made smaller first. KEY=VALUE overrides one field of the recipe. Exit code 1 if anything differs.
+
+    \f
+    arguments: RECIPE, then overrides. layout: to verify instead of the recipe's. model: preset, directory or recipe.
+        dtype: of the parameters. mutate: also plant faults. thorough: more cases. as_json: print JSON.
     """
     names, overrides = split_overrides(arguments)
     recipe = names[0] if names else None
