@@ -91,11 +91,11 @@ def test_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("function", [mw.plan, mw.schedule, mw.collective], ids=lambda each: each.__name__)
-def test_examples_hold(function: Any, place: Path):
+def test_docstring_examples_run(function: Any, place: Path):
     run_examples(function)
 
 
-def test_example_of_verify_holds(monkeypatch: pytest.MonkeyPatch):
+def test_verify_example_runs_as_documented(monkeypatch: pytest.MonkeyPatch):
     from meshwright.verification import cases
 
     every = cases.CaseBuilder.default
@@ -108,11 +108,11 @@ def test_example_of_verify_holds(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "function", [mw.evaluate, mw.load, mw.Model.generate, mw.Model.stream], ids=lambda each: each.__name__
 )
-def test_examples_with_a_trained_model_hold(function: Any, trained: Path):
+def test_examples_with_trained_model_run_as_documented(function: Any, trained: Path):
     run_examples(function)
 
 
-def test_example_of_fit_holds_in_a_script(place: Path):
+def test_fit_example_runs_in_script(place: Path):
     program = "import meshwright as mw; from tests.test_api import run_examples; run_examples(mw.fit)"
     outcome = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=place,
@@ -176,7 +176,7 @@ def test_train_equals_the_command(command_line, trained: Path, monkeypatch: pyte
     assert result.predicted["state_bytes"] == result.measured["state_bytes"] and result.tokens_per_second is not None
 
 
-def test_train_takes_a_file_tables_or_a_recipe_alike(trained: Path, monkeypatch: pytest.MonkeyPatch):
+def test_train_accepts_file_tables_or_recipe(trained: Path, monkeypatch: pytest.MonkeyPatch):
     import tomllib
 
     from meshwright.recipe import load_recipe

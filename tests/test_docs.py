@@ -120,7 +120,7 @@ def test_recipe_md_has_every_key_and_no_other():
     assert list(DOCUMENTED) == list(FIELDS)
 
 
-def test_recipe_md_has_every_key_of_a_source_and_no_other():
+def test_recipe_page_has_exactly_the_source_keys():
     [rows] = [rows for header, rows in tables(REPOSITORY / "docs" / "recipe.md") if header[0] == "key of a source"]
     assert [row[0].strip("`") for row in rows] == list(SourceRecipe.model_fields)
 
@@ -161,7 +161,7 @@ def choices(key: str) -> list[str]:
 
 
 @each_key
-def test_what_may_change_on_resume_is_documented(key: str):
+def test_keys_changeable_on_resume_are_documented(key: str):
     free = any(key == name or key.startswith(f"{name}.") for name in RESUMABLE)
     assert DOCUMENTED[key]["on resume"] == ("free" if free else "fixed")
 
@@ -192,19 +192,19 @@ def layouts(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("text", layouts("runs"))
-def test_a_layout_that_is_said_to_run_does(text: str):
+def test_layouts_documented_as_running_run(text: str):
     Layout.parse(text).refuse_unbuilt()
 
 
 @pytest.mark.parametrize("text", layouts("refused"))
-def test_a_layout_that_is_said_to_be_refused_is_valid_and_refused(text: str):
+def test_layouts_documented_as_refused_are_valid_and_refused(text: str):
     layout = Layout.parse(text)
     with pytest.raises(UserError, match="this version cannot run"):
         layout.refuse_unbuilt()
 
 
 @pytest.mark.parametrize("text", layouts("impossible"))
-def test_a_layout_that_is_said_to_be_impossible_is(text: str):
+def test_layouts_documented_as_impossible_are_refused(text: str):
     with pytest.raises(UserError):
         Layout.parse(text)
 
@@ -305,7 +305,7 @@ def test_families_and_presets_are_all_documented():
     assert sorted(name for row in presets for name in re.findall(r"`([^`]+)`", row[1])) == sorted(PRESETS)
 
 
-def test_the_parameter_table_of_the_documentation_is_the_real_one():
+def test_documented_parameter_table_matches_code():
     table = parameter_table(PRESETS["qwen3-tiny"].config)
     rows = next(rows for header, rows in tables(REPOSITORY / "docs" / "model.md") if header[0] == "row")
     for name, shape, tensor, split, decay in rows:
@@ -329,7 +329,7 @@ def test_readme_and_architecture_list_every_package():
 
 
 @each_page
-def test_python_in_the_documentation_imports_what_exists(page: Path):
+def test_documented_python_imports_exist(page: Path):
     for text in blocks(page, "python"):
         for node in ast.parse(text).body:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("meshwright"):
@@ -340,7 +340,7 @@ def test_python_in_the_documentation_imports_what_exists(page: Path):
         assert hasattr(importlib.import_module(module_name), attribute), name
 
 
-def test_the_layout_example_in_python_gives_what_it_says():
+def test_documented_layout_example_runs_as_shown():
     [text] = blocks(REPOSITORY / "docs" / "layout.md", "python")
     scope: dict[str, Any] = {}
     for line in text.splitlines():
@@ -383,7 +383,7 @@ def test_files_of_the_source_named_in_the_documentation_exist(page: Path):
 # --- what a run leaves
 
 
-def test_a_run_leaves_what_the_documentation_says(
+def test_run_writes_documented_files(
     tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., Any]
 ):
     from meshwright.comm.mesh import Mesh
@@ -420,7 +420,7 @@ def test_a_run_leaves_what_the_documentation_says(
     assert {path.name for path in directory.path.iterdir()} - {".lock"} <= {row[0].strip("`/") for row in files}
 
 
-def test_the_page_of_all_layouts_says_what_was_measured(monkeypatch):
+def test_page_of_all_layouts_matches_measurements(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "bench")
     layouts_page = importlib.import_module("layouts_page")
     result = json.loads((REPOSITORY / "bench" / "results" / "layouts.json").read_text())

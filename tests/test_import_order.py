@@ -109,11 +109,11 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_every_package_has_a_place_in_the_order():
+def test_every_package_has_position_in_import_order():
     assert {package(module) for module in modules()} - {None} == set(PACKAGES)
 
 
-def test_packages_import_only_from_packages_before_them():
+def test_packages_import_only_earlier_packages():
     known = modules()
     assert [line for module, path in known.items() for line in violations(module, path.read_text(), known)] == []
 
@@ -130,7 +130,7 @@ def test_modules_do_not_import_each_other_in_cycles():
     assert [cycle for cycle in cycles if not all(module.startswith("meshwright.planner.") for module in cycle)] == []
 
 
-def test_import_cycles_finds_cycles_and_nothing_else():
+def test_import_cycles_finds_exactly_the_cycles():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}}
     assert import_cycles(graph) == [["a", "b", "c"], ["f", "g"]]
 
@@ -148,7 +148,7 @@ def test_import_cycles_finds_cycles_and_nothing_else():
         ("meshwright.comm.mesh", "from meshwright.parallel.zero_engine import ZeroEngine"),
     ],
 )
-def test_import_of_a_later_package_or_of_torch_is_reported(module: str, source: str):
+def test_import_of_later_package_or_of_torch_is_reported(module: str, source: str):
     assert violations(module, source, modules())
 
 

@@ -66,7 +66,7 @@ def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
 
 
 @given(layouts())
-def test_what_is_printed_reads_back_equal(layout: Layout):
+def test_printed_layout_parses_back_equal(layout: Layout):
     assert Layout.parse(str(layout)) == layout
     assert pickle.loads(pickle.dumps(layout)) == layout
 
@@ -115,7 +115,7 @@ def test_the_canonical_print_orders_parts_and_drops_defaults(written: str, print
         ("cp2:ulises", "ulysses"),
     ],
 )
-def test_an_unknown_part_is_answered_with_the_nearest(text: str, nearest: str):
+def test_unknown_part_error_names_nearest_part(text: str, nearest: str):
     assert f'did you mean "{nearest}"?' in refusal(text)
 
 
@@ -167,7 +167,7 @@ def test_an_impossible_part_is_refused_with_the_reason(text: str, reason: str):
     assert reason in refusal(text)
 
 
-def test_a_layout_made_in_python_is_checked_like_a_written_one():
+def test_layout_from_python_is_checked_like_parsed_one():
     with pytest.raises(UserError, match="hs3"):
         Layout(dp=4, zero=1, hybrid=3)
     with pytest.raises(UserError, match="dp counts from 1"):
@@ -223,7 +223,7 @@ def sharding_groups(layout: Layout) -> list[set[int]]:
     return [set(ranks) for ranks in found]
 
 
-def test_groups_of_two_nodes_of_eight_are_those_that_megatron_documents():
+def test_groups_on_two_nodes_of_eight_match_megatron():
     """16 GPUs, tensor 2, pipeline 4, data 2: the docstring of Megatron-LM's parallel_state.initialize_model_parallel,
     which says to put ranks 0 to 7 on the first node."""
     layout = Layout.parse("dp2 tp2 pp4")
@@ -237,7 +237,7 @@ def test_groups_of_two_nodes_of_eight_are_those_that_megatron_documents():
     assert all(group[0] // 8 == group[-1] // 8 for group in inside)  # the pipeline alone crosses
 
 
-def test_groups_of_hybrid_sharding_are_those_that_torch_documents():
+def test_hybrid_sharding_groups_match_torch_documentation():
     """16 ranks in 2 groups of 8: init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp_replicate", "dp_shard"))."""
     layout = Layout.parse("dp16 zero3 hs8")
     assert layout.groups("shard") == [tuple(range(8)), tuple(range(8, 16))]
@@ -255,7 +255,7 @@ def test_the_groups_of_every_axis_partition_the_ranks(layout: Layout, axis: str)
 
 
 @given(layouts())
-def test_a_rank_stands_in_its_group_where_its_coordinate_says(layout: Layout):
+def test_rank_position_in_group_is_its_coordinate(layout: Layout):
     for axis in ("tp", "cp", "dp", "pp"):
         for group in layout.groups(axis):
             assert [layout.coordinates(rank)[axis] for rank in group] == list(range(len(group)))
@@ -270,7 +270,7 @@ def test_a_rank_stands_in_its_group_where_its_coordinate_says(layout: Layout):
         ("fp8", "fp8"),
     ],
 )
-def test_what_this_version_cannot_run_is_refused_by_name(text: str, part: str):
+def test_layouts_that_cannot_run_are_refused_by_name(text: str, part: str):
     with pytest.raises(UserError, match=rf"{part}: this version cannot run .* yet; it runs .*bf16"):
         Layout.parse(text).refuse_unbuilt()
 
@@ -287,5 +287,5 @@ def test_what_this_version_cannot_run_is_refused_by_name(text: str, part: str):
         "tf32",
     ],
 )
-def test_what_this_version_runs_is_not_refused(text: str):
+def test_runnable_layouts_are_not_refused(text: str):
     Layout.parse(text).refuse_unbuilt()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from meshwright.names import OPTIMIZERS, SCHEDULE_CHUNKS, SCHEDULES, nearest, unknown
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_all_known():
+def test_unknown_name_error_lists_nearest_and_all_known():
     assert (
         unknown("optimizer", "adamq", OPTIMIZERS)
         == 'unknown optimizer "adamq"; did you mean "adamw"? (known: adamw, sgd)'
     )
 
 
-def test_nothing_is_suggested_where_nothing_is_near():
+def test_dissimilar_word_gets_no_suggestion():
     assert nearest("zzz", OPTIMIZERS) is None
     assert "did you mean" not in unknown("optimizer", "zzz", OPTIMIZERS)
 
@@ -22,7 +22,7 @@ def test_case_does_not_hide_a_name():
     assert nearest("model.safetensor", ["Model.safetensors"]) == "Model.safetensors"
 
 
-def test_every_schedule_says_how_many_chunks_it_can_have():
+def test_every_schedule_declares_its_chunk_range():
     for name in SCHEDULES:
         unless_said, least, most = SCHEDULE_CHUNKS[name]
         assert least <= unless_said and (most is None or unless_said <= most), name

@@ -24,7 +24,7 @@ def refusal(path: Path, *overrides: str) -> str:
     return message
 
 
-def test_a_recipe_says_its_layout_name_and_run_directory(tiny_recipe: Path):
+def test_recipe_determines_layout_name_and_run_directory(tiny_recipe: Path):
     recipe = load_recipe(tiny_recipe)
     assert recipe.parsed_layout == Layout()
     assert recipe.run.name == "tiny"  # from the file's name
@@ -34,14 +34,14 @@ def test_a_recipe_says_its_layout_name_and_run_directory(tiny_recipe: Path):
     assert load_recipe(tiny_recipe, ["run.directory=/elsewhere"]).run_directory == Path("/elsewhere")
 
 
-def test_the_recipes_that_come_along_are_valid(repository: Path):
+def test_bundled_recipes_are_valid(repository: Path):
     recipes = sorted((repository / "recipes").glob("*.toml"))
     assert recipes
     for path in recipes:
         load_recipe(path).parsed_layout.refuse_unbuilt()
 
 
-def test_written_as_toml_a_recipe_reads_back_equal(tiny_recipe: Path):
+def test_recipe_round_trips_through_toml(tiny_recipe: Path):
     overrides = ['data.source=["a b/*.py", "ü"]', 'model.rope_scaling={type="linear", factor=2.0}', "train.clip=0"]
     recipe = load_recipe(tiny_recipe, overrides)
     again = load_recipe_text(recipe.to_toml(), "copy")
@@ -50,7 +50,7 @@ def test_written_as_toml_a_recipe_reads_back_equal(tiny_recipe: Path):
     assert tomllib.loads(recipe.to_toml())["train"]["weight_decay"] == 0.1  # defaults are written down too
 
 
-def test_overrides_are_toml_values_or_bare_words_and_the_last_counts(tiny_recipe: Path):
+def test_overrides_are_toml_or_bare_words_and_last_wins(tiny_recipe: Path):
     recipe = load_recipe(
         tiny_recipe,
         [
@@ -102,14 +102,14 @@ def test_a_typo_in_a_key_names_the_nearest_key(tiny_recipe: Path, written: str, 
     assert refusal(in_file).startswith(f"{in_file}: ")
 
 
-def test_a_typo_is_told_before_the_key_that_it_leaves_missing(tiny_recipe: Path):
+def test_mistyped_key_is_reported_before_missing_key(tiny_recipe: Path):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("steps =", "stpes ="))
     assert refusal(tiny_recipe) == (
         f"{tiny_recipe}: train.stpes: unknown key; did you mean train.steps? (and 1 more key to mend)"
     )
 
 
-def test_the_place_of_a_mistake_is_the_override_or_the_file(tiny_recipe: Path):
+def test_mistake_is_located_in_override_or_file(tiny_recipe: Path):
     assert refusal(tiny_recipe, "train.batch=2", "train.steps=0").startswith('override "train.steps=0": train.steps: ')
     tiny_recipe.write_text(tiny_recipe.read_text().replace("steps = 4", "steps = 0"))
     assert refusal(tiny_recipe, "train.batch=2").startswith(f"{tiny_recipe}: train.steps: ")
@@ -162,7 +162,7 @@ def test_the_place_of_a_mistake_is_the_override_or_the_file(tiny_recipe: Path):
         ("layout=dp4 zero1 hs3", "groups of 3 do not divide"),
     ],
 )
-def test_a_value_out_of_range_is_answered_with_what_it_should_be(tiny_recipe: Path, override: str, reason: str):
+def test_value_out_of_range_is_refused_with_valid_range(tiny_recipe: Path, override: str, reason: str):
     message = refusal(tiny_recipe, override)
     assert reason in message
     key = override.partition("=")[0]
@@ -239,7 +239,7 @@ def test_several_sources_are_tables_with_weights(tiny_recipe: Path):
         (SOURCES, f'source = "a"\n{SOURCES}', "data: says its text twice, by source and by sources: keep one"),
     ],
 )
-def test_a_mistake_in_a_table_of_sources_is_said_of_that_table(tiny_recipe: Path, old: str, new: str, reason: str):
+def test_mistake_in_source_table_names_that_table(tiny_recipe: Path, old: str, new: str, reason: str):
     lines = [line for line in tiny_recipe.read_text().splitlines() if not line.startswith("source")]
     place = lines.index("[data]") + 1
     assert old in SOURCES
@@ -269,11 +269,11 @@ def test_a_model_needs_an_architecture(tiny_recipe: Path):
         ("train.steps.x=3", "train.steps is a value, not a table"),
     ],
 )
-def test_an_override_that_is_none_is_refused(tiny_recipe: Path, override: str, reason: str):
+def test_malformed_override_is_refused(tiny_recipe: Path, override: str, reason: str):
     assert reason in refusal(tiny_recipe, override)
 
 
-def test_an_empty_file_is_told_what_it_lacks(tmp_path: Path):
+def test_empty_file_is_refused_with_missing_keys(tmp_path: Path):
     empty = tmp_path / "empty.toml"
     empty.touch()
     assert refusal(empty) == f"{empty}: model: this table is missing (and 2 more keys to mend)"
@@ -281,12 +281,12 @@ def test_an_empty_file_is_told_what_it_lacks(tmp_path: Path):
         Recipe.from_tables({"model": {"preset": "gpt2"}, "data": {"source": "stdlib", "sequence": 8}}, "here")
 
 
-def test_what_is_not_toml_at_all_is_refused_from_python_too():
+def test_invalid_toml_is_refused_from_python_too():
     with pytest.raises(UserError, match="data.source: should be text in quotes or a list"):
         Recipe.from_tables({"model": {"preset": "gpt2"}, "data": {"source": Path("x"), "sequence": 8}})
 
 
-def test_a_contradiction_that_an_override_made_names_it_beside_the_file(tiny_recipe: Path):
+def test_contradiction_caused_by_override_names_override_and_file(tiny_recipe: Path):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("steps = 4", "steps = 40\nwarmup = 5"))
     line = refusal(tiny_recipe, "model.layers=3", "train.steps=3")
     assert line == f'{tiny_recipe} with override "train.steps=3": train: warmup = 5 is more than steps = 3'
@@ -303,7 +303,7 @@ def test_reading_a_recipe_is_quick_and_needs_no_torch():
     assert processor_time.of_ended_processes() - begun < 2.0
 
 
-def test_what_is_minimised_follows_from_the_records_and_may_not_contradict_them(tiny_recipe: Path):
+def test_objective_follows_from_records_and_must_match_them(tiny_recipe: Path):
     assert load_recipe(tiny_recipe).objective == "next-token"
     pairs = "data.records=preference"
     assert load_recipe(tiny_recipe, [pairs]).objective == "dpo"

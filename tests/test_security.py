@@ -56,7 +56,7 @@ DEEP = "[" * 100_000
         *("intermediate_size", "vocab_size", "max_position_embeddings"),
     ],
 )
-def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_made_of_it(key: str, number: int):
+def test_oversized_config_value_is_refused_before_allocation(key: str, number: int):
     if key == "max_position_embeddings" and number < 2**30:
         number = 2**31
     with pytest.raises(UserError, match=rf'^config.json: "{key}" .* is too large: at most [\d,]+ \('):
@@ -74,7 +74,7 @@ def test_a_size_of_a_config_json_beyond_its_limit_is_refused_before_anything_is_
         ({"num_experts": 8, "decoder_sparse_step": 10**12}, '"decoder_sparse_step" 1000000000000 is too large'),
     ],
 )
-def test_the_experts_of_a_config_json_are_bounded_one_by_one_and_together(changes: dict, said: str):
+def test_config_experts_are_bounded_per_layer_and_in_total(changes: dict, said: str):
     with pytest.raises(UserError, match=re.escape(said)):
         config_from_huggingface(MIXTURE | changes)
 
@@ -127,7 +127,7 @@ def test_whole_numbers_of_a_recipe_name_their_limit(tiny_recipe: Path):
     assert set(sized) <= set(LIMITS)
 
 
-def test_limits_say_why_and_are_reached(repository: Path):
+def test_limits_have_reasons_and_are_enforced(repository: Path):
     source = "".join(path.read_text() for path in (repository / "src").rglob("*.py") if path.name != "limits.py")
     assert [name for name in LIMITS if f'"{name}"' not in source] == []  # a limit that nothing reads bounds nothing
     for name, limit in LIMITS.items():
@@ -150,7 +150,7 @@ def test_more_ranks_than_a_machine_runs_are_not_started(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_no_memory_holds_is_refused_before_a_rank_is_started(tiny_recipe: Path):
+def test_model_beyond_any_memory_is_refused_before_ranks_start(tiny_recipe: Path):
     large = ["model.hidden=1048576", "model.heads=2", "model.kv_heads=2", "run.device=cpu"]
     with pytest.raises(UserError, match=r"parameters with gradients and optimizer state take at least [\d,]+ GiB"):
         check_memory(load_recipe(tiny_recipe, large), 24 * 2**30)
@@ -160,7 +160,7 @@ def test_a_model_that_no_memory_holds_is_refused_before_a_rank_is_started(tiny_r
     check_memory(load_recipe(tiny_recipe, ["run.device=cpu"]), 24 * 2**30)
 
 
-def test_an_allocation_that_fails_is_one_line():
+def test_failed_allocation_is_one_error_line():
     assert "out of memory" in str(out_of_memory_message(MemoryError()))
     assert "out of memory" in str(out_of_memory_message(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
     assert out_of_memory_message(RuntimeError("shapes differ")) is None
@@ -206,7 +206,7 @@ def test_token_ids_are_bounded_whole_numbers(tmp_path: Path, content: str):
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, "[" * 65 + "]" * 65, "1" * 5000, "\ud800", '{"a"', ""])
-def test_json_that_is_no_json_raises_nothing_but_value_error(text: str):
+def test_invalid_json_raises_only_value_error(text: str):
     with pytest.raises(ValueError):
         parse_json(text)
     with pytest.raises(ValueError):
@@ -224,7 +224,7 @@ def test_deep_json_in_a_model_directory_is_one_line(tmp_path: Path, name: str):
         config_from_path(tmp_path) if name == "config.json" else TensorFiles(tmp_path)
 
 
-def test_deep_json_in_a_program_and_in_a_request_is_one_line(tmp_path: Path, command_line):
+def test_deeply_nested_program_or_request_is_one_error_line(tmp_path: Path, command_line):
     program, jobs = tmp_path / "p.json", tmp_path / "jobs.jsonl"
     program.write_text('{"a":' * 100_000)
     with pytest.raises(UserError, match="nested deeper"):
@@ -234,7 +234,7 @@ def test_deep_json_in_a_program_and_in_a_request_is_one_line(tmp_path: Path, com
     assert outcome.code == 0 and "nested deeper" in json.loads(outcome.output)["error"]
 
 
-def test_files_that_are_too_large_or_never_end_are_not_read(tmp_path: Path):
+def test_oversized_and_endless_files_are_not_read(tmp_path: Path):
     large, pipe = tmp_path / "large.json", tmp_path / "pipe.json"
     with large.open("wb") as file:
         file.truncate(limit_of("config_bytes") + 1)
@@ -323,7 +323,7 @@ def test_an_interrupted_template_answers_no_later_request():
 
 
 @pytest.mark.exhaustive
-def test_a_template_that_computes_for_ten_seconds_is_ended_by_the_kernel():
+def test_endless_chat_template_is_killed_after_ten_cpu_seconds():
     source = "{% set n = 9**9 %}{{ 9**n }}"
     with pytest.raises(UserError, match="takes more than 10 s of processor time"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
@@ -376,12 +376,12 @@ def test_untrusted_recipe_imports_no_code(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:eval", "pathlib:Path"])
-def test_what_is_no_tracker_is_not_called_even_with_trust(name: str):
+def test_class_that_is_no_tracker_is_never_called(name: str):
     with pytest.raises(UserError, match="is no tracker: a class with the methods start"):
         load_tracker_class(load_recipe_text(untrusted(name), "shared.toml", trust=True), name)
 
 
-def test_train_takes_no_code_without_the_option(tiny_recipe: Path, command_line):
+def test_train_runs_no_custom_code_without_option(tiny_recipe: Path, command_line):
     outcome = command_line("train", tiny_recipe, 'track.to=["os:system"]')
     assert outcome.code == 2 and "add --trust-recipe" in outcome.errors and outcome.errors.count("\n") == 1
 
@@ -443,7 +443,7 @@ def test_an_index_names_no_file_outside_its_directory(tmp_path: Path, place: obj
     "header",
     [DEEP[:1000], '{"w": {"dtype": "F32", "shape": [1000000000000], "data_offsets": [0, 4000000000000]}}', "[]"],
 )
-def test_a_header_that_declares_what_is_not_there_is_one_line(tmp_path: Path, header: str):
+def test_header_with_false_sizes_is_one_error_line(tmp_path: Path, header: str):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(UserError, match=r"model\.safetensors: (cut short|not a safetensors file)"):
@@ -453,7 +453,7 @@ def test_a_header_that_declares_what_is_not_there_is_one_line(tmp_path: Path, he
         TensorFiles(path)
 
 
-def test_a_pickle_runs_nothing(tmp_path: Path):
+def test_pickle_executes_no_code(tmp_path: Path):
     import torch
 
     class Evil:

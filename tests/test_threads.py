@@ -21,7 +21,7 @@ from meshwright.threads import (
 
 
 @pytest.mark.parametrize(("said", "count"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
-def test_omp_num_threads_is_read_as_openmp_reads_it(said, count):
+def test_omp_num_threads_is_parsed_like_openmp(said, count):
     assert read_user_threads({"OMP_NUM_THREADS": said}) == count
     assert read_user_threads({}) is None
 
@@ -40,7 +40,7 @@ def test_an_absurd_omp_num_threads_is_one_line(monkeypatch, command_line):
         build_child_environment(2)
 
 
-def test_the_waiting_policy_is_set_unless_a_person_has_set_one():
+def test_spin_policy_is_set_unless_user_has_set_one():
     environment: dict[str, str] = {}
     prepare_process(environment)
     assert environment == threads.OPENMP_SPIN_POLICY
@@ -88,7 +88,7 @@ def test_a_child_has_the_policy_and_its_threads(monkeypatch):
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
-def test_threads_are_the_cores_shared_out_as_far_as_the_work_keeps_them_busy(monkeypatch):
+def test_threads_share_cores_as_far_as_work_suffices(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     enough = threads.FLOPS_PER_THREAD
     assert [choose_threads(ranks, 16) for ranks in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]

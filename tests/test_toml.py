@@ -21,16 +21,16 @@ TABLES = st.recursive(
 
 
 @given(TABLES)
-def test_what_is_written_reads_back_equal(tables: dict):
+def test_written_toml_parses_back_equal(tables: dict):
     assert tomllib.loads(format_toml(tables)) == tables
 
 
-def test_tables_inside_lists_are_written_in_line():
+def test_tables_inside_lists_are_written_inline():
     tables = {"points": [{"x": 1, "y z": [0.5]}, {}]}
     assert tomllib.loads(format_toml(tables)) == tables
 
 
-def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path):
+def test_file_is_read_with_or_without_byte_order_mark(tmp_path: Path):
     path = tmp_path / "a.toml"
     path.write_bytes(b"\xef\xbb\xbfkey = 1\n")
     assert read_toml(path, "recipe") == {"key": 1}
@@ -57,7 +57,7 @@ def test_binary_files_and_directories_are_refused(tmp_path: Path):
         read_toml(tmp_path, "recipe")
 
 
-def test_a_missing_file_names_the_nearest_one_beside_it(tmp_path: Path):
+def test_missing_file_error_names_nearest_neighbour(tmp_path: Path):
     (tmp_path / "quickstart.toml").touch()
     for wrong in ("quikstart.toml", "quickstart", "quickstart.tml"):
         with pytest.raises(UserError) as caught:

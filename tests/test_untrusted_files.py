@@ -89,7 +89,7 @@ def test_wrong_value_of_a_request_is_shortened(key: str, value: object, said: st
     assert error.startswith(said) and len(error) < 110
 
 
-def test_name_that_no_file_can_have_is_an_error_of_its_request(tmp_path: Path, command_line):
+def test_impossible_file_name_is_error_of_its_request(tmp_path: Path, command_line):
     with pytest.raises(OSError, match="no file has such a name"):
         read_file("a\0b")
     assert "no file has such a name (embedded null byte)" in answer_of(command_line, tmp_path, model="x\0.toml")

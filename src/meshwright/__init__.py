@@ -45,6 +45,7 @@ __all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name from its module on first use (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -53,4 +54,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    """Return the public names too, before they are imported."""
     return sorted({*globals(), *__all__})

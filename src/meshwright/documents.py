@@ -10,14 +10,15 @@ SCHEMA_VERSION = 1
 
 
 def to_json_dict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a result to JSON types, with `"schema": 1` first.
+    """Convert a command's result to a dictionary of JSON types, with `"schema": 1` first.
 
-    Arrays and scalars of numpy and torch become lists and numbers, paths text, numbers that are not finite None.
+    Arrays and scalars of numpy and torch become lists and numbers, paths become text, nan and inf become None.
     """
     return {"schema": SCHEMA_VERSION, **_to_json_types(values)}
 
 
 def _to_json_types(value: Any) -> Any:
+    """Convert a value and everything nested in it to JSON types, as `to_json_dict` says."""
     if isinstance(value, Mapping):
         return {str(key): _to_json_types(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

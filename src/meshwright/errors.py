@@ -1,4 +1,5 @@
-"""Errors, with the exit code that a command then returns. Any other exception is a bug and keeps its traceback."""
+"""Exceptions that Meshwright raises deliberately, with the exit code of a command that ends with one. Any other
+exception is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import warnings
 
 
 class MeshwrightError(Exception):
-    """Base of every error that Meshwright raises deliberately; its text is one line for users."""
+    """Base of every error that Meshwright raises deliberately. The text is one line for users; a command prints it and
+    ends with `exit_code`."""
 
     exit_code = 1
 
 
 class UserError(MeshwrightError):
-    """Mistake in user input; one line with the reason, the location and a correction. Quoted words of 1,000 characters
-    and more are shortened to 200, the whole to 8,000."""
+    """Mistake in the user's input; the text is one line with the reason, the location and a correction. Quoted words of
+    1,000 characters and more are shortened to 200, the whole text to 8,000."""
 
     exit_code = 2
 
@@ -23,28 +25,29 @@ class UserError(MeshwrightError):
 
 
 class ModelWarning(UserWarning):
-    """Warning about config or repository content that is ignored; printed as one line."""
+    """Warning about content of a model's config.json or directory that Meshwright ignores; printed as one line."""
 
 
 def ignore_model_warnings() -> None:
-    """Suppress `ModelWarning` in this rank: its launcher, or rank 0, prints them."""
+    """Suppress `ModelWarning` in this process: the launcher, or rank 0, prints them for all ranks."""
     warnings.simplefilter("ignore", ModelWarning)
 
 
 class CheckFailed(MeshwrightError):
-    """Failure of a requested check."""
+    """Failure of a check: a layout or collective computes something else than its reference, or too many training steps
+    were not finite."""
 
     exit_code = 1
 
 
 class RankLost(MeshwrightError):
-    """Loss of a rank: its process died or stopped answering."""
+    """Loss of a rank of a run: its process died or stopped responding."""
 
     exit_code = 3
 
 
 class RanksDisagree(RankLost):
-    """Ranks make different collective calls: the data that one sends is not what another expects."""
+    """Mismatch of collective calls between ranks: data received from a rank does not belong to this rank's call."""
 
 
 class Terminated(MeshwrightError):
@@ -54,7 +57,7 @@ class Terminated(MeshwrightError):
 
 
 def out_of_memory_message(error: BaseException) -> str | None:
-    """Return a one-line text for a failed allocation in Python, NumPy or torch; None for other exceptions."""
+    """Return a one-line message if the exception is a failed allocation in Python, NumPy or torch; else None."""
     text = " ".join(str(error).split())
     # torch raises a plain RuntimeError for a failed CPU allocation.
     failed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

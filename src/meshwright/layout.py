@@ -1,4 +1,4 @@
-"""Layout notation: parallel axes and their sizes, what is sharded, and the process groups of ranks."""
+"""Layout notation: sizes of the parallel axes, what is sharded, and the process groups of ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,8 @@ GROUPS = (*AXES, "data", "shard", "replica", *EXPERT_GROUPS, "world")
 
 # Field of each numbered part of the notation, in canonical order.
 _FIELD_BY_PART = {
-    "dp": "dp",
-    "zero": "zero",
-    "hs": "hybrid",
-    "tp": "tp",
-    "cp": "cp",
-    "pp": "pp",
-    "mb": "micro_batches",
-    "ep": "ep",
-}
+    "dp": "dp", "zero": "zero", "hs": "hybrid", "tp": "tp", "cp": "cp", "pp": "pp", "mb": "micro_batches", "ep": "ep",
+}  # fmt: skip
 _FIELD_BY_WORD = {"ac": "recompute", "offload": "offload"}
 _EXAMPLES = {
     "dp": "dp2",
@@ -58,13 +51,16 @@ LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parallel layout of a job. Impossible combinations raise `UserError` with the reason.
+    """Parallel layout of a job: sizes and options of the parallel axes. Impossible combinations raise `UserError`.
 
     dp: data-parallel replicas. zero: ZeRO stage over dp x cp (0: nothing sharded, 1: optimizer state, 2: and gradients,
-        3: and parameters). hybrid: ranks in a sharding group, replicated across groups; None: one group. tp: tensor
-        parallel. cp: context parallel. pp: pipeline ranks. micro_batches: a step and pipeline, both directions counted.
-        ep, etp: expert and expert-tensor parallel, over tp x cp x dp.
-    precision None: resolved before the run.
+        3: and parameters). hybrid: ranks in a ZeRO sharding group, replicated across groups (HSDP); None: one group.
+    tp: tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp: context-parallel
+        ranks.
+    pp: pipeline ranks. schedule: pipeline schedule, a name or @FILE. chunks: model chunks on a pipeline rank.
+    micro_batches: per step and pipeline, both directions counted.
+    ep, etp: expert- and expert-tensor-parallel ranks, out of a stage's tp x cp x dp.
+    recompute: activation checkpointing. offload: "cpu", "nvme" or None. precision: None if chosen before the run.
     """
 
     dp: int = 1
@@ -99,7 +95,7 @@ class Layout:
             raise UserError(f"impossible layout: {reason}")
 
     def _find_conflict(self) -> str | None:
-        """Return the reason why no job can have this layout, or None."""
+        """Return the reason, as an error text, why no job can have this layout; None if one can."""
         for part, field in _FIELD_BY_PART.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
                 return f"{part}{getattr(self, field)}: {part} counts from 1"
@@ -120,7 +116,7 @@ class Layout:
         return self._find_hybrid_conflict() or self._find_expert_conflict() or self._find_pipeline_conflict()
 
     def _find_hybrid_conflict(self) -> str | None:
-        """Return the reason why hybrid sharding is impossible, or None."""
+        """Return the reason, as an error text, why hybrid sharding (`hsN`) is impossible, or None."""
         if self.hybrid is None:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
@@ -135,7 +131,7 @@ class Layout:
         return None
 
     def _find_expert_conflict(self) -> str | None:
-        """Return the reason why expert parallelism is impossible, or None."""
+        """Return the reason, as an error text, why expert parallelism (`epN:etpM`) is impossible, or None."""
         if self.etp < 1:
             return f"etp{self.etp}: etp counts from 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
@@ -151,7 +147,7 @@ class Layout:
         return None
 
     def _find_pipeline_conflict(self) -> str | None:
-        """Return the reason why the pipeline schedule is impossible, or None."""
+        """Return the reason, as an error text, why the pipeline schedule is impossible, or None."""
         name = self.schedule
         if self.chunks > MAX_COUNT:
             return f"pp{self.pp}:{name}:{self.chunks}: chunks count to {MAX_COUNT:,} at most"
@@ -187,7 +183,8 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Parse the notation: `dp4 zero1 tp2 pp4:zb-v mb8 bf16`. `UserError` names the unknown or impossible part."""
+        """Parse layout notation such as `dp4 zero1 tp2 pp4:zb-v mb8 bf16`: parts in any order, separated by spaces.
+        `UserError` names the unknown, repeated or impossible part."""
         values: dict[str, object] = {}
         written: dict[str, str] = {}  # field -> part of the notation that set it
         parts = text.split()
@@ -207,7 +204,7 @@ class Layout:
         return layout
 
     def __str__(self) -> str:
-        """Return the canonical notation: parts in fixed order, defaults dropped. `Layout.parse` is its inverse."""
+        """Return the canonical notation, which `Layout.parse` reads back: parts in fixed order, defaults omitted."""
         parts = [f"dp{self.dp}"] if self.dp > 1 else []
         if self.zero:
             parts.append(f"zero{self.zero}")
@@ -232,7 +229,7 @@ class Layout:
         return " ".join(parts) or "dp1"
 
     def _format_schedule(self) -> str:
-        """Format schedule and chunks behind `ppN`; empty for defaults."""
+        """Format schedule and chunks as they follow `ppN`: `:zb-v`, `:interleaved:4`; empty for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -244,11 +241,11 @@ class Layout:
 
     @property
     def expert_parallel(self) -> bool:
-        """True if experts have their own axes; if not, they are split over tp like other weights."""
+        """True if experts have axes of their own (ep, etp); else they are split over tp like other weights."""
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each axis: tp, cp, dp, pp (inner to outer), and on etp and ep."""
+        """Return a rank's coordinate on each axis, by name: "tp", "cp", "dp", "pp" (inner to outer), "etp" and "ep"."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         place, position = rank, {}
         for axis in AXES:
@@ -260,11 +257,12 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
-        tp, cp, dp, pp: ranks that differ in that coordinate only. data: dp x cp. shard: ranks over which ZeRO shards
-            (data, or blocks of N members with hsN). replica: equal positions across sharding groups. ep, etp,
-            expert_data: the ranks of a stage rearranged in blocks of ep x etp, with etp innermost. expert_shard,
-            expert_replica: expert_data split at sharding groups (with all their tp ranks), and equal positions across
-            those. world: all ranks.
+        tp, cp, dp, pp: ranks that differ in that coordinate only. data: in dp and cp only. world: all ranks.
+        shard: ranks over which ZeRO shards: the data group, or with hsN blocks of N of its ranks.
+        replica: ranks at equal positions in the shard groups of a data group.
+        ep, etp, expert_data: axes of a grid that the ranks of a pipeline stage form for experts, etp innermost.
+        expert_shard, expert_replica: as shard and replica, for the experts: blocks of an expert_data group, split where
+            hsN splits, and ranks at equal positions of those blocks.
         """
         if axis in AXES:
             return self._group_ranks(axis)
@@ -295,7 +293,7 @@ class Layout:
         raise ValueError(unknown("group", axis, GROUPS))
 
     def group_size(self, axis: str) -> int:
-        """Return the number of ranks in a group of an axis (see `groups`), without building the groups."""
+        """Return the number of ranks in each group of an axis (see `groups`), without building the groups."""
         if axis in (*AXES, "ep", "etp"):
             return int(getattr(self, axis))
         if axis == "world":
@@ -310,7 +308,7 @@ class Layout:
         return {"expert_data": data, "expert_shard": shard, "expert_replica": data // shard}[axis]
 
     def _group_ranks(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that agree on every coordinate except `axes`."""
+        """Return the groups of ranks that agree in every coordinate except `axes`, in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
@@ -319,7 +317,7 @@ class Layout:
         return [tuple(group) for group in groups.values()]
 
     def refuse_unbuilt(self) -> None:
-        """Raise `UserError` for a part that is valid but that this version of Meshwright cannot run."""
+        """Raise `UserError` if the layout, though valid, has a part that this version of Meshwright cannot run."""
         schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
@@ -333,17 +331,17 @@ class Layout:
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:
-        """Return a copy with some fields replaced, validated like any other layout."""
+        """Return a copy with the fields in `changes` replaced, validated like any other layout."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
 def _split_blocks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Split ranks into blocks of `size`."""
+    """Split ranks into consecutive blocks of `size` ranks; the last may be shorter."""
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
 def _parse_part(part: str) -> dict[str, object]:
-    """Return the fields that one part of the notation sets."""
+    """Return the `Layout` fields that one part of the notation sets: {"pp": 4, "schedule": "zb-v"} for `pp4:zb-v`."""
     if part in PRECISIONS:
         return {"precision": part}
     match = re.fullmatch(r"([A-Za-z]+)([^:]*)(?::(.*))?", part)
@@ -361,7 +359,8 @@ def _parse_part(part: str) -> dict[str, object]:
 
 
 def _parse_count(part: str, name: str, digits: str) -> int:
-    """Parse the number of a part, of any length. `UserError` above `MAX_COUNT`."""
+    """Parse the decimal digits of a part. part, name: the whole part and its letters, for the error. `UserError` above
+    `MAX_COUNT`."""
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
@@ -371,7 +370,8 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Parse the options after the colon of tp, cp, ep and pp."""
+    """Return the `Layout` fields set by the text after a part's colon (`ulysses` in `cp2:ulysses`); {} for None. name:
+    the part's letters."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":
@@ -388,7 +388,7 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the message for an unknown part, with the nearest known one."""
+    """Return the error text for an unknown part, with the nearest known one. name, number: its letters and the rest."""
     flags = [f"{word}:" for word in _FIELD_BY_WORD]
     close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags])
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):

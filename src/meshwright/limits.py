@@ -1,8 +1,4 @@
-"""Largest accepted sizes in files and on command lines, in one table.
-
-Every size is checked before anything is allocated or iterated, so that an invalid number costs one line of error. Each
-limit is far above published values; its reason is part of the table.
-"""
+"""Largest accepted sizes in files and on command lines, in one table."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Largest accepted value of a size, and the reason for it."""
+    """Largest accepted value of a size, `most`, and the reason for it as text for the error message."""
 
     most: int
     reason: str
@@ -66,13 +62,13 @@ LIMITS: dict[str, Limit] = {
 
 
 def limit_of(name: str) -> int:
-    """Return the limit of a size, by its name in `LIMITS`."""
+    """Return the largest accepted value of a size, by its name in `LIMITS`, such as "layers"."""
     return LIMITS[name].most
 
 
 def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
-    """Return the error text if `value` exceeds LIMITS[name], such as "layers 1000000000 is too large: at most 1,024
-    (...)"; else None. called: name used in the text."""
+    """Return an error text if `value` is a number above the limit `name` of `LIMITS`, such as "layers 1000000000 is too
+    large: at most 1,024 (...)"; else None. called: name of the value in the text, `name` by default."""
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None
@@ -81,12 +77,13 @@ def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
 
 
 def shorten_repr(value: object, width: int = 60) -> str:
-    """Return the `repr` of a wrong value for an error message, shortened to about `width` characters."""
+    """Return the `repr` of a wrong value for an error message, shortened to about `width` characters; a huge integer is
+    replaced by its number of digits."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
     return shorten(repr(value), width)
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Shorten text to `width` characters; the last three are then dots."""
+    """Cut text to at most `width` characters, the last three of which are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,4 +1,4 @@
-"""All names that users may write (schedules, algorithms, families ...), and the error message for an unknown one."""
+"""Names that users may write (schedules, algorithms, model families ...), and the error message for an unknown one."""
 
 from __future__ import annotations
 
@@ -105,15 +105,15 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to a mistyped word, or None."""
+    """Return the most similar of the `known` names to a mistyped word, ignoring case; None if none is similar."""
     by_lower_case = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)
     return by_lower_case[matches[0]] if matches else None
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
-    sgd)`."""
+    """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
+    sgd)`. kind: what it should name ("optimizer")."""
     known = list(known)
     close = nearest(word, known)
     suggestion = f'; did you mean "{close}"?' if close else ""
@@ -121,8 +121,8 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> str:
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:
-    """Raise `UserError` for the first keyword that `function` does not take: neither a parameter nor in `options`, the
-    `TypedDict` of its `**` parameter."""
+    """Raise `UserError` for the first name in `given` that is not a keyword argument of `function`: neither a parameter
+    nor a key of `options`, the `TypedDict` that types its `**` parameter."""
     parameters = signature(function).parameters.values()
     known = [*(each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD), *options.__annotations__]
     for name in given:

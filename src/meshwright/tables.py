@@ -1,4 +1,5 @@
-"""Typed tables of user-written files: validated by pydantic, each mistake reported in one line of our own wording."""
+"""Typed tables of TOML files that users write: validated by pydantic, each mistake reported in one line of our own
+wording."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from meshwright.toml import format_toml_value, parse_toml
 
 
 class Table(BaseModel):
-    """Base of typed tables. Values are not converted (a number in quotes is an error); nan and inf are rejected."""
+    """Base class of typed TOML tables. Values are not converted (a number in quotes is an error); unknown keys, nan and
+    inf are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def at_most(name: str) -> AfterValidator:
-    """Return a pydantic validator for the upper limit `name` in `limits.LIMITS`."""
+    """Return a pydantic validator that rejects a number above the limit `name` of `limits.LIMITS`."""
 
     def check(value: float) -> float:
         if problem := limit_error(name, value, ""):
@@ -38,7 +40,7 @@ def at_most(name: str) -> AfterValidator:
 
 @dataclass(frozen=True)
 class Size(GroupedMetadata):
-    """Pydantic constraint: at least `ge`, at most the limit `name` in `limits.LIMITS`."""
+    """Pydantic constraint on an integer: at least `ge`, at most the limit `name` of `limits.LIMITS`."""
 
     name: str
     ge: int = 1
@@ -57,7 +59,8 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Return a pydantic validator for a string that must be one of the known names."""
+    """Return a pydantic validator that rejects strings other than the `known` names. kind: what they name
+    ("optimizer"), for the error."""
 
     def check(word: str) -> str:
         if word not in known:
@@ -68,8 +71,8 @@ def named(kind: str, known: Sequence[str]) -> AfterValidator:
 
 
 def match_pattern(pattern: str, meaning: str) -> AfterValidator:
-    """Return a pydantic validator for a string that must match a regular expression. meaning: its description in
-    errors."""
+    """Return a pydantic validator that rejects strings that do not match the regular expression `pattern` as a whole.
+    meaning: description of valid strings for the error."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -84,32 +87,39 @@ Root = TypeVar("Root", bound=Table)
 
 @dataclass(frozen=True)
 class Schema(Generic[Root]):
-    """Root table of a file format, with its known keys and the error messages for wrong use."""
+    """Schema of a TOML file format: its root table, known keys, and error messages for mistakes.
+
+    root: class of the root table. elsewhere: name of a key in other programs -> dotted key here, for suggestions.
+    """
 
     root: type[Root]
     elsewhere: Mapping[str, str]  # other programs' name of a key -> our dotted key
 
     @cached_property
     def keys(self) -> dict[str, FieldInfo]:
-        """Every dotted key, tables included, in the order of definition."""
+        """Pydantic field of every dotted key, such as `train.steps`, tables included, in the order of definition."""
         return _list_keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate tables and return the typed root. Raises `UserError` for the first mistake, located by
-        `where(key)`."""
+        """Validate parsed TOML and return it as the typed root table.
+
+        Raises `UserError` for the first mistake. where: returns the location of a dotted key for the message, such as
+        file and line.
+        """
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:
             problems = error.errors(include_url=False)
         # A mistyped key is also reported as missing: prefer the message about the typo.
         problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
-        key = self._key(problem)
-        others = len({self._key(problem) for problem in problems} - {key})
+        key = self._find_key(problem)
+        others = len({self._find_key(problem) for problem in problems} - {key})
         more = f" (and {others} more key{'s' if others > 1 else ''} to mend)" if others else ""
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
-        """Apply an override such as `train.steps=100` to `tables`; returns its dotted key. A bare word is a string."""
+        """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return its dotted key. A
+        bare word is a string."""
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise UserError(f'override "{text}": an override is written table.key=value, as in train.steps=100')
@@ -122,7 +132,8 @@ class Schema(Generic[Root]):
         return key
 
     def parse_override_value(self, key: str, text: str) -> Any:
-        """Parse the value of an override as TOML, or as text where it is a bare word or the key takes text."""
+        """Parse the value of an override of `key` as TOML; return the text itself if it is a bare word or the key takes
+        strings."""
         try:
             value = parse_toml(f"value = {text}", key)["value"]
         except UserError:
@@ -130,8 +141,8 @@ class Schema(Generic[Root]):
         takes_text = key in self.keys and str in _list_plain_types(self.keys[key].annotation)
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
 
-    def _key(self, problem: Any) -> str:
-        """Return the dotted key of a pydantic error, without the union member that its path may end with."""
+    def _find_key(self, problem: Any) -> str:
+        """Return the dotted key that a pydantic error is about, without indices and union members below it."""
         key = ""
         for part in problem["loc"]:
             if key in self.keys and not is_table(self.keys[key].annotation):
@@ -140,21 +151,22 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of a message: key and reason; in a list of tables, also the table's number and its key."""
-        rows = _find_row_table(self.keys[key].annotation) if key in self.keys else None
+        """Return the parts of the message for a pydantic error: key and reason; in a list of tables: key and number of
+        the table, key inside it, reason."""
+        rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
             return [key, self._explain_problem(key, problem)]
         place = problem["loc"].index(inside[0])
         inner, there = Schema(rows, {}), {**problem, "loc": problem["loc"][place + 1 :]}
-        name = inner._key(there)
+        name = inner._find_key(there)
         said = (
             inner._explain_problem(name, there) if name else f"should be a table, not {_format_value(problem['input'])}"
         )
         return [f"{key} number {inside[0] + 1}", name, said]
 
     def _explain_problem(self, key: str, problem: Any) -> str:
-        """Return the reason why a key's value is invalid."""
+        """Return the reason, as text, why pydantic rejected a key's value."""
         if problem["type"] == "extra_forbidden":
             return self._describe_unknown_key(key, is_table=isinstance(problem["input"], Mapping))
         if problem["type"] == "value_error":
@@ -168,7 +180,7 @@ class Schema(Generic[Root]):
         return f"should be {_describe_type(field.annotation, field.metadata)}, not {_format_value(problem['input'])}"
 
     def _describe_unknown_key(self, key: str, is_table: bool) -> str:
-        """Return the message for an unknown key or table, with the nearest known one."""
+        """Return the message for an unknown dotted key, with the nearest known one. is_table: its value is a table."""
         table, _, name = key.rpartition(".")
         inside = [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
         suggestion = nearest(name, inside)
@@ -184,23 +196,24 @@ class Schema(Generic[Root]):
 
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return True if a type annotation is a table."""
+    """Return True if a type annotation is a class of TOML tables (a pydantic model)."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _find_row_table(kind: Any) -> type[Any] | None:
-    """Return the table type of a list of tables, or None."""
+def _find_list_item_table(kind: Any) -> type[Any] | None:
+    """Return the table class T if a type annotation is `list[T]`, also inside Annotated or a union; else None."""
     if get_origin(kind) is Annotated:
-        return _find_row_table(get_args(kind)[0])
+        return _find_list_item_table(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
-        return next(filter(None, map(_find_row_table, get_args(kind))), None)
+        return next(filter(None, map(_find_list_item_table, get_args(kind))), None)
     if get_origin(kind) is list and is_table(get_args(kind)[0]):
         return get_args(kind)[0]  # type: ignore[no-any-return]
     return None
 
 
 def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
-    """Return dotted key -> field, for a table and its inner tables."""
+    """Return dotted key -> pydantic field for all keys of a table class and its inner tables. prefix: start of each
+    key, such as `train.`."""
     keys: dict[str, FieldInfo] = {}
     for name, field in table.model_fields.items():
         key = prefix + (field.alias or name)
@@ -211,7 +224,8 @@ def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
 
 
 def _list_plain_types(kind: Any) -> list[Any]:
-    """List the types that a (possibly annotated) union accepts."""
+    """Return the types that a value with this annotation may have, without Annotated and type arguments: [str,
+    NoneType] for `Name | None`."""
     if get_origin(kind) is Annotated:
         return _list_plain_types(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -220,7 +234,8 @@ def _list_plain_types(kind: Any) -> list[Any]:
 
 
 def _describe_type(kind: Any, limits: Sequence[Any]) -> str:
-    """Describe the valid values of a type: "a whole number, at least 1"."""
+    """Describe the valid values of a type annotation in words: "a whole number, at least 1". limits: its pydantic
+    constraints."""
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         return _describe_type(kind, [*limits, *(limit for item in more for limit in getattr(item, "metadata", [item]))])
@@ -240,7 +255,7 @@ def _describe_type(kind: Any, limits: Sequence[Any]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Format a wrong value as the user wrote it."""
+    """Format a wrong value for an error message as it is written in TOML; "a table" for a table."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, (str, float, list, bool)):

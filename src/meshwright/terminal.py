@@ -1,4 +1,4 @@
-"""Text for terminals: control characters are escaped, tables are rendered as lines."""
+"""Text for terminals: escaping of control characters, and rendering of rich tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def escape_control_characters(text: str) -> str:
-    """Escape characters that could control a terminal; user documents may contain any."""
+    """Replace characters that could control a terminal by Python escape sequences, tabs by spaces; newlines are kept.
+    Text from user documents may contain any."""
     return "".join(
         character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
         for character in text.expandtabs(4)
@@ -21,12 +22,13 @@ def escape_on_terminal(text: str) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text, which may quote untrusted files, on standard error without buffering."""
+    """Print text, which may quote untrusted files, on standard error at once, with control characters escaped."""
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:
-    """Render rich tables as text for standard output: coloured on a terminal, else `width` characters wide."""
+    """Render rich tables and texts as one string for standard output: coloured if that is a terminal, else without
+    colour, `width` characters wide."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""OpenMP threads of a process: their number, and how long they spin at barriers. Torch-free.
+"""OpenMP threads of a process: how many, and how long they spin at barriers. Torch-free.
 
 Torch's CPU wheels use libgomp, which reads its settings once, when it is loaded: call `prepare_process` before the
 first import of torch, and `build_child_environment` before starting a process that will import it.
@@ -30,9 +30,10 @@ thread busy: with fewer a thread, another thread costs as much as it saves (benc
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set the spin policy of this process's threads before torch is loaded, unless the user has set one.
+    """Set OpenMP's spin policy for this process, unless the user has set one. Call it before torch is imported.
 
-    Raises `UserError` for an OMP_NUM_THREADS above the limit of `meshwright.limits`.
+    environment: changed in place; default os.environ. Raises `UserError` for an OMP_NUM_THREADS above the limit of
+        `meshwright.limits`.
     """
     environment = os.environ if environment is None else environment
     read_user_threads(environment)
@@ -41,8 +42,8 @@ def prepare_process(environment: MutableMapping[str, str] | None = None) -> None
 
 
 def build_child_environment(threads: int | None = None) -> dict[str, str]:
-    """Return the environment of a process that will load torch with `threads` threads (None: inherited). Raises as
-    `prepare_process`."""
+    """Return the environment variables for a child process that will import torch with `threads` OpenMP threads (None:
+    as inherited). Raises as `prepare_process`."""
     environment = dict(os.environ)
     prepare_process(environment)
     if threads is not None:
@@ -51,8 +52,8 @@ def build_child_environment(threads: int | None = None) -> dict[str, str]:
 
 
 def read_user_threads(environment: Mapping[str, str] | None = None) -> int | None:
-    """Return the user's OMP_NUM_THREADS, or None. torchrun's own default of 1 does not count. `UserError` above the
-    limit."""
+    """Return the thread count in OMP_NUM_THREADS; None if it is not set, not a positive number, or torchrun's default
+    of 1. Raises `UserError` above the limit of `meshwright.limits`. environment: default os.environ."""
     environment = os.environ if environment is None else environment
     first = (
         environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -65,14 +66,15 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 
 
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if OMP_NUM_THREADS is the user's choice, not set by `build_child_environment`."""
+    """Return True if OMP_NUM_THREADS is set, and not by `build_child_environment` of a parent process."""
     environment = os.environ if environment is None else environment
     said = read_user_threads(environment)
     return said is not None and environment.get(THREADS_VARIABLE) != str(said)
 
 
 def count_available_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by a container's quota."""
+    """Return the number of cores that this process may use: those of its CPU affinity, limited by a container's CPU
+    quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -82,10 +84,10 @@ def count_available_cores() -> int:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Return the threads of each of `ranks` ranks on this machine.
+    """Return the number of OpenMP threads for each of `ranks` ranks on this machine.
 
-    OMP_NUM_THREADS if the user has set it; else an equal share of `cores` (default: those available), but no more than
-    the work keeps busy.
+    OMP_NUM_THREADS if it is set; else an equal share of `cores` (default: those available), but no more than the work
+    keeps busy (`FLOPS_PER_THREAD`).
     layer_flops: model FLOPs of one layer with its share of the LM head's, forward and backward of a micro-batch on one
         rank; None if unknown.
     """

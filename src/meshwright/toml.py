@@ -1,4 +1,4 @@
-"""TOML files: reading with errors that name file and line, and formatting that reads back equal."""
+"""TOML files: reading with errors that name file and line, and formatting that parses back to equal values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshwright.untrusted import check_nesting, read_file
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Read a TOML file into tables. kind: what it should be ("recipe"), for errors. Raises `UserError` if it is not
-    valid."""
+    """Read a TOML file into nested dictionaries. kind: what the file should be ("recipe"), for errors. Raises
+    `UserError` if it is missing, unreadable or invalid."""
     try:
         text = read_file(path, "recipe_bytes", pipe=True).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -31,7 +31,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML text into tables; `UserError` has `where` and the line."""
+    """Parse TOML text into nested dictionaries. Raises `UserError` that names `where` (the file) and the line."""
     try:
         tables = tomllib.loads(text)
         check_nesting(tables)
@@ -49,7 +49,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _describe_missing_file(path: Path, kind: str) -> str:
-    """Return the message for a missing file, with the nearest existing name."""
+    """Return the error text for a missing file, with the nearest name in its directory. kind: what it should be."""
     if not path.parent.is_dir():
         return f"no such {kind}: {path} (there is no directory {path.parent})"
     files = [file.name for file in path.parent.iterdir() if file.suffix == ".toml"]
@@ -58,14 +58,16 @@ def _describe_missing_file(path: Path, kind: str) -> str:
 
 
 def format_toml(tables: Mapping[str, Any]) -> str:
-    """Format tables as TOML. Values: strings, booleans, numbers, lists and dictionaries of these; not None."""
+    """Format nested dictionaries as TOML text. Values: strings, booleans, numbers, lists and dictionaries of these; not
+    None."""
     lines: list[str] = []
     _append_table(tables, "", lines)
     return "\n".join(lines) + "\n"
 
 
 def _append_table(table: Mapping[str, Any], name: str, lines: list[str]) -> None:
-    """Append the lines of a table and its inner tables."""
+    """Append the lines of a table and its inner tables to `lines`. name: dotted name of the table, empty for the
+    root."""
     values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     if name and (values or not table):
         lines.extend([""] * bool(lines) + [f"[{name}]"])
@@ -76,12 +78,12 @@ def _append_table(table: Mapping[str, Any], name: str, lines: list[str]) -> None
 
 
 def _format_key(key: str) -> str:
-    """Format a key, quoted if necessary."""
+    """Format one key of a table, in quotes if necessary."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else format_toml_value(key)
 
 
 def format_toml_value(value: Any) -> str:
-    """Format one value as TOML."""
+    """Format one value on one line as TOML; dictionaries become inline tables."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are a subset of TOML's
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Reading of untrusted files: bounded size and nesting, and only the documented errors."""
+"""Reading of untrusted files, with limits on size and nesting; raises only the documented errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 
 def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
-    """Read a file of at most `limits.limit_of(limit)` bytes.
+    """Read a file of at most `limits.limit_of(limit)` bytes and return its content.
 
-    pipe: accept a FIFO, such as the shell's `<(...)`. Raises OSError if the file cannot be read, is larger, or is a
-        device, which may never end.
+    pipe: accept a FIFO too, such as the shell's `<(...)`. Raises OSError if the file cannot be read, is larger, or is a
+        device, which may be endless.
     """
     largest = limit_of(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
@@ -40,7 +40,7 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
 
 
 def _read_at_most(file: IO[bytes], count: int) -> bytes:
-    """Read up to `count` bytes in parts; `file.read(count)` would allocate all of them for a small file too."""
+    """Read up to `count` bytes, 1 MiB at a time: `file.read(count)` would allocate all of them for a small file too."""
     parts: list[bytes] = []
     while count and (part := file.read(min(count, 1 << 20))):
         parts.append(part)
@@ -49,9 +49,9 @@ def _read_at_most(file: IO[bytes], count: int) -> bytes:
 
 
 def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
-    """Parse JSON text. Raises ValueError, and nothing else, for invalid JSON or too deep nesting.
+    """Parse JSON text (bytes: UTF-8). Raises ValueError, and nothing else, if it is invalid or nested too deeply.
 
-    object_pairs_hook: as in `json.loads`; its exceptions are passed on.
+    object_pairs_hook: as in `json.loads`; exceptions that it raises are passed on.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -59,18 +59,19 @@ def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | Non
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8 text") from None
     except RecursionError:
-        raise ValueError(_too_deep()) from None
+        raise ValueError(_format_nesting_error()) from None
     check_nesting(value)
     return value
 
 
 def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:
-    """Read and parse a JSON file. Raises OSError as `read_file`, ValueError as `parse_json`."""
+    """Read and parse a JSON file of at most `limits.limit_of(limit)` bytes. Raises OSError as `read_file`, ValueError
+    as `parse_json`."""
     return parse_json(read_file(path, limit), object_pairs_hook)
 
 
 def check_nesting(value: Any) -> None:
-    """Raise ValueError if lists and dictionaries are nested deeper than the limit."""
+    """Raise ValueError if lists and dictionaries in a parsed value are nested deeper than the limit "nesting"."""
     level = [value]
     for _ in range(limit_of("nesting")):
         level = [
@@ -82,9 +83,9 @@ def check_nesting(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(_too_deep())
+    raise ValueError(_format_nesting_error())
 
 
-def _too_deep() -> str:
-    """Return the message for too deep nesting."""
+def _format_nesting_error() -> str:
+    """Return the error message for lists and objects that are nested too deeply."""
     return f"nested deeper than {limit_of('nesting')} levels"

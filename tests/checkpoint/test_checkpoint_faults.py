@@ -146,7 +146,7 @@ def test_kill_during_replacement_restores_old_checkpoint(saved, tmp_path):
     assert resumed_step(directory) == (200, [])
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_the_field(saved):
+def test_checkpoint_of_another_model_is_refused_naming_the_field(saved):
     other = cases.tiny("llama", layers=4)
     pieces = cases.empty_like(cases.state_pieces(other, 0, 1))
     with pytest.raises(UserError, match=r"step-000200 holds a model with layers = 3, the recipe says 4"):

@@ -50,7 +50,7 @@ def test_weights_are_saved_in_the_dtype_asked_for(tmp_path):
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_large_model_is_cut_into_files_with_an_index(tmp_path):
+def test_large_model_is_sharded_into_files_with_index(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = tiny("llama")
     path = save(tmp_path, config, shard_bytes=40_000)
@@ -126,7 +126,7 @@ def test_hashing_is_distributed_without_repetition(tmp_path):
     assert max(work) < 2 * min(work)
 
 
-def test_a_file_is_hashed_as_a_whole_and_by_blocks(tmp_path, monkeypatch):
+def test_file_is_hashed_whole_and_by_block(tmp_path, monkeypatch):
     import hashlib
 
     from meshwright.checkpoint import manifest

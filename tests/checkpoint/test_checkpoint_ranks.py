@@ -31,7 +31,7 @@ def files_of(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_checkpoint_of_two_ranks_loads_on_one_three_and_four(two, three, tmp_path, family):
+def test_two_rank_checkpoint_loads_on_one_three_four_ranks(two, three, tmp_path, family):
     config = cases.tiny(family)
     options = {"dtype": "bfloat16", "shard_bytes": 30_000}
     assert two.run(cases.save_on_ranks, str(tmp_path), config, [4], options) == [[None], [None]]
@@ -47,7 +47,7 @@ def test_checkpoint_of_two_ranks_loads_on_one_three_and_four(two, three, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_model_file_does_not_depend_on_how_many_ranks_wrote_it(two, three, tmp_path, family):
+def test_model_file_is_independent_of_number_of_writing_ranks(two, three, tmp_path, family):
     config = cases.tiny(family)
     for name, ranks in (("two", two), ("three", three)):
         ranks.run(cases.save_on_ranks, str(tmp_path / name), config, [4], {})
@@ -67,7 +67,7 @@ def test_equal_runs_leave_equal_directories(two, tmp_path):
     assert a == b and len(a) == 8
 
 
-def test_bit_flip_found_by_one_rank_makes_all_use_older_checkpoint(two, three, tmp_path):
+def test_bit_flip_on_one_rank_selects_older_checkpoint_everywhere(two, three, tmp_path):
     config = cases.tiny("llama")
     two.run(cases.save_on_ranks, str(tmp_path), config, [1, 2], {})
     cases.flip_bit(tmp_path / "step-000002/training/rank-00001-of-00002.safetensors", 0.9)

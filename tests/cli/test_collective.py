@@ -75,7 +75,7 @@ def test_the_topology_lends_its_shape(asked):
     assert nodes["groups"] == 8
 
 
-def test_auto_ranks_all_and_says_why_and_where_it_changes(asked):
+def test_auto_ranks_all_algorithms_with_reasons_and_crossovers(asked):
     answer = asked("all-reduce", "auto", "--ranks", "8", "--bytes", "1KiB", "--topology", "nodes:2x4")
     first, *others = answer["ranking"]
     assert first["algorithm"] == answer["algorithm"] and first["seconds"] == answer["seconds"]
@@ -98,7 +98,7 @@ def test_a_program_from_a_file_is_checked_and_timed(asked, tmp_path: Path):
         }
 
 
-def test_a_program_that_does_not_hold_is_exit_1_with_rank_step_and_reason(command_line, tmp_path: Path):
+def test_invalid_program_exits_1_with_rank_and_step(command_line, tmp_path: Path):
     text = format_collective(generate("all-reduce", "ring", 4))
     lines = text.splitlines()
     spoiled = next(number for number, line in enumerate(lines) if "reduce data" in line)
@@ -121,12 +121,12 @@ def test_people_get_a_report(command_line):
     assert max(map(len, lines)) < 400 and not any(line != line.rstrip() for line in lines)
 
 
-def test_text_prints_what_moves_round_by_round(command_line):
+def test_text_prints_transfers_round_by_round(command_line):
     outcome = command_line("collective", "all-reduce", "ring", "--ranks", "3", "--bytes", "12", "--text")
     assert "0 → 1 adds data[2]   1 → 2 adds data[0]" in outcome.output and "round 1 of 4" in outcome.output
 
 
-def test_pages_and_pictures_stand_alone(asked, tmp_path: Path):
+def test_pages_and_pictures_are_self_contained(asked, tmp_path: Path):
     answer = asked(
         *("all-reduce", "auto", "--ranks", "4", "--bytes", "1MiB"),
         *("--svg", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")),
@@ -138,7 +138,7 @@ def test_pages_and_pictures_stand_alone(asked, tmp_path: Path):
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_a_page_of_a_program_too_large_to_draw_says_so(asked, tmp_path: Path):
+def test_page_of_undrawably_large_program_says_so(asked, tmp_path: Path):
     asked("scatter", "linear", "--ranks", "17", "--bytes", "1MiB", "--html", str(tmp_path / "a.html"))
     assert "The buffers are not drawn" in (tmp_path / "a.html").read_text()
 
@@ -186,7 +186,7 @@ def test_a_mistake_is_one_line_and_exit_2(command_line, words: str, said: str):
 
 
 @pytest.mark.parametrize("option", [("--ranks", "4"), ("--root", "1"), ("--segments", "2"), ("--reduction", "mean")])
-def test_what_a_file_says_itself_is_not_said_otherwise(command_line, tmp_path: Path, option: tuple[str, str]):
+def test_options_that_contradict_program_file_are_refused(command_line, tmp_path: Path, option: tuple[str, str]):
     (tmp_path / "b.txt").write_text(format_collective(generate("broadcast", "binomial-tree", 5)))
     outcome = command_line("collective", "broadcast", f"@{tmp_path / 'b.txt'}", "--bytes", "4", *option)
     assert outcome.code == 2 and option[0] in outcome.errors
@@ -200,7 +200,7 @@ def test_run_measures_on_processes_and_compares(asked):
     assert answer["bytes_sent"] == [65536.0, 65536.0]
 
 
-def test_help_loads_nothing_heavy_and_the_answer_no_torch():
+def test_collective_help_and_result_import_no_torch():
     program = """
 import sys
 from meshwright.cli.main import main

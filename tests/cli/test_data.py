@@ -32,7 +32,7 @@ def recipe(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tiny_recipe
 
 
-def test_prepare_answers_with_one_document_and_tells_its_progress_aside(command_line, recipe: Path):
+def test_prepare_prints_one_document_and_progress_on_standard_error(command_line, recipe: Path):
     outcome = command_line("data", "prepare", recipe, "data.sequence=16", "--json")
     assert outcome.code == 0, outcome.errors
     answer = json.loads(outcome.output)
@@ -45,7 +45,7 @@ def test_prepare_answers_with_one_document_and_tells_its_progress_aside(command_
     assert json.loads(again.output) == answer and again.errors == ""
 
 
-def test_prepare_mends_what_is_damaged(command_line, recipe: Path):
+def test_prepare_repairs_damaged_files(command_line, recipe: Path):
     answer = json.loads(command_line("data", "prepare", recipe, "--json").output)
     shard = Path(answer["directory"]) / "train" / "00000.tokens.bin"
     contents = bytearray(shard.read_bytes())
@@ -65,13 +65,13 @@ def test_show_draws_rows_with_their_documents_and_masked_targets(command_line, r
     assert "\x1b" not in outcome.output and "document \\x1b[1m" in outcome.output
 
 
-def test_show_counts_what_was_masked(command_line, recipe: Path):
+def test_show_counts_masked_text(command_line, recipe: Path):
     outcome = command_line("data", "show", recipe, "--rows", "0", 'data.clean.mask=["email"]')
     assert outcome.code == 0, outcome.errors
     assert re.search(r"masked email +0\n", outcome.output)
 
 
-def test_what_is_masked_is_masked_in_what_training_reads(command_line, recipe: Path, tmp_path: Path):
+def test_masked_text_is_masked_in_training_samples(command_line, recipe: Path, tmp_path: Path):
     for path in (tmp_path / "texts").iterdir():
         path.write_text(f"{path.read_text()}write to {path.stem}@example.org\n")
     outcome = command_line("data", "prepare", recipe, 'data.clean.mask=["email"]', "--json")
@@ -94,7 +94,7 @@ def test_report_writes_one_page_about_the_cleaning(command_line, recipe: Path, t
     assert outcome.code == 2 and "cannot write" in outcome.errors.splitlines()[-1]
 
 
-def test_what_show_draws_is_what_training_reads(command_line, recipe: Path):
+def test_show_prints_samples_that_training_reads(command_line, recipe: Path):
     answer = json.loads(command_line("data", "show", recipe, "--rows", "4", "data.sequence=100", "--json").output)
     assert len(answer["rows"]) == 4
     for row in answer["rows"]:
@@ -131,7 +131,7 @@ def test_a_mistake_is_one_line_and_exit_2(command_line, recipe: Path, override: 
     assert line.startswith("meshwright: error: ") and said in line
 
 
-def test_help_shows_an_example_and_loads_nothing_heavy():
+def test_help_shows_example_without_heavy_imports():
     program = """
 import sys
 from meshwright.cli.main import main

@@ -71,7 +71,7 @@ def test_records_are_labelled_exported_imported_and_reported(command_line, chats
     assert answer["groups"]["all"]["refusals"]["answered"] == 1 and answer["target"]["directive"] == 0.5
 
 
-def test_new_instructions_are_made_and_a_second_run_asks_nothing(command_line, chats: Path):
+def test_vary_writes_new_instructions_and_second_run_requests_none(command_line, chats: Path):
     for method, model, made in (("self-instruct", self_instruct_model, 5), ("evol-instruct", evolving, 12)):
         with served(model) as server:
             arguments = [
@@ -106,9 +106,7 @@ def test_new_instructions_are_made_and_a_second_run_asks_nothing(command_line, c
             assert again["usage"]["sent"] == 0 and again["records"] == first["records"]
 
 
-def test_the_key_is_sent_and_stands_in_no_file_and_no_output(
-    command_line, chats: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_api_key_is_sent_and_never_written_or_printed(command_line, chats: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "sk-sesame")
     with served(lambda body, number: json.dumps(GOOD)) as server:
         told = command_line(
@@ -155,7 +153,7 @@ SERVER = ("--url", "http://127.0.0.1:1/v1", "--model", "m", "--tries", "1")
         (("label", "chats.jsonl", "--model", "m", "--output", "x"), "--url is missing"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2_and_nothing_is_written(command_line, chats: Path, arguments, said: str):
+def test_user_mistake_is_one_line_exit_2_without_output(command_line, chats: Path, arguments, said: str):
     before = chats.read_bytes()
     told = command_line("data", *arguments)
     assert (told.code, told.output) == (2, "")

@@ -12,7 +12,7 @@ def cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_it_answers_people_and_programs_alike(command_line, shared_data, tmp_path, cached):
+def test_evaluate_prints_text_or_one_json_document(command_line, shared_data, tmp_path, cached):
     model, text = shared_data / "stories260k", tmp_path / "story.txt"
     text.write_text((shared_data / "stories260k/greedy_200_tokens.txt").read_text())
     outcome = command_line("evaluate", model, "--data", text, "--json")

@@ -40,7 +40,7 @@ def test_json_is_one_document_with_the_promised_keys(command_line: Callable[...,
     assert (stories / "greedy_200_tokens.txt").read_text().startswith(PROMPT + document["text"])
 
 
-def test_a_prompt_comes_from_standard_input_too(
+def test_prompt_is_read_from_standard_input(
     command_line: Callable[..., Any], stories: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One end of line is the shell's; what else is there, a second one too, is the prompt's."""
@@ -68,7 +68,7 @@ def test_a_question_is_put_through_the_chat_template(command_line: Callable[...,
     assert plain.output == f"Once upon a time, there </s> was{answer.output}"
 
 
-def test_a_template_that_writes_nothing_is_refused(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
+def test_chat_template_with_empty_output_is_refused(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(stories, model, copy_function=shutil.copyfile)
     for template, word in (
@@ -111,14 +111,16 @@ def test_a_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it is there")
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_device_that_is_not_there_is_one_line(command_line: Callable[..., Any], stories: Path, command: str):
+def test_missing_device_is_one_error_line(command_line: Callable[..., Any], stories: Path, command: str):
     given = ("--prompt", "x") if command == "generate" else ("--data", stories / "greedy_200_tokens.txt")
     outcome = command_line(command, stories, *given, "--device", "cuda")
     assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1)
     assert 'device "cuda": this machine has no CUDA device' in outcome.errors
 
 
-def test_what_is_no_checkpoint_is_one_line(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
+def test_directory_without_checkpoint_is_one_error_line(
+    command_line: Callable[..., Any], stories: Path, tmp_path: Path
+):
     for path, word in ((tmp_path / "none", "no such directory"), (tmp_path, "no checkpoint in it")):
         outcome = command_line("generate", path, "--prompt", "x")
         assert (outcome.code, outcome.errors.count("\n")) == (2, 1)

@@ -33,7 +33,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("arguments", PATHS.values(), ids=PATHS)
-def test_an_argument_that_is_not_utf8_is_refused_by_every_command(
+def test_non_utf8_argument_is_refused_by_every_command(
     arguments: list[str], tiny_recipe: Path, command_line: Callable[..., Outcome]
 ):
     outcome = command_line(*(each.format(recipe=tiny_recipe) for each in arguments))
@@ -66,7 +66,7 @@ LAYOUTS = {
         ("tp999999 dp999999", "= 999,998,000,001 ranks: at most 1,048,576"),
     ],
 )
-def test_a_count_without_bound_is_refused_by_every_command_with_the_limit(
+def test_unbounded_count_is_refused_by_every_command_with_limit(
     command: str, layout: str, said: str, tiny_recipe: Path, shared_data: Path, command_line: Callable[..., Outcome]
 ):
     filled = [

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright import __version__
 from meshwright.cli import main as cli
-from meshwright.cli.plumbing import answering, command, device_option, json_document, json_option
+from meshwright.cli.plumbing import command, device_option, format_json_document, json_option, result_printer
 from meshwright.errors import CheckFailed, RankLost, Terminated, UserError
 from tests import processor_time
 
@@ -44,7 +44,7 @@ def raising(error: BaseException) -> click.Command:
     return trial
 
 
-def test_help_lists_every_command_in_under_a_third_of_a_second():
+def test_help_lists_every_command_in_under_third_of_second():
     seconds = []
     for _ in range(5):
         begun = processor_time.of_ended_processes()
@@ -56,7 +56,7 @@ def test_help_lists_every_command_in_under_a_third_of_a_second():
     assert min(seconds) < 0.3
 
 
-def test_help_imports_no_command_and_nothing_heavy():
+def test_help_imports_no_command_and_no_heavy_module():
     program = """
 import sys
 from meshwright.cli.main import main
@@ -97,7 +97,7 @@ def test_without_a_command_the_help_is_shown(command_line):
         (["trial", "--device", "gpu", "word"], 'trial: --device: unknown device "gpu"; did you mean "cpu"? (known: '),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_2(arguments: list[str], line: str, command_line, commands):
+def test_wrong_command_line_is_one_line_with_exit_2(arguments: list[str], line: str, command_line, commands):
     @command("trial", "meshwright trial WORD")
     @click.argument("word")
     @click.option("--number", type=int)
@@ -169,7 +169,7 @@ def test_the_help_of_a_group_shows_whole_sentences(command_line, commands):
         (click.FileError("x.toml", "gone"), 2, "meshwright: error: Could not open file 'x.toml': gone\n"),
     ],
 )
-def test_an_error_is_one_line_with_its_own_exit_code(error: Exception, code: int, line: str, command_line, commands):
+def test_error_is_one_line_with_its_own_exit_code(error: Exception, code: int, line: str, command_line, commands):
     commands(raising(error))
     assert command_line("trial") == (code, "", line)
 
@@ -181,13 +181,13 @@ def test_an_interrupt_ends_with_130(command_line, commands):
     assert command_line("trial") == (130, "", "meshwright: stopped by an interrupt after saving step 3\n")
 
 
-def test_a_fault_of_ours_keeps_its_traceback(command_line, commands):
+def test_internal_error_keeps_its_traceback(command_line, commands):
     commands(raising(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError, match="ours"):
         command_line("trial")
 
 
-def test_a_reader_that_leaves_early_is_told_nothing():
+def test_broken_pipe_ends_without_error_message():
     program = "from meshwright.cli.main import main; import sys; sys.exit(main(['--help']))"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(0.5)\n{program}"],
@@ -200,11 +200,11 @@ def test_a_reader_that_leaves_early_is_told_nothing():
     process.stderr.close()
 
 
-def test_json_leaves_one_document_on_standard_output_and_nothing_else(tmp_path: Path):
+def test_json_prints_exactly_one_document_on_standard_output(tmp_path: Path):
     program = """
 import subprocess, sys, click
-from meshwright.cli.plumbing import answering
-with answering(True) as answer:
+from meshwright.cli.plumbing import result_printer
+with result_printer(True) as answer:
     print("from Python")
     click.echo("from click")
     subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
@@ -221,16 +221,16 @@ print("after it all")
 
 
 def test_without_json_the_text_is_printed(capsys: pytest.CaptureFixture[str]):
-    with answering(False) as answer:
+    with result_printer(False) as answer:
         answer({"loss": 2.5}, "loss 2.5")
     assert capsys.readouterr() == ("loss 2.5\n", "")
 
 
-def test_a_failed_check_still_answers(command_line, commands):
+def test_failed_check_still_prints_its_result(command_line, commands):
     @command("trial", "meshwright trial")
     @json_option
     def trial(as_json: bool) -> None:
-        with answering(as_json) as answer:
+        with result_printer(as_json) as answer:
             print("progress")
             answer({"passed": False}, "failed")
             raise CheckFailed("it does not hold")
@@ -242,7 +242,7 @@ def test_a_failed_check_still_answers(command_line, commands):
     assert command_line("trial").output == "progress\nfailed\n"
 
 
-def test_a_document_holds_only_what_json_knows():
+def test_json_document_contains_only_json_types():
     document = {
         "nan": float("nan"),
         "inf": [np.inf, 1.5],
@@ -250,7 +250,7 @@ def test_a_document_holds_only_what_json_knows():
         "scalar": np.float32(0.5),
         "path": Path("a"),
     }
-    text = json_document({**document, "nested": {3: (True, None, "ü")}})
+    text = format_json_document({**document, "nested": {3: (True, None, "ü")}})
     assert "\n" not in text
     assert json.loads(text, parse_constant=pytest.fail) == {
         "schema": 1,

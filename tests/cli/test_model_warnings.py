@@ -43,7 +43,7 @@ TEXT = "Once upon a time there was a mesh. " * 40
     ],
     ids=lambda arguments: f"{arguments[0]} {arguments[1].strip('{}')} {'split' if 'tp2' in arguments else ''}".strip(),
 )
-def test_code_and_fields_that_are_not_computed_are_one_line_each(
+def test_ignored_code_and_fields_are_one_warning_line_each(
     arguments: list[str], foreign: Path, tmp_path: Path, command_line: Callable[..., Outcome], monkeypatch: Any
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -40,7 +40,7 @@ def filled(arguments: list[str], recipe: Path, *overrides: str) -> list[str]:
         ("layout=dp2 zero9", 'override "layout=dp2 zero9": layout: zero9: zero takes 0, 1, 2 or 3'),
     ],
 )
-def test_a_wrong_override_is_refused_by_every_command_in_the_same_words(
+def test_invalid_override_is_refused_alike_by_every_command(
     arguments: list[str], override: str, said: str, tiny_recipe: Path, command_line: Callable[..., Outcome]
 ):
     outcome = command_line(*filled(arguments, tiny_recipe, override))
@@ -77,14 +77,12 @@ def test_verify_proves_the_layout_of_the_override(tiny_recipe: Path, command_lin
         ),
     ],
 )
-def test_overrides_of_what_is_no_recipe_are_refused(
-    arguments: list[str], said: str, command_line: Callable[..., Outcome]
-):
+def test_overrides_without_recipe_are_refused(arguments: list[str], said: str, command_line: Callable[..., Outcome]):
     outcome = command_line(*arguments)
     assert outcome.code == 2 and said in outcome.errors and outcome.errors.count("\n") == 1, outcome.errors
 
 
-def test_a_file_whose_name_looks_like_an_override_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_existing_file_named_like_override_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("lr=3.toml").write_text("")
     assert split_overrides(["lr=3.toml", "train.steps=3"]) == (("lr=3.toml",), ("train.steps=3",))

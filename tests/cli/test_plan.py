@@ -30,7 +30,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_a_search_answers_with_the_keys_that_others_rely_on():
+def test_search_json_has_documented_keys():
     document = json.loads(run(*REQUEST, "--top", "3", "--json"))
     assert document["schema"] == 1 and document["searched"] > 1000 and document["search_seconds"] > 0
     assert document["model"] == {"parameters": 8030261248, "active_parameters": 8030261248}
@@ -66,7 +66,7 @@ def test_a_page_has_every_picture(tmp_path: Path):
     assert "Memory against time" in page.read_text() and page.read_text().count('class="best"') == 2
 
 
-def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
+def test_recipe_supplies_options_missing_on_command_line(tmp_path: Path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         'layout = "dp2"\n[model]\nfamily = "llama"\nlayers = 2\nhidden = 64\nheads = 2\n'
@@ -91,7 +91,7 @@ def test_a_recipe_says_what_the_command_line_does_not(tmp_path: Path):
     assert (document["sequence"], document["batch"]) == (64, 8)
 
 
-def test_a_recipe_goes_on_from_a_model_of_fewer_tokens_than_a_trained_tokenizer_would_have(tmp_path: Path):
+def test_recipe_from_model_with_smaller_vocabulary_is_planned(tmp_path: Path):
     config = {
         **config_to_huggingface(preset("llama-tiny")),
         "vocab_size": 300,
@@ -127,7 +127,7 @@ def test_a_recipe_goes_on_from_a_model_of_fewer_tokens_than_a_trained_tokenizer_
         ('tokenizer = "nowhere"', 'family = "llama"\nvocabulary = 700', 700, None),
     ],
 )
-def test_a_vocabulary_is_read_or_said_to_be_assumed(
+def test_vocabulary_is_read_or_reported_as_assumed(
     tmp_path: Path, data: str, model: str, parameters_of: int, said: str | None
 ):
     (tmp_path / "tokenizer.json").write_text(
@@ -150,7 +150,7 @@ def test_a_vocabulary_is_read_or_said_to_be_assumed(
     ("content", "why"),
     [(None, "no such file"), ("{", "no tokenizer.json"), ('{"model": {"vocab": 3}}', "no tokenizer")],
 )
-def test_a_vocabulary_that_nothing_says_is_refused(
+def test_unspecified_vocabulary_is_refused(
     tmp_path: Path, content: str | None, why: str, capsys: pytest.CaptureFixture[str]
 ):
     tokenizer, recipe = tmp_path / "tokens.json", tmp_path / "recipe.toml"
@@ -164,7 +164,7 @@ def test_a_vocabulary_that_nothing_says_is_refused(
     assert f'data.tokenizer: "{tokenizer}" cannot be read' in said and why in said and "say model.vocabulary" in said
 
 
-def test_requests_are_answered_by_the_line(tmp_path: Path):
+def test_each_request_line_gets_one_answer_line(tmp_path: Path):
     good: dict[str, Any] = {
         "model": "gpt2",
         "cluster": "8xa100-40",
@@ -181,7 +181,7 @@ def test_requests_are_answered_by_the_line(tmp_path: Path):
         assert "not JSON" in second["error"] and "a100-40" in third["error"]
 
 
-def test_a_recipe_of_preferences_is_priced_as_what_it_is(tiny_recipe: Path):
+def test_preference_recipe_is_priced_with_its_reference_model(tiny_recipe: Path):
     def seconds(*more: str) -> float:
         arguments = ("plan", str(tiny_recipe), "--cluster", "1xh100-sxm", "--json", *more)
         return float(json.loads(run(*arguments))["layouts"][0]["step_seconds"])
@@ -212,11 +212,13 @@ def test_a_recipe_of_preferences_is_priced_as_what_it_is(tiny_recipe: Path):
         ((*REQUEST, "--layout", "dp16", "--html", "/nowhere/plan.html"), "cannot write /nowhere/plan.html"),
     ],
 )
-def test_mistakes_are_answered_in_a_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_requests_are_answered_in_one_line(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+):
     assert said in refused(capsys, *arguments)
 
 
-def test_the_memory_of_a_server_is_printed_and_given_as_json(command_line: Callable[..., Any]):
+def test_memory_of_server_is_printed_and_given_as_json(command_line: Callable[..., Any]):
     options = ["--layout", "tp2 dp2", "--dtype", "bf16", "--max-length", 99]
     outcome = command_line("plan", "llama-tiny", "--serve", *options)
     assert outcome.code == 0 and "sequences of 99 tokens" in outcome.output
@@ -238,8 +240,6 @@ def test_the_memory_of_a_server_is_printed_and_given_as_json(command_line: Calla
         (["bert-base-uncased", "--serve"], "encoder"),
     ],
 )
-def test_mistakes_about_a_server_are_answered_in_a_line(
-    arguments: list[str], reason: str, command_line: Callable[..., Any]
-):
+def test_server_option_mistakes_are_one_error_line(arguments: list[str], reason: str, command_line: Callable[..., Any]):
     outcome = command_line("plan", *arguments)
     assert outcome.code == 2 and reason in outcome.errors and outcome.errors.count("\n") == 1

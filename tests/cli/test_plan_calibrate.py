@@ -15,7 +15,7 @@ def machine(tmp_path, monkeypatch):
     return cluster_file(tmp_path / "config")
 
 
-def test_it_keeps_the_factor_and_plans_say_so(machine, tmp_path, command_line):
+def test_calibration_factor_is_stored_and_reported_by_plans(machine, tmp_path, command_line):
     runs = [made_up_run(tmp_path / "a", 1.0, 1.2), made_up_run(tmp_path / "b", 2.0, 3.2)]
     outcome = command_line("plan", "--calibrate", *runs, f"{runs[0]}/", "--json")
     assert (outcome.code, outcome.errors) == (0, "")
@@ -35,7 +35,7 @@ def test_it_keeps_the_factor_and_plans_say_so(machine, tmp_path, command_line):
     assert answer["layouts"][0]["calibration"]["runs"] == 2
 
 
-def test_a_mistake_is_one_line_and_the_file_stays(machine, tmp_path, command_line):
+def test_calibration_mistake_is_one_line_and_keeps_file(machine, tmp_path, command_line):
     good, text = made_up_run(tmp_path / "good", 1.0, 1.2), machine.read_text()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "result.json").write_text("{")

@@ -22,7 +22,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_dash_prints_the_program_alone_and_the_report_goes_to_standard_error(command_line, name: str, tmp_path: Path):
+def test_dash_prints_program_alone_and_report_on_standard_error(command_line, name: str, tmp_path: Path):
     report = command_line(name, *COMMANDS[name]).output
     outcome = command_line(name, *COMMANDS[name], "--program", "-")
     assert outcome.code == 0 and outcome.output.splitlines()[0] == FIRST_LINE[name]
@@ -40,7 +40,7 @@ def test_a_dash_is_refused_beside_json(command_line, name: str):
 
 
 @pytest.mark.parametrize("file", ["program.txt", "program.json", "PROGRAM.JSON"])
-def test_a_program_is_written_in_the_form_of_its_name_and_read_back(command_line, name: str, file: str, tmp_path: Path):
+def test_program_file_format_follows_suffix_and_parses_back(command_line, name: str, file: str, tmp_path: Path):
     path = tmp_path / file
     outcome = command_line(name, *COMMANDS[name], "--program", path, "--json")
     assert json.loads(outcome.output)["files"] == {"program": str(path)}
@@ -50,7 +50,7 @@ def test_a_program_is_written_in_the_form_of_its_name_and_read_back(command_line
     assert format_program(load_program(path, dialect), path) == text
 
 
-def test_the_text_drawing_stands_below_the_report_and_in_the_document(command_line, name: str):
+def test_text_drawing_is_below_report_and_in_json(command_line, name: str):
     drawing = json.loads(command_line(name, *COMMANDS[name], "--text", "--json").output)["drawing"]
     shown = command_line(name, *COMMANDS[name], "--text").output
     assert "rank 0" in drawing and shown.rstrip().endswith(drawing.rstrip())

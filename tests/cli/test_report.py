@@ -14,7 +14,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_it_writes_the_page_with_what_evaluate_and_generate_printed(command_line, run):
+def test_report_page_contains_evaluation_and_generated_sample(command_line, run):
     figures = {"schema": 1, "loss": 1.5, "perplexity": 4.48, "bits_per_byte": 1.234, "tokens": 10}
     (run / "evaluation.json").write_text(json.dumps(figures))
     (run / "sample.json").write_text(json.dumps({"schema": 1, "prompt": "def ", "text": "f(x):"}))
@@ -36,7 +36,7 @@ def test_it_writes_the_page_with_what_evaluate_and_generate_printed(command_line
         ('{"schema": 1}', '{file} holds no "prompt": it is not what `generate --json` printed'),
     ],
 )
-def test_a_sample_that_is_none_is_one_line(command_line, run, text, said):
+def test_invalid_sample_file_is_one_error_line(command_line, run, text, said):
     file = run / "sample.json"
     if text is not None:
         file.write_text(text)

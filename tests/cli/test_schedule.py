@@ -32,7 +32,7 @@ def refusal(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
     return captured.err
 
 
-def test_it_answers_with_the_keys_that_others_rely_on(capsys: pytest.CaptureFixture[str]):
+def test_schedule_json_has_documented_keys(capsys: pytest.CaptureFixture[str]):
     document = answer(capsys, "1f1b", "--stages", "4", "--microbatches", "8")
     assert document.keys() >= KEYS
     assert document["ranks"] == 4 and document["checked"] is True
@@ -44,19 +44,19 @@ def test_it_answers_with_the_keys_that_others_rely_on(capsys: pytest.CaptureFixt
     assert document["steps"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
 
 
-def test_overlapped_steps_stand_together(capsys: pytest.CaptureFixture[str]):
+def test_overlapped_steps_are_drawn_together(capsys: pytest.CaptureFixture[str]):
     steps = answer(capsys, "dualpipe-v", "--stages", "4", "--microbatches", "8")["steps"]
     assert "0F7 | 7B3" in steps[0]
 
 
-def test_durations_are_of_a_rank_and_may_differ(capsys: pytest.CaptureFixture[str]):
+def test_durations_are_per_rank_and_may_differ(capsys: pytest.CaptureFixture[str]):
     arguments = ("gpipe", "--stages", "2", "--microbatches", "3", "--forward", "1,2", "--weight-gradient", "0")
     # rank 1: waits 1, then 3 forwards of 2 and 3 backwards of 1; rank 0 ends one backward later.
     assert answer(capsys, *arguments)["makespan"] == 1 + 6 + 3 + 1
     assert answer(capsys, *arguments, "--transfer", "0.5")["makespan"] == 1 + 0.5 + 6 + 3 + 0.5 + 1
 
 
-def test_every_file_it_writes_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_written_file_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     names = {"--svg": "p.svg", "--html": "p.html", "--trace": "t.json", "--program": "p.txt"}
     options = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
     arguments = ("zb-h1", "--stages", "3", "--microbatches", "4")
@@ -72,7 +72,7 @@ def test_every_file_it_writes_can_be_read(tmp_path: Path, capsys: pytest.Capture
     }
 
 
-def test_layers_cut_into_parts_hide_all_to_all_behind_computation(capsys: pytest.CaptureFixture[str]):
+def test_split_layers_hide_all_to_all_behind_computation(capsys: pytest.CaptureFixture[str]):
     # One after the other a micro-batch takes 4 + 6 = 10 on a rank; 4 + 4 of its parts are all-to-all.
     arguments = ("--stages", "4", "--microbatches", "8", "--parts", "1,1,1,1")
     plain, dual = (answer(capsys, name, *arguments) for name in ("1f1b", "dualpipe"))
@@ -80,7 +80,7 @@ def test_layers_cut_into_parts_hide_all_to_all_behind_computation(capsys: pytest
     assert dual["makespan"] < 0.75 * plain["makespan"] and max(dual["exposed_all_to_all"]) < 32
 
 
-def test_auto_says_what_it_tried_and_why_the_winner_won(capsys: pytest.CaptureFixture[str]):
+def test_auto_reports_tried_schedules_and_reason_for_winner(capsys: pytest.CaptureFixture[str]):
     arguments = ("auto", "--stages", "3", "--microbatches", "6", "--forward", "1,1,1.5")
     document = answer(capsys, *arguments)
     fitting = [one["makespan"] for one in document["candidates"] if one["fits"]]
@@ -90,14 +90,14 @@ def test_auto_says_what_it_tried_and_why_the_winner_won(capsys: pytest.CaptureFi
     assert f"{document['found_by']} wins: makespan" in capsys.readouterr().out
 
 
-def test_it_shows_which_layers_lie_where(capsys: pytest.CaptureFixture[str]):
+def test_schedule_shows_layers_of_each_rank(capsys: pytest.CaptureFixture[str]):
     assert main(["schedule", "dualpipe-v", "--stages", "2", "--microbatches", "4", "--layers", "8"]) == 0
     out = capsys.readouterr().out
     assert "0      stage 0: embedding, layers 0-1   stage 3: layers 6-7, head" in out
 
 
 @pytest.mark.parametrize("name", ["program.json", "program.csv"])
-def test_other_forms_of_a_program_are_read_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_program_format_is_read_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / name
     named = answer(capsys, "interleaved", "--stages", "2", "--microbatches", "4", "--program", str(path))
     read = answer(capsys, f"@{path}")
@@ -148,9 +148,7 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     assert said in refusal(capsys, 2, *arguments)
 
 
-def test_a_program_that_does_not_hold_ends_with_rank_step_and_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_invalid_program_ends_with_rank_step_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "program.txt"
     arguments = ("1f1b", "--stages", "2", "--microbatches", "2", "--program", str(path))
     answer(capsys, *arguments)

@@ -80,7 +80,7 @@ NEEDS_NO_DATA = {
 
 @pytest.mark.parametrize("started_by", ["the command", "torchrun", "a call"])
 @pytest.mark.parametrize("name", NEEDS_NO_DATA)
-def test_what_needs_no_data_to_be_known_is_refused_before_they_are_prepared(
+def test_mistakes_visible_without_data_are_refused_before_preparation(
     name, started_by, recipe, tmp_path, command_line, monkeypatch
 ):
     # The package that others import it from comes last: modules loaded by the first two must not import the stand-in.
@@ -116,7 +116,7 @@ def test_a_mistake_is_one_line_before_anything_starts(name, recipe, tmp_path, co
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_recipe_that_is_not_there_or_mistyped_is_a_line(recipe, tmp_path, command_line, nothing_starts):
+def test_missing_or_mistyped_recipe_is_one_error_line(recipe, tmp_path, command_line, nothing_starts):
     outcome = command_line("train", tmp_path / "none.toml")
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1) and "none.toml" in outcome.errors
     recipe.write_text(recipe.read_text().replace("learning_rate", "learning_rat"))
@@ -126,7 +126,7 @@ def test_a_recipe_that_is_not_there_or_mistyped_is_a_line(recipe, tmp_path, comm
     assert outcome.errors.startswith(line) and outcome.errors.count("\n") == 1
 
 
-def test_help_says_what_stops_a_run_and_how_it_goes_on(command_line):
+def test_help_says_how_runs_stop_and_resume(command_line):
     text = " ".join(command_line("train", "--help").output.split())
     assert "SIGTERM and Ctrl-C end the step under way, save and stop, with exit code 143 or 130" in text
     assert "torchrun --nproc-per-node 2 -m meshwright train" in text and "--restarts" in text
@@ -141,7 +141,7 @@ def start(recipe: Path, *arguments: str, **options) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_one_document_on_standard_output_and_progress_aside(recipe, tmp_path, command_line, monkeypatch):
+def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_path, command_line, monkeypatch):
     arguments = ("layout=dp2 zero1 fp32", "run.directory=new/parent/run")
     ended = start(recipe, *arguments, "--json")
     assert ended.returncode == 0, ended.stderr
@@ -175,7 +175,7 @@ def test_one_document_on_standard_output_and_progress_aside(recipe, tmp_path, co
     assert f"{recipe}: data.source holds other text than when new/parent/run/" in outcome.errors.splitlines()[-1]
 
 
-def test_a_device_that_is_not_there_is_a_line(recipe, command_line, monkeypatch):
+def test_missing_device_is_one_error_line(recipe, command_line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     outcome = command_line("train", recipe, "run.device=cuda")
     assert outcome.code == 2
@@ -189,7 +189,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_path):
+def test_externally_started_ranks_join_and_only_rank_0_prints(recipe, tmp_path):
     """torchrun, two processes by hand that meet at an address, the launcher with a file: one run goes on through it."""
     arguments = ["-m", "meshwright", "train", str(recipe), "layout=dp2 zero1 fp32", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -237,9 +237,7 @@ def test_ranks_that_others_started_join_in_and_rank_0_alone_answers(recipe, tmp_
 
 
 @pytest.mark.parametrize(("stopped", "code"), [(Terminated("stopped by SIGTERM"), 143), (KeyboardInterrupt("^C"), 130)])
-def test_of_ranks_that_others_started_rank_0_alone_says_that_all_were_stopped(
-    recipe, command_line, monkeypatch, capsys, stopped, code
-):
+def test_only_rank_0_of_externally_started_ranks_reports_stop(recipe, command_line, monkeypatch, capsys, stopped, code):
     def join(*_: object, **__: object) -> None:
         raise stopped
 
@@ -254,7 +252,7 @@ def test_of_ranks_that_others_started_rank_0_alone_says_that_all_were_stopped(
     assert ended.value.code == code and capsys.readouterr() == ("", "")
 
 
-def test_a_busy_port_is_a_line_before_ranks_are_started(recipe, tmp_path, command_line, monkeypatch):
+def test_busy_port_is_one_error_line_before_ranks_start(recipe, tmp_path, command_line, monkeypatch):
     monkeypatch.setattr(launcher, "start_rank", lambda *_: pytest.fail("a rank was started"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -268,7 +266,7 @@ def test_a_busy_port_is_a_line_before_ranks_are_started(recipe, tmp_path, comman
     )
 
 
-def test_another_number_of_ranks_than_the_layout_needs_is_a_line(recipe, command_line, monkeypatch):
+def test_wrong_number_of_ranks_is_one_error_line(recipe, command_line, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -26,7 +26,7 @@ def best(operation: str, name: str, ranks: int, size: float) -> str:
     return choose_algorithm(operation, parse_topology(name, ranks), size).best.algorithm
 
 
-def test_few_rounds_win_for_small_vectors_and_few_bytes_for_large_ones():
+def test_small_vectors_prefer_few_rounds_large_ones_few_bytes():
     assert best("all-reduce", "switch", 8, 64) == "butterfly"
     assert best("all-reduce", "switch", 8, 1 << 30) in ("rabenseifner", "ring", "all-pairs")
     assert best("broadcast", "switch", 16, 64) == "binomial-tree"
@@ -35,7 +35,7 @@ def test_few_rounds_win_for_small_vectors_and_few_bytes_for_large_ones():
     assert best("barrier", "switch", 16, 0) == "dissemination"
 
 
-def test_a_network_has_the_algorithm_that_was_made_for_it():
+def test_network_prefers_algorithm_designed_for_it():
     large = 1 << 28
     assert best("all-reduce", "torus:3x3", 9, large) == "2d-torus"
     assert best("all-reduce", "torus:2x2x3", 12, large) in ("3d-torus", "torus")
@@ -46,7 +46,7 @@ def test_a_network_has_the_algorithm_that_was_made_for_it():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_algorithm_that_takes_so_many_ranks_is_ranked_by_its_simulated_time(operation: str):
+def test_every_algorithm_is_ranked_by_simulated_time(operation: str):
     network = parse_topology("switch", 6)
     choice = choose_algorithm(operation, network, 1e5, root=0)
     assert {one.algorithm for one in choice.ranking} | choice.refused.keys() == set(ALGORITHMS[operation])
@@ -61,14 +61,14 @@ def test_every_algorithm_that_takes_so_many_ranks_is_ranked_by_its_simulated_tim
     assert choice.best.algorithm in choice.reason
 
 
-def test_what_refuses_is_said_with_its_reason():
+def test_refused_algorithms_are_listed_with_reason():
     choice = choose_algorithm("all-reduce", parse_topology("switch", 7), 1e5)
     assert set(choice.refused) == {"2d-torus", "2d-mesh", "3d-torus"}
     assert "cannot take 7 ranks" in choice.refused["2d-torus"]
 
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
-def test_no_other_number_of_segments_nearby_is_better(size: float):
+def test_chosen_segment_count_beats_its_neighbours(size: float):
     network = parse_topology("switch", 8)
     chooser = Chooser("broadcast", network)
     chosen = chooser.find_candidate("ring", size, near=math.inf)
@@ -79,7 +79,7 @@ def test_no_other_number_of_segments_nearby_is_better(size: float):
             assert simulate_collective(other, network, size).seconds >= chosen.seconds
 
 
-def test_where_the_closed_form_is_wrong_about_segments_the_simulator_is_asked():
+def test_segments_are_simulated_where_closed_form_is_inaccurate():
     network = parse_topology("torus:2x3", 6)
     ranking = {one.algorithm: one for one in choose_algorithm("broadcast", network, 3e6).ranking}
     by_form = Chooser("broadcast", network).find_candidate("double-binary-tree", 3e6)
@@ -88,7 +88,7 @@ def test_where_the_closed_form_is_wrong_about_segments_the_simulator_is_asked():
     assert ranking["double-binary-tree"].settings.segments != by_form.settings.segments
 
 
-def test_settings_come_from_the_network_unless_they_are_said():
+def test_settings_come_from_network_unless_given():
     chooser = Chooser("all-reduce", parse_topology("nodes:2x6", 12))
     assert chooser.resolve_settings("hierarchical") == Settings(groups=6)
     assert (
@@ -102,21 +102,21 @@ def test_settings_come_from_the_network_unless_they_are_said():
     assert torus.resolve_settings("3d-torus").dims is None and torus.resolve_settings("ring") == Settings()
 
 
-def test_equals_are_named_and_the_first_of_the_library_is_taken():
+def test_ties_are_listed_and_first_in_library_wins():
     choice = choose_algorithm("all-gather", parse_topology("switch", 4), 1e9)
     ring, pairwise = (next(one for one in choice.ranking if one.algorithm == name) for name in ("ring", "pairwise"))
     assert ring.seconds == pytest.approx(pairwise.seconds)
     assert choice.ranking.index(ring) < choice.ranking.index(pairwise)
 
 
-def test_one_rank_has_nothing_to_do():
+def test_choice_for_one_rank_takes_zero_time():
     assert choose_algorithm("all-reduce", parse_topology("switch", 1), 1e6).best.seconds == 0
 
 
 @pytest.mark.parametrize(
     ("operation", "root", "said"), [("all-redcue", 0, "all-reduce"), ("broadcast", 4, "ranks 0 to 3")]
 )
-def test_mistakes(operation: str, root: int, said: str):
+def test_invalid_choice_arguments_are_refused(operation: str, root: int, said: str):
     with pytest.raises(UserError, match=said):
         choose_algorithm(operation, parse_topology("switch", 4), 1e6, root)
 
@@ -135,7 +135,7 @@ def curves_of_it() -> Curves:
 
 
 @pytest.mark.parametrize("outer", ["outer=10GB/s,5us", "outer=40GB/s,5us"])
-def test_at_a_crossover_both_algorithms_take_as_long(outer: str):
+def test_algorithms_take_equal_time_at_crossover(outer: str):
     one = Chooser("all-reduce", parse_topology(f"nodes:2x3,{outer}", 6))
     found = Curves.simulate(one, 2**14, 2**22).crossovers()
     assert found
@@ -147,7 +147,7 @@ def test_at_a_crossover_both_algorithms_take_as_long(outer: str):
             assert one.choose(size).best.algorithm == name
 
 
-def test_crossovers_follow_each_other_from_the_best_of_the_smallest_to_that_of_the_largest():
+def test_crossovers_lead_from_smallest_size_to_largest():
     curves = curves_of_it()
     found = curves.crossovers()
     assert [one.before for one in found] == [curves.find_fastest(0), *(one.after for one in found[:-1])]
@@ -155,13 +155,13 @@ def test_crossovers_follow_each_other_from_the_best_of_the_smallest_to_that_of_t
     assert [one.size for one in found] == sorted(one.size for one in found)
 
 
-def test_the_quick_search_finds_the_same_crossovers():
+def test_quick_search_finds_same_crossovers_as_full_search():
     for name, ranks in (("nodes:2x3,outer=10GB/s,5us", 6), ("torus:3x3", 9), ("switch", 4)):
         one = Chooser("all-reduce", parse_topology(name, ranks))
         assert Curves.simulate_promising(one, most=2**24).crossovers() == Curves.simulate(one, most=2**24).crossovers()
 
 
-def test_on_many_ranks_what_is_left_out_could_not_have_been_the_best():
+def test_algorithms_left_out_on_many_ranks_are_never_best():
     # Closed forms know one kind of links only: the best here is not the one that they put first.
     one, size = Chooser("all-gather", parse_topology("nodes:10x8", 80)), 2**12
     choice = one.choose(size)

@@ -54,7 +54,7 @@ def test_every_algorithm_has_its_row():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:2]).replace("`", ""))
-def test_rounds_bytes_and_closed_form_are_as_stated(row: list[str]):
+def test_rounds_bytes_and_closed_forms_match_documentation(row: list[str]):
     operation, algorithm = row[0].strip("`"), row[1].strip("`")
     ranks, side, said = 16, 4, {}
     if algorithm.startswith("3d"):
@@ -81,14 +81,14 @@ def test_rounds_bytes_and_closed_form_are_as_stated(row: list[str]):
     assert form == pytest.approx(value(row[4], **known), rel=0.1 if row[4].startswith("≈") else 1e-9)
 
 
-def test_other_names_are_said():
+def test_algorithm_aliases_are_documented():
     text = PAGE.read_text()
     for aliases in ALGORITHM_ALIASES.values():
         for alias, name in aliases.items():
             assert f"`{alias}`" in text and f"`{name}`" in text
 
 
-def test_every_topology_and_setting_is_documented_and_every_shape_valid():
+def test_every_topology_and_setting_is_documented_with_valid_shapes():
     rows = table("topology")
     assert [row[0].strip("`").partition(":")[0] for row in rows] == [
         *("switch", "full-mesh", "ring", "torus", "mesh", "nodes", "spine-leaf")
@@ -118,12 +118,12 @@ def test_every_key_is_documented(command_line):
     assert set(everything) - {"schema"} == documented
 
 
-def test_the_example_is_what_the_command_says(command_line):
+def test_documented_example_equals_command_output(command_line):
     [example] = re.findall(r"```console\n\$ meshwright (collective .*?)\n(.+?)```", PAGE.read_text(), re.DOTALL)[:1]
     assert command_line(*example[0].split()).output == example[1]
 
 
-def test_the_choice_is_what_the_command_says(command_line):
+def test_documented_choice_equals_command_output(command_line):
     found = re.findall(r"```console\n\$ meshwright (collective .*?)\n(.+?)```", PAGE.read_text(), re.DOTALL)
     command_words, said = next(pair for pair in found if "chosen: " in pair[1])
     output = command_line(*command_words.split()).output

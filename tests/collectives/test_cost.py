@@ -73,7 +73,7 @@ def test_every_algorithm_has_a_closed_form():
 
 
 @each_algorithm
-def test_the_simulator_takes_as_long_as_the_closed_form_says(operation: str, algorithm: str):
+def test_simulated_time_matches_closed_form(operation: str, algorithm: str):
     for ranks in RANKS:
         program = checked(operation, algorithm, ranks)
         if program is None:
@@ -88,7 +88,7 @@ def test_the_simulator_takes_as_long_as_the_closed_form_says(operation: str, alg
 
 
 @each_algorithm
-def test_roots_other_than_0_take_as_long(operation: str, algorithm: str):
+def test_closed_forms_hold_for_any_root(operation: str, algorithm: str):
     if operation not in ROOTED or algorithm in ("reduce-scatter-gather",):
         return
     for ranks, root in ((5, 3), (8, 7), (12, 5)):
@@ -103,7 +103,7 @@ def test_roots_other_than_0_take_as_long(operation: str, algorithm: str):
 @pytest.mark.parametrize("name", ["torus", "mesh"])
 @pytest.mark.parametrize("dims", [(2, 3), (3, 5), (4, 4), (2, 2, 2), (3, 3, 3), (2, 3, 4), (1, 6), (2, 2, 2, 2)])
 @pytest.mark.parametrize("operation", ["all-reduce", "reduce-scatter", "all-gather"])
-def test_grids_of_any_sides_take_as_long_as_their_form(operation: str, name: str, dims: tuple[int, ...]):
+def test_simulated_grids_of_any_sides_match_closed_form(operation: str, name: str, dims: tuple[int, ...]):
     ranks = math.prod(dims)
     program = checked(operation, name, ranks, dims=dims)
     network = meant_for(name, ranks, dims)
@@ -117,7 +117,7 @@ def test_grids_of_any_sides_take_as_long_as_their_form(operation: str, name: str
     ("operation", "algorithm"),
     [(operation, name) for operation in ALGORITHMS for name in ALGORITHMS[operation] if "hierarchical" in name],
 )
-def test_nodes_of_any_size_take_as_long_as_the_form(operation: str, algorithm: str, groups: int):
+def test_simulated_nodes_of_any_size_match_closed_form(operation: str, algorithm: str, groups: int):
     program = checked(operation, algorithm, 12, groups=groups)
     network = parse_topology(f"nodes:{groups},inner=100GB/s,2us,outer=10GB/s,7us", 12)
     form = compute_closed_form_seconds(operation, algorithm, network, 1e6, groups=groups)
@@ -126,7 +126,7 @@ def test_nodes_of_any_size_take_as_long_as_the_form(operation: str, algorithm: s
 
 @pytest.mark.parametrize("segments", [1, 2, 5, 32])
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])
-def test_pipelines_of_any_depth_take_as_long_as_the_form(operation: str, segments: int):
+def test_simulated_pipelines_of_any_depth_match_closed_form(operation: str, segments: int):
     for algorithm, near in (("ring", 1e-9), ("double-binary-tree", 0.1)):
         for ranks in (4, 7, 16):
             program = checked(operation, algorithm, ranks, segments=segments)
@@ -135,7 +135,7 @@ def test_pipelines_of_any_depth_take_as_long_as_the_form(operation: str, segment
             assert seconds(program, network, 1e7) == pytest.approx(form, rel=near), (algorithm, ranks)
 
 
-def test_two_trees_come_near_their_form_when_the_pipeline_is_long():
+def test_two_trees_approach_closed_form_for_long_pipelines():
     network = parse_topology("switch", 16)
     program = checked("all-reduce", "double-binary-tree", 16, segments=64)
     form = compute_closed_form_seconds("all-reduce", "double-binary-tree", network, 1e9, segments=64)
@@ -145,7 +145,7 @@ def test_two_trees_come_near_their_form_when_the_pipeline_is_long():
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "reduce", "all-reduce"])
-def test_a_binomial_tree_in_segments_takes_no_longer_than_its_form(operation: str):
+def test_segmented_binomial_tree_is_no_slower_than_closed_form(operation: str):
     for ranks in (4, 6, 16):
         for segments in (2, 8):
             program = checked(operation, "binomial-tree", ranks, segments=segments)
@@ -154,7 +154,7 @@ def test_a_binomial_tree_in_segments_takes_no_longer_than_its_form(operation: st
             assert form is not None and 0.4 * form < seconds(program, network, 1e7) <= 1.02 * form
 
 
-def test_messages_to_everybody_leave_one_port_one_after_the_other_and_many_ports_at_once():
+def test_all_pairs_messages_serialise_on_one_port():
     small, large = 1.0, 1e9
     for name, waits in (("switch,10GB/s,10us", 6), ("full-mesh,10GB/s,10us", 0)):
         network = parse_topology(name, 8)
@@ -170,7 +170,7 @@ def test_messages_to_everybody_leave_one_port_one_after_the_other_and_many_ports
     assert seconds(checked("scatter", "linear", 8), parse_topology("full-mesh", 8), large) == pytest.approx(full)
 
 
-def test_textbook_forms():
+def test_closed_forms_match_literature():
     """As written in the literature, not as code of ours computes them."""
     network = parse_topology("switch,10GB/s,4us", 8)
     alpha, beta, size = 4e-6, 1e-10, 3e6
@@ -196,7 +196,7 @@ def test_textbook_forms():
     )
 
 
-def test_an_algorithm_of_nobody_has_no_closed_form():
+def test_unknown_algorithm_has_no_closed_form():
     assert compute_closed_form_seconds("all-reduce", "by-hand", parse_topology("switch", 4), 1.0) is None
 
 
@@ -231,7 +231,7 @@ def test_no_program_is_faster_than_the_lower_bound(operation: str, algorithm: st
 
 
 @each_algorithm
-def test_nor_with_other_roots_and_settings(operation: str, algorithm: str):
+def test_lower_bound_holds_for_other_roots_and_settings(operation: str, algorithm: str):
     generator = np.random.default_rng(zlib.crc32(f"{operation} {algorithm}".encode()))
     for _ in range(2):
         ranks = int(generator.choice([4, 6, 8]))
@@ -271,15 +271,13 @@ def test_nor_with_other_roots_and_settings(operation: str, algorithm: str):
         ("send-receive", "direct", "switch"),
     ],
 )
-def test_the_bound_is_reached_by_large_vectors_where_an_optimal_algorithm_is_known(
-    operation: str, algorithm: str, name: str
-):
+def test_optimal_algorithms_reach_lower_bound_for_large_vectors(operation: str, algorithm: str, name: str):
     network = parse_topology(name, 8)
     bound = compute_lower_bound_seconds(operation, network, 1e11)
     assert seconds(checked(operation, algorithm, 8), network, 1e11) == pytest.approx(bound, rel=1e-3)
 
 
-def test_the_bound_knows_the_slowest_cut():
+def test_lower_bound_counts_slowest_cut():
     leaves = parse_topology("spine-leaf:2x4,10GB/s,0s,oversubscription=4", 8)  # 10 GB/s between the leaves
     assert compute_lower_bound_seconds("all-reduce", leaves, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / 10e9)
     assert compute_lower_bound_seconds("all-to-all", leaves, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
@@ -288,7 +286,7 @@ def test_the_bound_knows_the_slowest_cut():
     assert compute_lower_bound_seconds("broadcast", line, 1e9, root=3) == pytest.approx(1e9 / 10e9)
 
 
-def test_the_bound_knows_which_way_bytes_must_go():
+def test_lower_bound_counts_bytes_by_direction():
     """With one slow direction: a rank must send its own share in an all-gather, and the others' in a reduce-scatter."""
     for operation, out, into in (("all-gather", 1, 3), ("reduce-scatter", 3, 1), ("scatter", 3, 0), ("gather", 0, 3)):
         for link, shares in ((0, out), (4, into)):  # rank 0's ways to and from the switch
@@ -298,7 +296,7 @@ def test_the_bound_knows_which_way_bytes_must_go():
             assert bound == pytest.approx(max(shares * 1e9 / 1e8, 3e9 / 10e9))
 
 
-def test_the_bound_knows_the_longest_way():
+def test_lower_bound_counts_latency_of_longest_route():
     assert compute_lower_bound_seconds("barrier", parse_topology("ring,1us", 9), 0) == pytest.approx(4e-6)
     assert compute_lower_bound_seconds("broadcast", parse_topology("mesh:3x3,1us", 9), 0, root=4) == pytest.approx(2e-6)
     assert compute_lower_bound_seconds("gather", parse_topology("mesh:3x3,1us", 9), 0, root=8) == pytest.approx(4e-6)

@@ -15,7 +15,7 @@ COUNTS = [*range(1, 18), 24, 32]
 
 
 @pytest.mark.parametrize(("operation", "name"), EVERY)
-def test_every_rank_ends_with_what_the_operation_promises(operation: str, name: str):
+def test_every_rank_ends_with_result_of_operation(operation: str, name: str):
     taken = 0
     for ranks in COUNTS:
         try:
@@ -45,7 +45,7 @@ def test_nodes_can_have_any_size_that_divides_the_ranks(groups: int):
 
 
 @pytest.mark.parametrize("dims", [(12,), (3, 4), (4, 3), (2, 6), (1, 12), (2, 3, 2), (2, 2, 3), (2, 1, 3, 2)])
-def test_grids_can_have_any_sides_that_multiply_to_the_ranks(dims: tuple[int, ...]):
+def test_grids_can_have_any_sides_that_multiply_to_ranks(dims: tuple[int, ...]):
     for operation in ("all-reduce", "reduce-scatter", "all-gather"):
         for name in ("torus", "mesh"):
             assert_right(generate(operation, name, 12, dims=dims))
@@ -59,20 +59,20 @@ def test_a_pipelined_vector_can_have_any_number_of_segments(segments: int):
                 assert_right(generate(operation, name, ranks, segments=segments))
 
 
-def test_every_published_name_has_a_generator_and_every_generator_a_published_name():
+def test_published_names_and_generators_match_one_to_one():
     assert {op: {*names, "auto"} for op, names in ALGORITHMS.items()} == {
         op: set(names) for op, names in COLLECTIVE_ALGORITHMS.items()
     }
     assert tuple(ALGORITHMS) == OPERATIONS
 
 
-def test_other_names_of_the_field_mean_the_same_algorithm():
+def test_algorithm_aliases_give_same_program():
     for operation, aliases in ALGORITHM_ALIASES.items():
         for alias, name in aliases.items():
             assert generate(operation, alias, 6) == generate(operation, name, 6)
 
 
-def test_the_oracle_sees_a_missing_reduction_a_race_and_a_circle():
+def test_oracle_detects_missing_reduction_race_and_deadlock():
     vector = Builder("all-reduce", "broken", 2, chunks=1)
     with vector.round():
         vector.transfer(0, 1, 0, reduce=True)

@@ -116,7 +116,7 @@ def test_rounds_and_bytes_are_those_of_the_closed_form(operation: str, name: str
 
 
 @pytest.mark.parametrize("name", ["ring", "bidirectional-ring", "all-pairs", "hierarchical-scatter", "torus"])
-def test_bandwidth_optimal_all_reduces_send_2_n_minus_1_over_n_from_every_rank(name: str):
+def test_bandwidth_optimal_all_reduce_sends_minimum_bytes(name: str):
     for n in COUNTS:
         assert sent(generate("all-reduce", name, n)) == pytest.approx(2 * (n - 1) / n)
 
@@ -130,12 +130,12 @@ def test_bandwidth_optimal_all_reduces_send_2_n_minus_1_over_n_from_every_rank(n
         ("reduce-scatter", "recursive-halving", lambda n: (n - 1) / n),
     ],
 )
-def test_with_a_power_of_two_every_rank_sends_the_same(operation: str, name: str, expected: Form):
+def test_powers_of_two_make_every_rank_send_equally(operation: str, name: str, expected: Form):
     for n in POWERS:
         assert sent(generate(operation, name, n)) == pytest.approx(expected(n))
 
 
-def test_extra_ranks_send_their_vector_once_and_their_stand_ins_the_result_back():
+def test_extra_ranks_send_vector_once_and_receive_result_once():
     part = sent(generate("all-reduce", "rabenseifner", 6))  # extra 0 and 2, stand-ins 1 and 3
     assert part.tolist() == [1, 2.5, 1, 2.5, 1.5, 1.5]
     part = sent(generate("all-reduce", "butterfly", 5))
@@ -147,7 +147,7 @@ def test_extra_ranks_send_their_vector_once_and_their_stand_ins_the_result_back(
 
 
 @pytest.mark.parametrize("name", ["reduce-scatter-gather"])
-def test_reduce_by_halves_has_2_log_n_rounds_of_halving_messages(name: str):
+def test_reduce_by_halving_halves_messages_in_log_n_rounds(name: str):
     for n in POWERS:
         program = generate("reduce", name, n)
         assert rounds(program) == 2 * log2(n)
@@ -177,7 +177,7 @@ def test_segments_change_no_bytes():
         assert few == pytest.approx(many)
 
 
-def test_a_chain_passes_the_vector_once_over_every_link_but_one():
+def test_chain_sends_vector_once_over_all_links_but_one():
     assert sent(generate("broadcast", "ring", 6, root=2)).tolist() == [1, 0, 1, 1, 1, 1]
     assert sent(generate("reduce", "ring", 6, root=2)).tolist() == [1, 1, 0, 1, 1, 1]
 
@@ -186,7 +186,7 @@ def test_a_chain_passes_the_vector_once_over_every_link_but_one():
 
 
 @pytest.mark.parametrize("n", range(1, 70))
-def test_an_in_order_tree_is_binary_and_as_low_as_can_be_with_odd_leaves(n: int):
+def test_in_order_tree_is_binary_and_minimal(n: int):
     parent = compute_in_order_parents(n)[1:].tolist()
     assert parent.count(0) == 1
     children = Counter(parent)
@@ -216,7 +216,7 @@ def test_no_rank_is_an_inner_node_of_both_trees(n: int):
         assert inner[0].isdisjoint(inner[1])
 
 
-def test_the_second_tree_is_the_first_mirrored_or_where_that_would_not_do_shifted():
+def test_second_tree_is_first_one_mirrored_or_shifted():
     def edges(tree: list[tuple[np.ndarray, np.ndarray]]) -> set[tuple[int, int]]:
         return {(int(a), int(b)) for parents, children in tree for a, b in zip(parents, children, strict=True)}
 
@@ -228,7 +228,7 @@ def test_the_second_tree_is_the_first_mirrored_or_where_that_would_not_do_shifte
         assert second == {((a + 1) % n, (b + 1) % n) for a, b in first}
 
 
-def test_with_two_trees_no_rank_sends_or_receives_more_than_twice_the_vector():
+def test_two_trees_move_at_most_twice_the_vector():
     for n in COUNTS:
         program = generate("all-reduce", "double-binary-tree", n)
         assert sent(program).max() <= 2
@@ -261,7 +261,7 @@ def bucket(sides: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize(("name", "sides"), [("2d-torus", (4, 4)), ("2d-torus", (5, 5)), ("3d-torus", (3, 3, 3))])
-def test_a_torus_with_equal_sides_keeps_all_its_links_busy(name: str, sides: tuple[int, ...]):
+def test_torus_with_equal_sides_keeps_all_links_busy(name: str, sides: tuple[int, ...]):
     n, d = prod(sides), len(sides)
     program = generate("all-reduce", name, n)
     assert rounds(program) == 2 * sum(side - 1 for side in sides)
@@ -273,7 +273,7 @@ def test_a_torus_with_equal_sides_keeps_all_its_links_busy(name: str, sides: tup
 
 
 @pytest.mark.parametrize(("name", "sides"), [("2d-mesh", (4, 4)), ("2d-mesh", (3, 5)), ("mesh", (2, 3, 4))])
-def test_a_mesh_talks_to_neighbours_only_and_takes_as_long_as_one_way_rings(name: str, sides: tuple[int, ...]):
+def test_mesh_sends_to_neighbours_at_one_way_ring_time(name: str, sides: tuple[int, ...]):
     program = generate("all-reduce", name, prod(sides), dims=sides)
     assert all(distance(pair, sides, around=False) == 1 for pair in link_loads(program))
     if len(set(sides)) == 1:
@@ -281,7 +281,7 @@ def test_a_mesh_talks_to_neighbours_only_and_takes_as_long_as_one_way_rings(name
 
 
 @pytest.mark.parametrize("operation", ["reduce-scatter", "all-gather"])
-def test_one_axis_after_the_other_on_a_torus_takes_half_a_ring_where_sides_are_above_2(operation: str):
+def test_axis_by_axis_torus_halves_ring_time(operation: str):
     for sides in ((3, 5), (4, 4), (3, 3, 4)):
         n = prod(sides)
         program = generate(operation, "torus", n, dims=sides)
@@ -324,7 +324,7 @@ def leaving(program: CollectiveProgram, groups: int) -> np.ndarray:
     return np.bincount(s.rank[out], s.count[out], minlength=program.ranks) / program.chunks
 
 
-def test_only_a_share_of_what_a_node_has_leaves_it():
+def test_hierarchical_algorithms_send_only_a_share_between_nodes():
     n, g, k = 12, 4, 3
     first = leaving(generate("all-reduce", "hierarchical", n, groups=g), g)
     assert first == pytest.approx(np.where(np.arange(n) % g == 0, 2 * (k - 1) / k, 0))
@@ -339,7 +339,7 @@ def test_only_a_share_of_what_a_node_has_leaves_it():
     assert leaving(generate("broadcast", "hierarchical", n, root=6, groups=g), g).sum() == k - 1
 
 
-def test_pairwise_ranks_exchange_in_pairs_where_their_number_is_a_power_of_two():
+def test_pairwise_exchanges_in_pairs_for_powers_of_two():
     for n, in_pairs in ((8, True), (6, False)):
         for operation in ("all-to-all", "reduce-scatter", "all-gather"):
             s = generate(operation, "pairwise", n).steps
@@ -350,7 +350,7 @@ def test_pairwise_ranks_exchange_in_pairs_where_their_number_is_a_power_of_two()
             assert all(len(found) == 1 for found in partners) == in_pairs
 
 
-def test_bruck_and_recursive_all_gathers_send_one_message_a_round():
+def test_bruck_and_recursive_all_gather_send_once_per_round():
     for operation, name in (
         ("all-to-all", "bruck"),
         ("all-gather", "recursive-doubling"),
@@ -363,7 +363,7 @@ def test_bruck_and_recursive_all_gathers_send_one_message_a_round():
 # Arrangements
 
 
-def test_grids_are_as_square_as_the_number_of_ranks_allows():
+def test_grids_are_as_square_as_number_of_ranks_allows():
     assert find_nearly_cubic(12, 2) == (3, 4)
     assert find_nearly_cubic(64, 3) == (4, 4, 4)
     assert find_nearly_cubic(24, 3) == (2, 3, 4)
@@ -372,7 +372,7 @@ def test_grids_are_as_square_as_the_number_of_ranks_allows():
     assert find_nearly_cubic(1, 3) == (1, 1, 1)
 
 
-def test_a_node_has_the_largest_divisor_up_to_the_square_root_unless_said():
+def test_default_node_size_is_divisor_up_to_square_root():
     assert [node(n) for n in (1, 2, 4, 6, 7, 12, 16, 48, 64)] == [1, 1, 2, 2, 1, 3, 4, 6, 8]
 
 
@@ -382,7 +382,7 @@ def refusal(*arguments: object, **options: object) -> str:
     return str(error.value)
 
 
-def test_numbers_that_an_algorithm_cannot_take_are_refused_with_what_would_be_right():
+def test_unsupported_counts_are_refused_with_valid_ones():
     assert refusal("all-reduce", "2d-torus", 7) == (
         "2d-torus cannot take 7 ranks: no 2 sides of at least 2 multiply to 7; near are 6 (2x3) and 8 (2x4)"
     )
@@ -396,7 +396,7 @@ def test_numbers_that_an_algorithm_cannot_take_are_refused_with_what_would_be_ri
     assert "0 segments" in refusal("broadcast", "ring", 4, segments=0)
 
 
-def test_programs_that_no_memory_holds_are_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_programs_beyond_any_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     assert "on 100,000 ranks is too large a program: 100,000 chunks on each rank" in refusal(
         "all-reduce", "ring", 100000
     )
@@ -406,7 +406,7 @@ def test_programs_that_no_memory_holds_are_refused_at_once(monkeypatch: pytest.M
     assert "more than 100 steps" in refusal("all-reduce", "ring", 8)
 
 
-def test_options_and_names_that_an_algorithm_does_not_have_are_refused():
+def test_unsupported_options_and_names_are_refused():
     assert refusal("all-reduce", "ring", 4, segments=2) == (
         "ring all-reduce takes no segments; segments is for binomial-tree, double-binary-tree"
     )

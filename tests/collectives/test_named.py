@@ -35,12 +35,12 @@ def file(place: Path, operation: str, algorithm: str, ranks: int) -> str:
     return f"@{path}"
 
 
-def test_native_is_what_nobody_names():
+def test_native_collective_is_default():
     assert named("dp4 zero1") == {}
     assert named("dp4 zero1", all_reduce="native") == {}
 
 
-def test_an_algorithm_serves_every_axis_of_more_than_one_rank():
+def test_algorithm_serves_every_axis_of_more_than_one_rank():
     assert named("dp4 zero3 hs2", all_reduce="ring", all_gather="recursive-doubling") == {
         ("data", "all_reduce"): "ring 4",
         ("shard", "all_reduce"): "ring 2",
@@ -53,7 +53,7 @@ def test_an_algorithm_serves_every_axis_of_more_than_one_rank():
     assert ("replica", "all_reduce") not in named("dp4 zero1", all_reduce="ring")
 
 
-def test_an_axis_whose_ranks_the_algorithm_cannot_take_stays_native_unless_gradients_take_it():
+def test_unsupported_axis_stays_native_unless_gradients_use_it():
     found = named("dp8 zero3 hs4", all_gather="2d-mesh")
     assert set(found) == {("data", "all_gather"), ("shard", "all_gather")}, "the replica axis has 2 ranks"
     assert refusal("dp8 zero3 hs4", all_reduce="2d-mesh").startswith(
@@ -70,14 +70,14 @@ def test_a_file_serves_the_axes_of_its_size(tmp_path: Path):
     }
 
 
-def test_auto_takes_few_rounds_for_small_vectors_and_few_bytes_for_large_ones():
+def test_auto_minimises_rounds_for_small_vectors_else_bytes():
     found = named_programs(CollectivesRecipe(all_reduce="auto"), Layout.parse("dp8"))["data", "all_reduce"]
     small, large = found.choose_program(1000), found.choose_program(1e9)
     assert small.bytes_sent(1.0).max() > large.bytes_sent(1.0).max() == pytest.approx(2 * 7 / 8), "none sends fewer"
     assert small.program.algorithm == "butterfly"
 
 
-def test_what_a_file_must_be_is_said_in_one_line(tmp_path: Path):
+def test_invalid_program_file_is_one_error_line(tmp_path: Path):
     ring = file(tmp_path, "all-reduce", "ring", 4)
     start = "recipe.toml: collectives."
     assert refusal("dp8", all_reduce=ring) == (
@@ -96,7 +96,7 @@ def test_what_a_file_must_be_is_said_in_one_line(tmp_path: Path):
     assert refusal("dp4", all_reduce=f"@{broken}").endswith("broken.txt forms the maximum; gradients are summed")
 
 
-def test_an_algorithm_that_cannot_take_so_many_ranks_says_so():
+def test_algorithm_for_unsupported_rank_count_is_refused():
     assert refusal("dp4", all_reduce="3d-torus").startswith(
         "recipe.toml: collectives.all_reduce: 3d-torus cannot take 4"
     )

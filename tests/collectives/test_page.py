@@ -20,7 +20,7 @@ def curves_of_it() -> Curves:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
-def test_the_picture_marks_what_was_asked_for(algorithm: str):
+def test_picture_marks_requested_size_and_algorithm(algorithm: str):
     curves = curves_of_it()
     found = curves.crossovers()
     seconds = curves.seconds.get(algorithm, curves.seconds["ring"])[2]
@@ -36,7 +36,7 @@ def test_the_picture_marks_what_was_asked_for(algorithm: str):
         assert f"{dot.get('cx')},{dot.get('cy')}" == points[2]
 
 
-def test_the_picture_stands_alone_and_names_every_algorithm_and_the_bound():
+def test_picture_is_self_contained_and_names_algorithms_and_bound():
     curves = curves_of_it()
     found = curves.crossovers()
     svg = draw_crossovers(curves, found, asked=2**20)

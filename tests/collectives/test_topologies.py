@@ -91,7 +91,7 @@ def test_routes_are_shortest(text: str, ranks: int):
 
 
 @every
-def test_both_directions_of_every_cable_are_there_and_alike(text: str, ranks: int):
+def test_every_cable_has_two_equal_directions(text: str, ranks: int):
     network = parse_topology(text, ranks)
 
     def ends(one, other):
@@ -110,7 +110,7 @@ def test_partitions_name_a_block_for_every_rank(text: str, ranks: int):
 
 
 @every
-def test_the_canonical_name_names_the_same_network(text: str, ranks: int):
+def test_canonical_topology_name_parses_to_same_network(text: str, ranks: int):
     one = parse_topology(text, ranks, latency=3.7e-6, bandwidth=1.1e9 / 3)
     other = parse_topology(one.name, ranks)
     assert other.name == one.name
@@ -119,7 +119,7 @@ def test_the_canonical_name_names_the_same_network(text: str, ranks: int):
 
 
 @every
-def test_distances_are_those_of_the_cheapest_paths(text: str, ranks: int):
+def test_distances_match_cheapest_paths(text: str, ranks: int):
     """Against Floyd and Warshall's algorithm."""
     network = parse_topology(text, ranks)
     distance = np.full((network.vertices, network.vertices), np.inf)
@@ -136,32 +136,32 @@ def test_distances_are_those_of_the_cheapest_paths(text: str, ranks: int):
 # --- what each is
 
 
-def test_a_switch_has_one_port_a_rank_and_its_latency_a_message():
+def test_switch_has_one_port_per_rank_and_message_latency():
     network = parse_topology("switch,10GB/s,4us", 5)
     assert network.links == 10 and set(network.bandwidth) == {10e9}
     assert network.latency[find_route(network, 1, 3)].sum() == 4e-6
 
 
-def test_a_torus_has_two_cables_a_dimension_and_one_where_a_dimension_is_two():
+def test_torus_has_two_cables_except_for_dimension_2():
     assert parse_topology("torus:4x4", 16).links == 16 * 2 * 2
     assert parse_topology("torus:2x4", 8).links == 8 * (1 + 2)
     assert parse_topology("mesh:4x4", 16).links == 2 * 2 * 4 * 3
 
 
-def test_a_torus_goes_along_the_last_dimension_first_and_the_shorter_way_round():
+def test_torus_routes_last_dimension_first_in_shorter_direction():
     network = parse_topology("torus:4x5", 20)
     names = [network.format_link(link) for link in find_route(network, 0, 3 * 5 + 3)]
     assert names == ["rank 0 → rank 4", "rank 4 → rank 3", "rank 3 → rank 18"]
 
 
-def test_with_rails_a_message_to_another_place_changes_rail_inside_its_own_node():
+def test_rail_messages_change_rail_inside_their_own_node():
     network = parse_topology("nodes:2x4,rails", 8)
     names = [network.format_link(link) for link in find_route(network, 1, 6)]
     assert names == ["rank 1 → node 0", "node 0 → rank 2", "rank 2 → rail 2", "rail 2 → rank 6"]
     assert [network.format_link(link) for link in find_route(network, 2, 6)] == names[2:]
 
 
-def test_devices_that_share_an_adapter_reach_it_over_the_inner_links():
+def test_devices_with_shared_adapter_reach_it_over_inner_links():
     network = parse_topology("nodes:2x4,adapters=2,inner=100GB/s,1us,outer=10GB/s,8us", 8)
     names = [network.format_link(link) for link in find_route(network, 1, 6)]
     assert names == ["rank 1 → node 0", "node 0 → network (link 0)", "network → node 1 (link 1)", "node 1 → rank 6"]
@@ -169,7 +169,7 @@ def test_devices_that_share_an_adapter_reach_it_over_the_inner_links():
     assert network.bandwidth[find_route(network, 1, 6)].tolist() == [100e9, 10e9, 10e9, 100e9]
 
 
-def test_oversubscription_divides_what_a_leaf_has_towards_the_spine():
+def test_oversubscription_divides_uplink_bandwidth_of_leaf():
     network = parse_topology("spine-leaf:2x8,25GB/s,oversubscription=4,spines=2", 16)
     assert network.bandwidth[find_route(network, 0, 9)].tolist() == [25e9, 25e9, 25e9, 25e9]
     assert network.format_link(find_route(network, 0, 9)[1]) == "leaf 0 → spine 1"
@@ -178,13 +178,13 @@ def test_oversubscription_divides_what_a_leaf_has_towards_the_spine():
     assert trunk.sum() == 8 * 25e9 / 4
 
 
-def test_shapes_say_what_algorithms_ask_for():
+def test_shapes_report_properties_needed_by_algorithms():
     assert parse_topology("torus:2x3x4", 24).dims == (2, 3, 4)
     assert parse_topology("nodes:8", 16).groups == 8 and parse_topology("nodes:2x8", 16).groups == 8
     assert parse_topology("spine-leaf:4", 12).groups == 4
 
 
-def test_what_the_text_leaves_open_is_taken_from_the_arguments_or_the_stated_defaults():
+def test_omitted_topology_settings_come_from_arguments_or_defaults():
     assert parse_topology("switch", 4).name == "switch,25GB/s,5us"
     assert parse_topology("switch,1us", 4, latency=2e-6, bandwidth=1e9).name == "switch,1GB/s,1us"
     assert (
@@ -222,7 +222,7 @@ def test_what_the_text_leaves_open_is_taken_from_the_arguments_or_the_stated_def
         ("switch", 0, "there must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_is_right(text: str, ranks: int, said: str):
+def test_topology_mistake_is_one_line_with_correction(text: str, ranks: int, said: str):
     with pytest.raises(UserError) as caught:
         parse_topology(text, ranks)
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -241,7 +241,7 @@ def test_every_example_is_valid():
     ("text", "value"),
     [("4096", 4096), ("64MiB", 64 << 20), ("1GB", 10**9), ("1.5 KiB", 1536), ("2kb", 2000), ("1e3", 1000), ("0", 0)],
 )
-def test_sizes(text: str, value: int):
+def test_byte_counts_are_parsed_with_units(text: str, value: int):
     assert parse_bytes(text) == value
 
 
@@ -251,7 +251,7 @@ def test_times_and_rates():
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-4", "4 parsecs", "1.5", "1..5GB", "nan", "inf", "1e400", "5us", "٣"])
-def test_what_is_no_size_is_refused(text: str):
+def test_invalid_byte_counts_are_refused(text: str):
     with pytest.raises(UserError):
         parse_bytes(text)
 

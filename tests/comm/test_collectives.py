@@ -263,12 +263,12 @@ def ranks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-def test_collectives_do_what_their_names_say(ranks, dtype):
+def test_collectives_return_results_of_their_operations(ranks, dtype):
     ranks.run(every_collective, 4, dtype, 1)
     ranks.run(every_collective, 4, dtype, 257)
 
 
-def test_calls_under_way_do_not_mix(ranks):
+def test_concurrent_calls_do_not_mix(ranks):
     ranks.run(several_under_way, 4)
 
 
@@ -303,7 +303,7 @@ def test_recorded_bytes_are_the_closed_forms(ranks):
         ("rotate", "stale", [[4.0], [1.0], [2.0], [3.0]]),
     ],
 )
-def test_a_planted_fault_spoils_its_site_alone(ranks, operation, kind, expected):
+def test_planted_fault_corrupts_only_its_call_site(ranks, operation, kind, expected):
     assert [x.tolist() for x in ranks.run(spoilt, 4, operation, kind)] == expected
 
 
@@ -319,20 +319,20 @@ def test_autograd_pairs_are_each_others_conjugates(ranks):
     ranks.run(axis_pairs, 4)
 
 
-def test_a_rank_left_alone_says_where_it_waits():
+def test_abandoned_rank_reports_its_call():
     with LocalRanks(2) as pair:
         alone, _ = pair.run(left_alone, 2)
     assert "rank 0 had no answer from rank 1 in test.lonely (all_reduce over axis data, its call 1)" in alone
 
 
-def test_a_rank_whose_peer_died_says_so_at_once(tmp_path):
+def test_rank_with_dead_peer_fails_at_once(tmp_path):
     with LocalRanks(2) as pair, pytest.raises(RankLost, match="local rank 1 died"):
         pair.run(survive, str(tmp_path / "said"))
     said = (tmp_path / "said").read_text()
     assert said.startswith("rank 0 had no answer from rank 1 in test.orphan (all_gather over axis shard, its call ")
 
 
-def test_on_one_device_calls_copy_nothing():
+def test_single_device_collectives_copy_nothing():
     mesh = Mesh.single()
     x = torch.ones(4)
     collectives.all_reduce(x, mesh.data, "test")
@@ -357,12 +357,12 @@ def nobody_waits(world_size: int) -> tuple[float, int]:
     return float(total.mean()), len(calls_in_flight)
 
 
-def test_a_call_that_nobody_waits_for_does_not_stand_in_the_way_of_the_next():
+def test_call_without_wait_does_not_block_next_call():
     with LocalRanks(3, timeout=30.0) as own:
         assert own.run(nobody_waits, 3) == [(3.0, 0)] * 3
 
 
-def test_a_call_that_failed_fails_whenever_it_is_waited_for():
+def test_failed_call_raises_at_every_wait():
     class Work:
         def wait(self) -> None:
             raise RuntimeError("connection closed")
@@ -376,7 +376,7 @@ def test_a_call_that_failed_fails_whenever_it_is_waited_for():
     assert not finished
 
 
-def test_closing_a_mesh_leaves_another_ones_axes_to_the_operators():
+def test_closing_mesh_keeps_axes_of_other_meshes():
     first, second, third = Mesh.single(), Mesh.single(), Mesh.single()
     key = first.ep.key
     assert find_axis(key) is third.ep

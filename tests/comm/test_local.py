@@ -76,12 +76,12 @@ def ranks():
         yield started
 
 
-def test_each_rank_answers_with_its_own_result(ranks):
+def test_each_rank_returns_its_own_result(ranks):
     assert ranks.run(add, 1, 2) == [3, 4]
     assert ranks.run("tests.comm.test_local:add", 10, 20) == [30, 31]
 
 
-def test_an_exception_comes_back_with_the_ranks_traceback(ranks):
+def test_exception_is_raised_with_traceback_of_rank(ranks):
     with pytest.raises(UserError, match="layout is wrong") as error:
         ranks.run(fail_on_one)
     assert "on rank 1" in str(error.value.__cause__) and "fail_on_one" in str(error.value.__cause__)
@@ -94,13 +94,13 @@ def test_a_rank_that_dies_is_named(ranks):
     assert ranks.run(add, 1, 2) == [3, 4]
 
 
-def test_a_rank_that_does_not_answer_is_named(ranks):
+def test_unresponsive_rank_is_named(ranks):
     with pytest.raises(RankLost, match=r"local rank 1 did not answer within 0.5 s"):
         ranks.run(hang_on_one, timeout=0.5)
     assert ranks.run(add, 1, 2) == [3, 4]
 
 
-def test_a_hang_names_the_call_and_the_rank_that_has_not_entered_it(ranks):
+def test_hang_report_names_call_and_missing_rank(ranks):
     parted = (
         r"rank 1 has not entered call \d+ of ranks 0,1 \(all_reduce test\.lonely over data\), where rank 0 has been "
         r"waiting for \d+\.\d s at .*test_local\.py:\d+ \(stay_away\); its last was call \d+ \(.*test.first"

@@ -30,7 +30,7 @@ def posted(part: RankProgram) -> tuple[list[Message], list[Message]]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 9])
 @pytest.mark.parametrize("merge", [True, False])
-def test_both_ends_come_to_the_same_messages_in_the_same_order(ranks: int, merge: bool):
+def test_both_ends_lower_to_same_messages_in_order(ranks: int, merge: bool):
     for checked in every_program(ranks):
         parts = [lower(checked, rank, merge) for rank in range(ranks)]
         ends = [posted(part) for part in parts]
@@ -48,7 +48,7 @@ def slots(message: Message | Reduce | Local) -> set[int]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("merge", [True, False])
-def test_nothing_is_overwritten_while_it_is_needed(ranks: int, merge: bool):
+def test_buffers_are_not_overwritten_before_last_read(ranks: int, merge: bool):
     """Walks through a rank's events: slots that a send reads or a receive fills are busy until that is waited for."""
     for checked in every_program(ranks):
         for rank in range(ranks):
@@ -104,7 +104,7 @@ def test_adjacent_chunks_travel_as_one_message():
     assert [message.size for message in alone] == [1] * 14
 
 
-def test_a_receive_waits_its_turn_behind_an_earlier_one_from_the_same_rank():
+def test_receive_queues_behind_earlier_receive_from_same_rank():
     program = Builder("broadcast", "by hand", ranks=2, chunks=4)
     with program.round():
         program.transfer(0, 1, chunk=0)

@@ -108,12 +108,12 @@ def ranks():
 
 
 @pytest.mark.parametrize("table", [RING, OTHERS, TREES, AUTO], ids=lambda table: table.all_reduce)
-def test_programs_serve_every_axis_and_give_what_the_backend_gives(ranks, table):
+def test_programs_on_every_axis_match_backend_results(ranks, table):
     ranks.run(every_call, "dp4 zero3 hs2", table, 33)
     ranks.run(every_call, "dp4", table, 700_000)
 
 
-def test_recorded_bytes_are_the_programs_own(ranks):
+def test_recorded_bytes_match_messages_of_program(ranks):
     found = ranks.run(recorded, RING, 4000)
     assert (
         found
@@ -151,7 +151,7 @@ def test_planted_faults_spoil_programs_too(ranks, operation, kind, expected):
     assert ranks.run(spoilt, operation, kind) == expected
 
 
-def test_a_rank_left_alone_says_who_it_waits_for_in_which_step_and_where():
+def test_abandoned_rank_reports_peer_step_and_call_site():
     with LocalRanks(4) as four:
         said = four.run(left_alone)
     pattern = (

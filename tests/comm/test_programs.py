@@ -147,7 +147,7 @@ def test_a_result_that_differs_is_a_failed_check():
         (2, -4, "-4 bytes; there must be at least 0"),
     ],
 )
-def test_what_the_machine_cannot_hold_is_refused(ranks: int, size: float, said: str):
+def test_excessive_process_count_is_refused(ranks: int, size: float, said: str):
     checked = program_of("all-reduce", "ring", ranks)
     assert checked is not None
     with pytest.raises(UserError, match=said):
@@ -165,7 +165,7 @@ def stopped(checked: CheckedCollective, which: int) -> None:
     executable.run(torch.ones(600))
 
 
-def test_a_rank_that_stands_still_is_named_by_those_who_wait_for_it():
+def test_stalled_rank_is_named_by_waiting_ranks():
     checked = program_of("all-reduce", "ring", 3)
     with LocalRanks(3) as ranks, pytest.raises(RankLost) as error:
         ranks.run(stopped, checked, 1, timeout=20)

@@ -18,7 +18,7 @@ def others(text: str, axis: str, equal: bool = True, alike: list | None = None) 
     return make_wrong_groups(layout, axis, equal, alike or [0] * layout.world_size)
 
 
-def test_ranks_beside_each_other_take_the_place_of_those_far_apart():
+def test_wrong_groups_swap_adjacent_and_distant_ranks():
     assert others("dp2 tp2", "data") == [(0, 1), (2, 3)]
     assert others("dp2 tp2", "tp") == [(0, 2), (1, 3)]
     assert others("dp4 zero1 hs2", "shard") == [(0, 2), (1, 3)]
@@ -26,7 +26,7 @@ def test_ranks_beside_each_other_take_the_place_of_those_far_apart():
 
 @pytest.mark.parametrize("text", ["dp2 tp2", "dp2 cp2 tp2", "dp2 tp2 pp2 mb2", "dp4 zero3 hs2 pp2 mb2", "dp4 ep2"])
 @pytest.mark.parametrize("axis", ["tp", "cp", "data", "shard", "replica", "ep"])
-def test_each_rank_is_in_one_group_of_the_same_size_on_its_stage(text: str, axis: str):
+def test_wrong_groups_keep_group_size_and_pipeline_stage(text: str, axis: str):
     layout = Layout.parse(text)
     right, wrong = layout.groups(axis), others(text, axis)
     if wrong:
@@ -36,7 +36,7 @@ def test_each_rank_is_in_one_group_of_the_same_size_on_its_stage(text: str, axis
         assert not set(wrong) & set(right)
 
 
-def test_one_group_alone_is_halved_where_sizes_do_not_matter():
+def test_single_group_is_halved_unless_equal_sizes_are_required():
     assert others("dp4", "data", equal=False) == [(0, 1), (2, 3)]
     assert others("dp4", "data", equal=True) == others("dp2", "data", equal=False) == []
     assert others("dp2 pp2 mb2", "world", equal=False) == [(0, 1), (2, 3)]
@@ -110,7 +110,7 @@ def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
     return found
 
 
-def test_a_call_over_the_wrong_group_gives_that_groups_result():
+def test_call_over_wrong_group_returns_its_result():
     with LocalRanks(4, timeout=250.0) as ranks:
         found = ranks.run(with_wrong_groups)
     result = {name: [values[name][0] for values in found] for name in found[0]}

@@ -82,7 +82,7 @@ def prepare_and_die(data: DataRecipe, steps: int) -> None:
     prepare(data)
 
 
-def test_preparation_killed_before_each_disk_operation_ends_with_same_bytes(corpus: Path, tmp_path: Path):
+def test_preparation_killed_at_any_disk_operation_resumes_identically(corpus: Path, tmp_path: Path):
     expected = undisturbed("bytes")
     # Children of a server without threads: a fork of this process could hold locks that nobody frees.
     context = multiprocessing.get_context("forkserver")
@@ -153,7 +153,7 @@ def test_damaged_records_are_rewritten(corpus: Path, tmp_path: Path, name: str, 
     assert files(tmp_path) == undisturbed("bytes")
 
 
-def test_one_process_prepares_while_others_log_that_they_wait(corpus: Path, tmp_path: Path):
+def test_one_process_prepares_while_others_log_their_wait(corpus: Path, tmp_path: Path):
     data = recipe(corpus, tmp_path, tokenizer="bpe")
     directory = prepare(recipe(corpus, tmp_path / "elsewhere", tokenizer="bpe")).directory
     lock = tmp_path / directory.name / "lock"

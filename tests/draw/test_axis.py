@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.draw.axis import Axis, linear_axis, log_axis, round_numbers
+from meshwright.draw.axis import Axis, choose_ticks, linear_axis, log_axis
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(1.59, 8.65), (150, 326), (30e6, 12e9), (0.007, 0.0071), (5, 800), (0.1, 9e6), (3, 3)]
 )
-def test_a_logarithmic_axis_has_some_round_numbers_within_it(low: float, high: float):
+def test_logarithmic_axis_has_round_ticks_within_its_range(low: float, high: float):
     axis = log_axis([low, high], "", str)
     ticks = [tick for tick, _ in axis.ticks]
     assert 2 <= len(ticks) <= 14 and ticks == sorted(ticks)
@@ -21,7 +21,7 @@ def test_a_logarithmic_axis_has_some_round_numbers_within_it(low: float, high: f
     assert 0 < axis.share(low) <= axis.share(high) < 1
 
 
-def test_ticks_of_a_logarithmic_axis_are_round_in_its_unit():
+def test_ticks_of_logarithmic_axis_are_round_in_its_unit():
     axis = log_axis([3 * 1024.0, 900 * 1024.0], "", lambda count: f"{count:g} KiB", unit=1024)
     assert (10 * 1024, "10 KiB") in axis.ticks and (500 * 1024, "500 KiB") in axis.ticks
 
@@ -29,14 +29,14 @@ def test_ticks_of_a_logarithmic_axis_are_round_in_its_unit():
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 30])
 @pytest.mark.parametrize(("low", "high"), [(0, 10.4), (-3, 17), (0, 1e-7), (1e30, 3e30), (0.9, 1.1), (0, 99)])
 def test_round_numbers_are_few_even_and_within(low: float, high: float, most: int):
-    found = round_numbers(low, high, most)
+    found = choose_ticks(low, high, most)
     assert len(found) <= most + 1
     assert all(low - 1e-9 * (high - low) <= tick <= high + 1e-9 * (high - low) for tick in found)
     steps = {f"{(b - a):.6g}" for a, b in pairwise(found)}
     assert len(steps) <= 1 and all(step.strip("-0.")[0] in "125" for step in steps)
 
 
-def test_a_linear_axis_holds_its_range_and_margins():
+def test_linear_axis_covers_its_range_and_margins():
     axis = linear_axis(0, 10, "unit", above=0.04)
     assert (axis.low, axis.high, [label for _, label in axis.ticks]) == (0, 10.4, ["0", "5", "10"])
     assert linear_axis(1, 3, below=0.5, above=0.5).share(2) == 0.5

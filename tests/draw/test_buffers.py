@@ -44,14 +44,14 @@ rank 3 d  [Σ0]         b1+c1+d1    c2+d2       d3
 """
 
 
-def test_ring_all_reduce_on_four_ranks_is_drawn_as_textbooks_draw_it() -> None:
+def test_ring_all_reduce_drawing_on_four_ranks_matches_textbooks() -> None:
     text = draw_buffers_text(check_collective(ring(4)))
     assert text.startswith("all-reduce ring on 4 ranks: a is rank 0, d rank 3; a0 is rank 0's part of chunk 0; ")
     assert ROUNDS_OF_FOUR in text
     assert text.count("round ") == 6
 
 
-def test_only_the_last_rounds_may_be_asked_for() -> None:
+def test_drawing_can_be_limited_to_last_rounds() -> None:
     whole = draw_buffers_text(check_collective(ring(4))).split("\n\n")
     assert draw_buffers_text(check_collective(ring(4)), last_rounds=2).split("\n\n") == [
         whole[0],
@@ -66,7 +66,7 @@ def shown(frame: Frame) -> list[list[str]]:
     return [[cell.label for cell in cells] for cells in frame.cells]
 
 
-def test_local_steps_have_a_frame_of_their_own() -> None:
+def test_local_steps_get_their_own_frame() -> None:
     drawn = build_frames(check_collective(all_to_one_and_back(3)))
     assert [frame.title for frame in drawn] == [
         "start",
@@ -80,7 +80,7 @@ def test_local_steps_have_a_frame_of_their_own() -> None:
     assert shown(drawn[3])[2] == ["Σ0", "Σ1", "", ""]
 
 
-def test_local_steps_after_the_last_round_are_drawn_at_the_end() -> None:
+def test_local_steps_after_last_round_are_drawn_at_end() -> None:
     program = ring(2)
     columns = {name: getattr(program.steps, name).tolist() for name in Steps.__dataclass_fields__}
     for name, value in {"rank": 1, "group": 9, "kind": 3, "slot": 2, "count": 1, "peer": -1, "source": 0}.items():
@@ -91,7 +91,7 @@ def test_local_steps_after_the_last_round_are_drawn_at_the_end() -> None:
     assert shown(last) == [["Σ0", "Σ1", ""], ["Σ0", "Σ1", "Σ0"]]
 
 
-def test_a_barrier_shows_who_has_heard_from_whom() -> None:
+def test_barrier_drawing_shows_signals_received_by_each_rank() -> None:
     start, gathered, end = build_frames(check_collective(star_barrier(4)))
     assert shown(start) == [["a"], ["b"], ["c"], ["d"]]
     assert shown(gathered) == [["all"], ["b"], ["c"], ["d"]]
@@ -109,7 +109,7 @@ def test_many_parts_are_written_shortly() -> None:
     assert format_slot_label(star_barrier(16), 0, (0, 2, 4, 6, 8)) == "5 ranks"
 
 
-def test_every_program_has_a_frame_a_round_and_ends_as_promised() -> None:
+def test_drawing_has_one_frame_per_round_and_correct_end() -> None:
     for program in programs()[::3]:
         checked = check_collective(program)
         drawn = build_frames(checked)
@@ -144,7 +144,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_pictures_stand_alone_and_show_every_cell() -> None:
+def test_pictures_are_self_contained_and_show_every_cell() -> None:
     program = dataclasses.replace(ring(5), algorithm="<ring> & more")
     page = draw_buffers(check_collective(program))
     tags = Tags()

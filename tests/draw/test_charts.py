@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.draw.axis import Axis, linear_axis, log_axis
 from meshwright.draw.bars import draw_grouped_bars, draw_stacked_bars
-from meshwright.draw.line_chart import BUCKETS, Band, Mark, Plot, Series, draw_lines, spread_apart, thin_out
+from meshwright.draw.line_chart import BUCKETS, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
 from meshwright.draw.scatter import draw_scatter
 from meshwright.draw.text_width import text_width
 
@@ -40,7 +40,7 @@ def assert_texts_are_inside(svg: str) -> None:
     assert [text for text, left, right in extents(svg) if left < -1 or right > width + 1] == []
 
 
-def test_points_lie_where_the_axes_say():
+def test_points_are_drawn_at_axis_positions():
     x_axis, y_axis = linear_axis(10, 40), linear_axis(1, 4, below=0.04, above=0.04)
     svg = draw_lines(x_axis, y_axis, [Series("a", [(10, 4), (20, 1), (40, 2)], "blue"), Series("b", [(30, 3)], "red")])
     plot = Plot(x_axis, y_axis, right=744, bottom=236)
@@ -55,7 +55,7 @@ def test_points_lie_where_the_axes_say():
     assert second == [(pytest.approx(plot.x(30), abs=0.1), pytest.approx(height(3), abs=0.1))]
 
 
-def test_ticks_stand_at_their_values():
+def test_ticks_are_drawn_at_their_values():
     svg = draw_lines(
         linear_axis(0, 100, most=8), linear_axis(0, 10, above=0.04), [Series("a", [(0, 0), (100, 10)], "")]
     )
@@ -81,7 +81,7 @@ def test_tick_labels_do_not_overlap():
     assert len(shown) > 3 and all(right < left for (_, right), (left, _) in pairwise(shown))
 
 
-def test_gaps_of_a_series_are_left_out_and_a_few_points_are_dots():
+def test_series_gaps_are_omitted_and_few_points_dotted():
     svg = draw_lines(
         linear_axis(0, 3),
         linear_axis(0, 3),
@@ -106,13 +106,13 @@ def test_the_words_of_a_mark_stay_inside(at: float):
     assert len([*ET.fromstring(svg).iter("circle")]) == 1
 
 
-def test_names_at_the_ends_are_a_line_apart():
-    assert spread_apart([10, 11, 12, 90], 100) == [10, 25, 40, 90]
-    assert spread_apart([95, 96, 97], 100) == [70, 85, 100]
-    assert spread_apart([], 100) == []
+def test_series_names_do_not_overlap():
+    assert spread_labels([10, 11, 12, 90], 100) == [10, 25, 40, 90]
+    assert spread_labels([95, 96, 97], 100) == [70, 85, 100]
+    assert spread_labels([], 100) == []
 
 
-def test_bands_cover_the_axis_and_name_themselves_where_there_is_room():
+def test_bands_cover_axis_and_are_labelled_where_labels_fit():
     plot = Plot(log_axis([1, 1e6], "", str), linear_axis(0, 1), right=500, bottom=300)
     high = plot.x_axis.high
     plot.draw_bands("best", [Band(1e3, "ring", "ring to 1000", "blue", "1 kB"), Band(high, "tree", "tree", "red")])
@@ -123,13 +123,13 @@ def test_bands_cover_the_axis_and_name_themselves_where_there_is_room():
     assert {"ring", "tree", "1 kB", "best"} <= {text.text for text in root.iter("text")}
 
 
-def test_thinning_keeps_ends_and_extremes():
+def test_downsampling_keeps_ends_and_extremes():
     points = [(float(x), math.sin(x / 900)) for x in range(50_000)]
     points[31_234] = (31_234.0, 9.0)
-    kept = thin_out(points)
+    kept = downsample(points)
     assert len(kept) <= 2 * BUCKETS and kept[0] == points[0] and kept[-1] == points[-1]
     assert points[31_234] in kept and list(kept) == sorted(kept)
-    assert thin_out(points[:50]) == points[:50]
+    assert downsample(points[:50]) == points[:50]
 
 
 COLOURS = {"a": "blue", "b": "red"}
@@ -161,7 +161,7 @@ def test_many_bars_are_lower_and_named_now_and_then():
     assert len(names) == 32 and min(b - a for a, b in pairwise(names)) >= 14
 
 
-def test_grouped_bars_stand_side_by_side_on_the_axis():
+def test_grouped_bars_are_side_by_side_on_axis():
     svg = draw_grouped_bars(["1", "2"], [("before", "pale", [4, 8]), ("after", "blue", [2, 8])], "characters")
     bars = {
         rect.findtext("title"): numbers(rect, "x", "y", "width", "height") for rect in ET.fromstring(svg).iter("rect")

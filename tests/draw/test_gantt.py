@@ -54,7 +54,7 @@ def bars(svg: str) -> list[ET.Element]:
     return [rect for rect in ET.fromstring(svg).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
 
 
-def test_every_step_is_a_bar_as_long_as_it_lasts(timeline: Timeline):
+def test_every_step_is_drawn_as_long_as_it_lasts(timeline: Timeline):
     drawn = bars(draw_svg(timeline))
     assert len(drawn) == len(timeline.spans) == 9
     first, *others = [
@@ -78,18 +78,18 @@ def test_hovering_names_the_step_in_full(timeline: Timeline):
     assert "weight gradient of micro-batch 0, stage 3: 5 to 6" in titles
 
 
-def test_chunks_of_a_rank_differ_in_shade_and_in_label(timeline: Timeline):
+def test_chunks_of_rank_differ_in_shade_and_in_label(timeline: Timeline):
     labels = {span.label: span.shade for span in timeline.spans if span.track == 0}
     assert labels == {"F0": 0.0, "F1": 0.0, "f0": 1.0, "i0": 1.0, "w0": 1.0}
     fills = {bar.get("style") for bar in bars(draw_svg(timeline))[:3]}
     assert len(fills) == 2
 
 
-def test_every_kind_of_step_has_a_colour_of_its_own_replica():
+def test_every_kind_of_step_has_one_colour_per_replica():
     assert all(first != second for kind, (first, second) in COLOURS.items() if kind not in SAME)
 
 
-def test_the_legend_names_every_colour_once_and_the_strip_below_the_rows(timeline: Timeline):
+def test_legend_names_every_colour_once_and_the_strip(timeline: Timeline):
     def legend(drawn: Timeline) -> list[str]:
         return [
             word.text or ""
@@ -103,7 +103,7 @@ def test_the_legend_names_every_colour_once_and_the_strip_below_the_rows(timelin
     assert legend(Timeline("both ways", ("rank 0",), both)) == ["all-to-all"]
 
 
-def test_a_legend_wider_than_the_picture_takes_several_lines_above_the_rows(timeline: Timeline):
+def test_wide_legend_wraps_into_lines_above_rows(timeline: Timeline):
     kinds = [kind for kind in COLOURS if kind not in SAME]
     spans = [Span(0, k, k + 1.0, kind, "F0", kind, mirrored=m) for k, kind in enumerate(kinds) for m in (False, True)]
     picture = ET.fromstring(draw_svg(Timeline("narrow", ("rank 0",), spans), width=400))
@@ -116,7 +116,7 @@ def test_a_legend_wider_than_the_picture_takes_several_lines_above_the_rows(time
     assert len(lines) > 1 and lines[-1] < min(rows)
 
 
-def test_the_strip_below_a_row_is_as_high_as_what_is_held_and_steps_when_that_changes(timeline: Timeline):
+def test_level_strip_height_follows_saved_activations(timeline: Timeline):
     first, _ = ET.fromstring(draw_svg(timeline)).iter(f"{SVG}polygon")
     points = [tuple(map(float, point.split(","))) for point in first.get("points", "").split()]
     (left, base), *corners = points
@@ -126,7 +126,7 @@ def test_the_strip_below_a_row_is_as_high_as_what_is_held_and_steps_when_that_ch
 
 
 @pytest.mark.parametrize("end", [0.013, 1.0, 7.0, 96.5, 12_345.0])
-def test_the_axis_has_evenly_spaced_round_numbers_from_nought_on(end: float):
+def test_time_axis_has_even_round_ticks_from_zero(end: float):
     picture = ET.fromstring(draw_svg(Timeline("axis", ("rank 0",), [Span(0, 0.0, end, "forward", "F0", "F0")])))
     ticks = [t for t in picture.iter(f"{SVG}text") if "tick" in t.get("class", "")]
     times, places = (
@@ -139,7 +139,7 @@ def test_the_axis_has_evenly_spaced_round_numbers_from_nought_on(end: float):
     assert 60 < np.diff(places)[0] < 160  # pixels
 
 
-def test_a_page_needs_nothing_from_elsewhere(timeline: Timeline):
+def test_page_loads_no_external_resources(timeline: Timeline):
     page = draw_page(timeline, rows=[["rank", "idle"], ["0", "<1>"]], summary="a & b")
     assert not re.search(r"(src|href)=|@import|url\(", page)
     assert "&lt;1&gt;" in page and "a &amp; b" in page
@@ -167,7 +167,7 @@ def test_a_name_from_a_file_cannot_spoil_the_picture():
     assert "<script" not in svg and picture.get("aria-label") == "<b>\u2400\u241b[2J"
 
 
-def test_text_has_a_line_a_rank_with_steps_at_their_times(timeline: Timeline):
+def test_text_has_one_line_per_rank_with_timed_steps(timeline: Timeline):
     lines = draw_text(timeline, width=100).splitlines()
     rows = [line.partition("|")[2] for line in lines if "|" in line]
     assert rows[0].startswith("F0|F1|   f0|i0|w0|")
@@ -175,7 +175,7 @@ def test_text_has_a_line_a_rank_with_steps_at_their_times(timeline: Timeline):
     assert rows[0].endswith("idle 1")
 
 
-def test_text_goes_on_in_bands_where_the_terminal_ends(timeline: Timeline):
+def test_text_chart_wraps_into_bands_at_terminal_width(timeline: Timeline):
     narrow = draw_text(timeline, width=29)
     assert narrow.count("rank 0") == 2 and "time 0 to" in narrow
     assert "... and 1 more band" in draw_text(timeline, width=29, bands=1)
@@ -193,7 +193,7 @@ def test_trace_holds_every_step_once_with_its_times(timeline: Timeline):
     assert len(counters) == 5 and {e["name"] for e in counters} == {"activations of rank 0", "activations of rank 1"}
 
 
-def test_slices_of_one_thread_of_a_trace_do_not_overlap(timeline: Timeline):
+def test_trace_slices_of_one_thread_do_not_overlap(timeline: Timeline):
     threads: dict[int, list[tuple[float, float]]] = {}
     for event in build_chrome_trace(timeline)["traceEvents"]:
         if event["ph"] == "X":
@@ -203,7 +203,7 @@ def test_slices_of_one_thread_of_a_trace_do_not_overlap(timeline: Timeline):
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(slices))
 
 
-def test_transfers_of_a_collective_lie_on_the_tracks_of_their_senders():
+def test_collective_transfers_are_on_tracks_of_their_senders():
     builder = CollectiveBuilder("all-reduce", "hand-made", 2, chunks=2)
     with builder.round():
         builder.transfer([0, 1], [1, 0], chunk=[0, 1], reduce=True)

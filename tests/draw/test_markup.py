@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.draw.gantt import draw_svg
-from meshwright.draw.markup import Markup, element, escape_text, join, number
+from meshwright.draw.markup import Markup, element, escape_text, format_number, join
 from meshwright.draw.page import page, table
 from meshwright.program.timeline import Span, Timeline
 
@@ -79,7 +79,7 @@ def test_control_characters_are_shown_as_their_pictures():
     assert escape_text("\x85\u202e\ud800\uffff") == "\ufffd" * 4
 
 
-def test_markup_is_inserted_as_it_is_and_text_is_escaped():
+def test_markup_is_inserted_unchanged_and_text_is_escaped():
     inner = element("b", "1 < 2")
     assert element("p", "a & ", inner, None, ["c", Markup("<br/>")]) == "<p>a &amp; <b>1 &lt; 2</b>c<br/></p>"
     assert not isinstance(inner + "<i>", Markup)  # what is put together by hand is escaped again
@@ -89,5 +89,5 @@ def test_markup_is_inserted_as_it_is_and_text_is_escaped():
 def test_attributes_are_quoted_renamed_and_rounded():
     assert element("rect", class_="a", stroke_width=1 / 3, x=2, y=None) == '<rect class="a" stroke-width="0.33" x="2"/>'
     assert element("td", title="\"<'") == '<td title="&quot;&lt;&#x27;"></td>'
-    assert [number(value) for value in (10, 10.0, 0.5, 1.999, -0.001)] == ["10", "10", "0.5", "2", "0"]
-    assert (number(1234.56, 1), number(20.04, 0), number(1e9)) == ("1234.6", "20", "1000000000")
+    assert [format_number(value) for value in (10, 10.0, 0.5, 1.999, -0.001)] == ["10", "10", "0.5", "2", "0"]
+    assert (format_number(1234.56, 1), format_number(20.04, 0), format_number(1e9)) == ("1234.6", "20", "1000000000")

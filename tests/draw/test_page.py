@@ -10,7 +10,7 @@ from meshwright.draw.markup import element
 from meshwright.draw.page import bar, key, page, paragraph, table
 
 
-def test_a_page_is_one_document_that_loads_nothing():
+def test_page_is_one_document_without_external_resources():
     text = page("a title", element("h1", "a title"), None, [paragraph("one"), paragraph("two", muted=True)])
     assert text.startswith('<!doctype html><html lang="en">') and text.endswith("</html>\n")
     assert "prefers-color-scheme: dark" in text and text.count("<style>") == text.count("<h1>") == 1
@@ -19,7 +19,7 @@ def test_a_page_is_one_document_that_loads_nothing():
     assert 'class="narrow"' in page("", narrow=True) and 'class="narrow"' not in text
 
 
-def test_style_sheets_hold_only_colours_of_their_own():
+def test_style_sheets_use_only_their_own_colours():
     text = page("")
     used, declared = (set(re.findall(pattern, text)) for pattern in (r"var\((--[a-z]+)\)", r"(--[a-z]+):"))
     assert used - declared <= {"--hue", "--full", "--least"}  # set on elements
@@ -38,7 +38,7 @@ def test_columns_of_quantities_are_aligned_to_the_right(cells: list[str], right:
     assert drawn.count('class="n"') == (1 + len(cells)) * right
 
 
-def test_the_first_cell_of_a_row_names_it():
+def test_first_cell_of_row_is_row_header():
     assert table((), [("a", "b < c")]) == '<div class="wide"><table><tr><th>a</th><td>b &lt; c</td></tr></table></div>'
     assert table(("head", ""), []).count("<th>") == 2
     assert "<thead>" in table(("head",), []) and table((), []) == '<div class="wide"><table></table></div>'

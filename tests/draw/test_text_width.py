@@ -15,7 +15,7 @@ from meshwright.draw.text_width import text_width
         ("seconds a step; a sample of all layouts", 233.4), ("all-reduce on 8 ranks, nodes:2x4,inner=450GB/s", 292.4),
     ],
 )  # fmt: skip
-def test_widths_are_near_the_measured_ones(text: str, measured: float):
+def test_estimated_widths_are_close_to_measured_ones(text: str, measured: float):
     assert 0.95 * measured <= text_width(text) <= 1.2 * measured
 
 

@@ -101,7 +101,7 @@ def by_hand(checkpoint: Path, documents: list[str], sequence: int) -> tuple[floa
 
 
 @pytest.mark.parametrize("sequence", [7, SEQUENCE, 40])
-def test_the_loss_is_that_of_transformers_document_by_document(place, checkpoint, sequence):
+def test_loss_matches_transformers_document_by_document(place, checkpoint, sequence):
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=sequence)
     nats, count = by_hand(checkpoint, TEXTS, sequence)
     size = sum(len(text.encode()) for text in TEXTS)
@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_transformers_document_by_document(place, checkpoint
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
-def test_the_loss_is_the_sum_of_the_log_probabilities_that_a_server_echoes(place, checkpoint):
+def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     """To the last bit: a server of other step sizes computes the same ones."""
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
     config = config_from_path(checkpoint)
@@ -141,14 +141,14 @@ def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
     assert (result["tokens"], result["bytes"]) == (13, 12) and "xz_bits_per_byte" not in result
 
 
-def test_a_text_that_spells_the_end_of_texts_pays_for_its_letters(place, checkpoint):
+def test_text_spelling_end_token_is_charged_for_its_letters(place, checkpoint):
     path = place / "spelled.txt"
     path.write_text("a<|endoftext|>b")
     result = run_evaluation(checkpoint, str(path), sequence=40, with_xz=False)
     assert (result["tokens"], result["bytes"]) == (16, 15)
 
 
-def test_held_out_text_never_spells_the_end_of_texts_where_that_is_a_piece_of_the_model(place, checkpoint, tmp_path):
+def test_held_out_text_is_never_encoded_with_end_token(place, checkpoint, tmp_path):
     """As in SentencePiece's models, whose end is the most probable piece of all."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab ")]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
@@ -171,7 +171,7 @@ def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
     assert result["xz_bits_per_byte"] == pytest.approx(8 * len(packed) / size)
 
 
-def test_documents_that_a_tokenizer_loses_something_of_are_counted_and_the_command_warns(place, checkpoint, tmp_path):
+def test_documents_lossy_in_tokenizer_are_counted_with_warning(place, checkpoint, tmp_path):
     assert run_evaluation(checkpoint, str(place / "texts.jsonl"), with_xz=False)["lossy_documents"] == 0
     lossy = tmp_path / "lossy"
     shutil.copytree(checkpoint, lossy)
@@ -191,7 +191,7 @@ def test_a_row_is_no_longer_than_the_model(place, checkpoint):
     assert run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=1000)["sequence"] == 40
 
 
-def test_progress_is_told_to_the_end(place, checkpoint):
+def test_progress_is_reported_up_to_the_end(place, checkpoint):
     told: list[tuple[int, int]] = []
     run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=7, progress=lambda *one: told.append(one))
     assert told[-1][0] == told[-1][1] and told == sorted(told)
@@ -217,7 +217,7 @@ def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
     assert result["bytes"] == sum(len(text.encode()) for text in held_out)
 
 
-def test_a_recipe_with_another_tokenizer_is_read_with_the_checkpoints_own(checkpoint, recipe):
+def test_evaluation_uses_tokenizer_of_checkpoint_not_of_recipe(checkpoint, recipe):
     expected = run_evaluation(checkpoint, str(recipe))
     recipe.write_text(recipe.read_text().replace('"bytes"', '"bpe"\nvocabulary = 300'))
     assert {k: v for k, v in run_evaluation(checkpoint, str(recipe)).items() if k != "data"} == {
@@ -225,7 +225,7 @@ def test_a_recipe_with_another_tokenizer_is_read_with_the_checkpoints_own(checkp
     }
 
 
-def test_a_recipe_that_holds_nothing_out_is_refused(checkpoint, recipe):
+def test_recipe_without_validation_split_is_refused(checkpoint, recipe):
     recipe.write_text(recipe.read_text().replace("validation_fraction = 0.4", "validation_fraction = 0.0"))
     with pytest.raises(UserError, match="data.validation_fraction is 0: there is nothing held out to evaluate on"):
         run_evaluation(checkpoint, str(recipe))
@@ -256,7 +256,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path
         run_evaluation(other, str(place / "texts.jsonl"))
 
 
-def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
+def test_model_prefers_its_own_story_to_other_text(shared_data, tmp_path):
     """A story by the model itself costs little, a text of another kind much."""
     model = shared_data / "stories260k"
     story = (model / "greedy_200_tokens.txt").read_text()
@@ -267,7 +267,7 @@ def test_a_real_model_reaches_what_it_was_trained_for(shared_data, tmp_path):
     assert own["loss"] < 1.0 and own["bits_per_byte"] < 1.0 < 3.0 < other["bits_per_byte"]
 
 
-def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, checkpoint, tmp_path):
+def test_evaluate_verifies_hashes_by_default(place, checkpoint, tmp_path):
     """A bit of a norm's weight is wrong: the sizes are right, the loss would be another."""
     from meshwright.checkpoint.manifest import MANIFEST, Manifest, hash_file
     from tests.training import checkpoint_cases as cases
@@ -294,7 +294,7 @@ def test_the_call_checks_hashes_as_the_commands_do_unless_told_not_to(place, che
 # --- what is meant by a path
 
 
-def test_find_checkpoint_knows_every_kind_of_directory(checkpoint, tmp_path):
+def test_find_checkpoint_accepts_every_kind_of_directory(checkpoint, tmp_path):
     from meshwright.checkpoint import Checkpointer, SaveOptions
     from meshwright.comm.mesh import Mesh
     from tests.training import checkpoint_cases as cases

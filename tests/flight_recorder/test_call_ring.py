@@ -30,7 +30,7 @@ def post(writer: CallWriter, group: int, site: str = "data.gradients", size: int
     return writer.post(group, site, "all_reduce", "data", size, FLOATS, SHAPE)
 
 
-def test_a_reader_sees_what_the_rank_does_before_it_does_anything_else(descriptor):
+def test_call_is_visible_to_readers_before_it_starts(descriptor):
     assert read_calls(descriptor) is None, "no process has opened it"
     writer = CallWriter(descriptor)
     begun = time.monotonic()
@@ -53,7 +53,7 @@ def test_a_reader_sees_what_the_rank_does_before_it_does_anything_else(descripto
     assert (seen.rank, seen.ranks, seen.process, seen.torn) == (2, 4, os.getpid(), 0)
 
 
-def test_calls_are_counted_by_group_and_axes_over_the_same_ranks_are_one(descriptor):
+def test_calls_are_counted_by_group_of_equal_ranks(descriptor):
     writer = CallWriter(descriptor)
     data, tensor, same = writer.group((0, 2)), writer.group([2, 3]), writer.group([0, 2])
     assert data == same != tensor
@@ -82,7 +82,7 @@ def test_the_oldest_calls_are_overwritten_and_the_counts_stay(descriptor):
 
 
 @pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, 32, 40])
-def test_a_torn_record_is_told_from_a_whole_one(descriptor, byte):
+def test_torn_record_is_distinguished_from_complete_one(descriptor, byte):
     """A writer that was killed within a record leaves some of its bytes new and others old."""
     writer = CallWriter(descriptor)
     group = writer.group((0, 1, 2, 3))
@@ -99,7 +99,7 @@ def test_a_torn_record_is_told_from_a_whole_one(descriptor, byte):
     assert seen.torn == 2 and [call.number for call in seen.calls] == [CAPACITY + 2, CAPACITY + 3, CAPACITY + 4]
 
 
-def test_a_reader_beside_a_busy_writer_sees_whole_calls_in_order(descriptor):
+def test_concurrent_reader_sees_complete_calls_in_order(descriptor):
     writer_process = os.fork()
     if writer_process == 0:
         writer = CallWriter(descriptor)
@@ -132,7 +132,7 @@ def test_a_reader_beside_a_busy_writer_sees_whole_calls_in_order(descriptor):
     assert read_calls(descriptor).torn <= 1, "killed in the middle, its calls can still be read"
 
 
-def test_a_full_heap_of_names_loses_names_alone(descriptor):
+def test_full_name_heap_loses_only_names(descriptor):
     writer = CallWriter(descriptor)
     group = writer.group((0, 1))
     for at in range(200):
@@ -142,7 +142,7 @@ def test_a_full_heap_of_names_loses_names_alone(descriptor):
     assert seen.calls[0].site.startswith("0 ") and seen.calls[-1].site == "?"
 
 
-def test_shapes_without_end_leave_room_for_all_other_names(descriptor):
+def test_unbounded_shapes_leave_heap_space_for_other_names(descriptor):
     """As in generation, where lengths are others at every call."""
     writer = CallWriter(descriptor)
     for at in range(6000):
@@ -155,7 +155,7 @@ def test_shapes_without_end_leave_room_for_all_other_names(descriptor):
     assert seen[-1].form == f"float32[{known[0]}, 64]" and seen[-2].form == ""
 
 
-def test_a_named_file_is_made_anew_and_junk_is_no_ring(tmp_path: Path):
+def test_existing_ring_file_is_replaced_and_junk_rejected(tmp_path: Path):
     path = tmp_path / "rank-0"
     path.write_bytes(b"something else")
     with path.open("rb") as junk:

@@ -73,7 +73,7 @@ def left_waiting(ranks: list[Rank], odd: int, calls: int, group: Group) -> None:
 
 @quickly
 @given(st.integers(2, 6), st.integers(0, 60), st.data())
-def test_a_rank_that_stays_away_is_named_with_the_call_it_has_not_entered(count, calls, data):
+def test_absent_rank_is_named_with_missing_call(count, calls, data):
     odd = data.draw(st.integers(0, count - 1))
     state, kind, said = data.draw(st.sampled_from([("T", "stopped", "(state T)"), ("R", "behind", "running")]))
     group = Group(tuple(range(count)))
@@ -93,7 +93,7 @@ def test_a_rank_that_stays_away_is_named_with_the_call_it_has_not_entered(count,
 
 @quickly
 @given(st.integers(2, 5), st.integers(0, 26), st.integers(1, 4), st.booleans(), st.data())
-def test_a_rank_that_skips_calls_is_named_with_the_first_of_them(count, at, skipped, silent, data):
+def test_rank_is_named_with_first_call_it_skipped(count, at, skipped, silent, data):
     """Two ranks cannot outvote each other: what both did before says which of them is wrong. silent: calls of the same
     shape come through although they are others'."""
     odd = data.draw(st.integers(0, count - 1))
@@ -115,7 +115,7 @@ def test_a_rank_that_skips_calls_is_named_with_the_first_of_them(count, at, skip
 
 @quickly
 @given(st.integers(2, 5), st.integers(0, 8), st.data())
-def test_a_rank_that_passes_another_shape_is_named_with_both(count, at, data):
+def test_rank_with_different_shape_is_named_with_both_shapes(count, at, data):
     odd = data.draw(st.integers(0, count - 1))
     group = Group(tuple(range(count)))
     ranks = in_step(count, 2 * len(STEP) + at, group)
@@ -129,7 +129,7 @@ def test_a_rank_that_passes_another_shape_is_named_with_both(count, at, data):
 
 @quickly
 @given(st.integers(2, 6), st.data())
-def test_ranks_that_agree_are_not_blamed_wherever_they_are(count, data):
+def test_agreeing_ranks_are_not_blamed_at_any_position(count, data):
     """Different groups, uneven parts of an all-to-all, rings that reach back to different calls."""
     ranks = [Rank(rank, count) for rank in range(count)]
     world, low = Group(tuple(range(count))), Group(tuple(range(0, count, 2)))
@@ -144,7 +144,7 @@ def test_ranks_that_agree_are_not_blamed_wherever_they_are(count, data):
     assert diagnose([rank.seen(keep=keep[rank.rank]) for rank in ranks], 99.0) is None
 
 
-def test_parts_of_an_all_to_all_may_differ_and_those_of_a_reduce_scatter_of_rows():
+def test_unequal_all_to_all_and_row_reduce_scatter_pass():
     ranks, group = in_step(2, 3), Group((0, 1))
     for rank in ranks:
         rank.call("dispatch", group, form=f"bfloat16[{rank.rank + 7}, 64]")
@@ -159,7 +159,7 @@ def test_parts_of_an_all_to_all_may_differ_and_those_of_a_reduce_scatter_of_rows
 
 
 @pytest.mark.parametrize("lost", ["form", "name"])
-def test_a_name_that_found_no_room_on_one_ranks_heap_is_like_any_other(lost):
+def test_call_name_lost_on_full_heap_matches_any_name(lost):
     unknown = {"form": ""} if lost == "form" else {"site": "?", "operation": "?", "axis": "?", "form": ""}
     for count in (2, 3):
         ranks = in_step(count, 20)
@@ -178,7 +178,7 @@ def test_a_name_that_found_no_room_on_one_ranks_heap_is_like_any_other(lost):
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])
-def test_a_pipeline_waits_for_its_first_stopped_stage_whoever_waits_for_whom(stages):
+def test_pipeline_hang_is_attributed_to_first_stopped_stage(stages):
     """Stage s waits for stage s - 1, and so on down to the one that has stopped; the stages before it wait for it too,
     for gradients."""
     ranks = [Rank(rank, stages) for rank in range(stages)]
@@ -199,7 +199,7 @@ def test_a_pipeline_waits_for_its_first_stopped_stage_whoever_waits_for_whom(sta
     assert f"rank {stopped} has not entered call 2 of ranks" in verdict.line
 
 
-def test_ranks_that_wait_for_each_other_in_a_circle_are_all_named():
+def test_ranks_waiting_in_circle_are_all_named():
     ranks = [Rank(rank, 3) for rank in range(3)]
     for rank in ranks:
         rank.call("ring", Group((0, 1, 2), ((rank.rank - 1) % 3, rank.rank)), done=False)
@@ -211,7 +211,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_all_named():
     )
 
 
-def test_a_rank_that_is_stopped_or_dead_in_a_call_that_all_have_entered_is_found():
+def test_stopped_or_dead_rank_in_common_call_is_found():
     group = Group((0, 1, 2))
     for state, ended, kind in (("T", "", "stopped"), ("", "was killed by signal 9 (SIGKILL)", "dead")):
         ranks = in_step(3, 5, group)
@@ -223,7 +223,7 @@ def test_a_rank_that_is_stopped_or_dead_in_a_call_that_all_have_entered_is_found
         assert describe_position(seen[2]) == "in call 6 (all_reduce norm over axis)"
 
 
-def test_who_came_late_is_told_from_a_network_that_carries_nothing():
+def test_late_rank_is_distinguished_from_dead_network():
     group = Group((0, 1, 2))
     ranks = in_step(3, 5, group)
     for rank in ranks:
@@ -236,7 +236,7 @@ def test_who_came_late_is_told_from_a_network_that_carries_nothing():
 
 
 @pytest.mark.parametrize("state, ended, kind", [("T", "", "stopped"), ("X", "", "dead"), ("S", "", "behind")])
-def test_where_no_host_waits_the_one_that_has_queued_less_is_named(state, ended, kind):
+def test_rank_with_fewest_queued_calls_is_named(state, ended, kind):
     """As on CUDA: rank 1 hangs; rank 0 queues on. Rank 3 would hear from rank 1 through rank 2, which is behind too."""
     ranks = [Rank(rank, 4) for rank in range(4)]
     groups = {pair: Group(pair) for pair in ((0, 1), (1, 2), (2, 3))}
@@ -261,7 +261,7 @@ def test_where_no_host_waits_the_one_that_has_queued_less_is_named(state, ended,
     assert short.odd == (1,) and "has made 4 calls of ranks 0,1 and rank 0 9" in short.line
 
 
-def test_ranks_of_another_host_are_said_to_be_unknown():
+def test_ranks_of_another_host_are_reported_as_unknown():
     ranks = in_step(4, 5)
     for rank in ranks[:2]:
         rank.call("norm", Group((0, 1, 2, 3)), done=False)
@@ -271,7 +271,7 @@ def test_ranks_of_another_host_are_said_to_be_unknown():
     assert left_behind.odd == (2,), "who is here and behind, before who is elsewhere"
 
 
-def test_a_report_shows_every_rank_and_the_calls_where_they_part():
+def test_hang_report_lists_every_rank_up_to_diverging_calls():
     group = Group((0, 1, 2))
     ranks = in_step(3, 4, group)
     left_waiting(ranks, 2, 4, group)

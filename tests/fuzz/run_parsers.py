@@ -104,14 +104,14 @@ JOB_CLUSTER = {"device": "h100-sxm", "devices": 8, "devices_per_node": 8, "insid
 
 
 def read_job(data: bytes, directory: Path) -> None:
-    from meshwright.cli.plumbing import json_document
+    from meshwright.cli.plumbing import format_json_document
     from meshwright.planner.jobs import answer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = answer(decode(data))
     assert "a fault of the planner" not in str(found.get("error")), found
-    json_document(found)
+    format_json_document(found)
 
 
 # --- runs

@@ -38,7 +38,7 @@ FOUND: dict[str, tuple[str, object]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_ended_in_a_traceback_is_refused_in_a_line(name: str, tmp_path: Path):
+def test_inputs_that_once_caused_tracebacks_are_refused(name: str, tmp_path: Path):
     kind, value = FOUND[name]
     parser = PARSERS[kind]
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
@@ -47,7 +47,7 @@ def test_what_ended_in_a_traceback_is_refused_in_a_line(name: str, tmp_path: Pat
     assert 0 < len(str(refused.value)) < 10_000
 
 
-def test_a_panic_of_the_tokenizers_library_is_refused_in_a_line(tmp_path: Path):
+def test_tokenizers_library_panic_is_one_error_line(tmp_path: Path):
     tokenizer = {
         "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
         "decoder": None, "truncation": None, "padding": None,

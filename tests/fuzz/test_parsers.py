@@ -75,14 +75,14 @@ def read_or_refuse(name: str, count: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_spoiled_input_is_read_or_refused_in_a_line(name: str, tmp_path: Path, bounded_memory: None):
+def test_corrupted_input_is_read_or_refused_in_one_line(name: str, tmp_path: Path, bounded_memory: None):
     read_or_refuse(name, FEW, tmp_path)
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", PARSERS)
-def test_many_spoiled_inputs_are_read_or_refused_in_a_line(name: str, tmp_path: Path, bounded_memory: None):
+def test_many_corrupted_inputs_are_read_or_refused(name: str, tmp_path: Path, bounded_memory: None):
     read_or_refuse(name, MANY, tmp_path)
 
 

@@ -66,7 +66,7 @@ def bin_of(directory: Path) -> Path:
 
 @pytest.mark.parametrize("write", [sharded, bin_of])
 @pytest.mark.parametrize("name", TENSORS)
-def test_types_shapes_and_statistics_are_those_of_torch(tmp_path: Path, write: Callable[[Path], Path], name: str):
+def test_types_shapes_and_statistics_match_torch(tmp_path: Path, write: Callable[[Path], Path], name: str):
     [found] = inspect_model(write(tmp_path / "model"), names=[name], values=5)["tensors"]
     tensor = TENSORS[name]
     size = tensor.numel() * tensor.itemsize
@@ -84,14 +84,14 @@ def test_types_shapes_and_statistics_are_those_of_torch(tmp_path: Path, write: C
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
-def test_every_byte_of_an_8_bit_float_is_the_number_that_torch_makes_of_it(name: str, dtype: torch.dtype):
+def test_every_8_bit_float_decodes_as_in_torch(name: str, dtype: torch.dtype):
     read = ELEMENT_TYPES[name].read
     assert read is not None
     codes = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(read(codes), torch.from_numpy(codes).view(dtype).float().numpy())
 
 
-def test_statistics_over_several_blocks_are_those_of_the_whole():
+def test_blockwise_statistics_equal_whole_tensor_statistics():
     """A mean far from zero, which sums of squares would lose."""
     values = np.random.default_rng(0).normal(1e6, 1e-2, 2 * BLOCK + 77)
     found = statistics(values.view(np.uint8), "F64")
@@ -113,7 +113,7 @@ def test_a_large_tensor_is_read_in_little_memory(tmp_path: Path):
     assert peak < 32 * BLOCK < found["bytes"]  # some copies of a block in float64
 
 
-def test_sums_count_all_tensors_and_globs_choose_those_that_are_shown(tmp_path: Path):
+def test_totals_count_all_tensors_and_globs_select_shown_ones(tmp_path: Path):
     document = inspect_model(sharded(tmp_path), names=["e?m*", "plain"])
     assert sorted(tensor["name"] for tensor in document["tensors"]) == ["e4m3", "e5m2", "plain"]
     assert document["tensors_in_all"] == len(TENSORS)
@@ -168,7 +168,7 @@ class TestDamage:
         (sharded(tmp_path) / "model-00002-of-00002.safetensors").unlink()
         assert "model-00002-of-00002.safetensors of its 2 shards is not in the directory" in self.refused(tmp_path)
 
-    def test_a_tensor_that_only_the_index_knows_is_named(self, tmp_path: Path):
+    def test_tensor_only_in_index_is_named(self, tmp_path: Path):
         index = sharded(tmp_path) / "model.safetensors.index.json"
         content = json.loads(index.read_text())
         content["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
@@ -197,7 +197,7 @@ class TestDamage:
         write_raw(tmp_path / "model.safetensors", header, b"\0" * 16)
         assert said in self.refused(tmp_path)
 
-    def test_what_is_no_model_is_said(self, tmp_path: Path):
+    def test_path_without_model_is_refused(self, tmp_path: Path):
         assert "no model in it" in self.refused(tmp_path)
         (tmp_path / "model.txt").write_text("text")
         assert "not a model file" in self.refused(tmp_path / "model.txt")
@@ -216,7 +216,7 @@ class TestDamage:
         assert "it holds more than tensors" in self.refused(tmp_path)
         assert not ran.exists()
 
-    def test_a_bin_that_is_cut_or_empty_is_named(self, tmp_path: Path):
+    def test_truncated_or_empty_bin_file_is_named(self, tmp_path: Path):
         file = bin_of(tmp_path / "model") / "pytorch_model.bin"
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
@@ -241,7 +241,7 @@ def test_no_torch_is_loaded_for_safetensors(tmp_path: Path):
     assert outcome.returncode == 0, outcome.stderr
 
 
-def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path, command_line: Callable[..., Any]):
+def test_names_that_look_like_markup_are_shown_verbatim(tmp_path: Path, command_line: Callable[..., Any]):
     save_file({"layers[0].[red]x[/blue]": torch.ones(2)}, tmp_path / "model.safetensors")
     assert "layers[0].[red]x[/blue]" in command_line("inspect", tmp_path).output
 
@@ -262,7 +262,7 @@ def test_a_run_directory_means_its_newest_checkpoint(
     assert failed.code == 2 and "model.safetensors" in failed.errors and failed.errors.count("\n") == 1
 
 
-def test_the_command_shows_tensors_and_what_is_not_finite(tmp_path: Path, command_line: Callable[..., Any]):
+def test_command_shows_tensors_and_non_finite_values(tmp_path: Path, command_line: Callable[..., Any]):
     sharded(tmp_path)
     text = command_line("inspect", tmp_path).output
     assert "model-00001-of-00002.safetensors: 7 tensors" in text and "1 NaN 2 infinite" in text and "2 × 3 × 4" in text

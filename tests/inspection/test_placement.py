@@ -45,7 +45,7 @@ def of_layers(model: ModelConfig, layers: list[int], more: str) -> int:
     return sum(map(padded, units.values()))
 
 
-def test_stages_hold_their_layers_and_the_ends_of_the_model():
+def test_stages_hold_their_layers_embedding_and_head():
     model = config()
     found = placement(model, "pp2", "F32", 128)["ranks"]
     assert [rank["pp"] for rank in found] == [0, 1]
@@ -66,7 +66,7 @@ def test_zero_3_alone_shards_parameters_between_steps(layout: str, shards: int):
         assert whole / shards <= rank["elements"] < whole / shards * 1.01 + 32 * 40
 
 
-def test_a_precision_and_the_type_on_disk_decide_the_bytes():
+def test_placed_bytes_follow_precision_and_stored_dtype():
     by_disk, by_layout = (placement(config(), layout, "BF16", 128) for layout in ("pp2", "pp2 fp32"))
     assert (by_disk["precision"], by_layout["precision"]) == ("bf16", "fp32")
     assert [2 * rank["bytes"] for rank in by_disk["ranks"]] == [rank["bytes"] for rank in by_layout["ranks"]]
@@ -74,19 +74,19 @@ def test_a_precision_and_the_type_on_disk_decide_the_bytes():
     assert training["optimizer"] == 2 * training["masters"] == 4 * training["parameters"]
 
 
-def test_experts_lie_where_expert_parallelism_puts_them():
+def test_placement_of_experts_matches_expert_parallelism():
     model = dataclasses.replace(preset("mixtral-tiny"), experts=6)
     found = placement(model, "dp2 ep2", "F32", 128)["ranks"]
     assert found[0]["experts"] + found[1]["experts"] == list(range(6))
 
 
-def test_both_chunks_of_a_v_shaped_schedule_are_on_their_rank():
+def test_v_shaped_schedule_places_both_chunks_on_their_rank():
     found = placement(config(), "pp2:zb-v mb4", "F32", 128)["ranks"]
     assert [rank["stages"] for rank in found] == [[0, 3], [1, 2]]
     assert found[0]["embedding"] and found[0]["head"] and not found[1]["head"]
 
 
-def test_elements_are_those_of_the_buffers_that_training_makes():
+def test_placed_elements_match_training_buffers():
     with LocalRanks(4, threads=1) as ranks:
         for layout in (
             "pp2 dp2 zero3",
@@ -100,7 +100,7 @@ def test_elements_are_those_of_the_buffers_that_training_makes():
             assert [rank["bytes"] for rank in placement(config(), layout, "F32", 128)["ranks"]] == kept, layout
 
 
-def test_the_command_draws_a_row_for_ranks_that_hold_the_same(tmp_path: Path, command_line: Callable[..., Any]):
+def test_command_groups_ranks_with_equal_contents(tmp_path: Path, command_line: Callable[..., Any]):
     model = config()
     save_huggingface(Transformer(model, dtype=torch.bfloat16), tmp_path / "model")
     shown = command_line("inspect", tmp_path / "model", "--layout", "pp2 tp2", "--no-statistics").output
@@ -113,7 +113,7 @@ def test_the_command_draws_a_row_for_ranks_that_hold_the_same(tmp_path: Path, co
 @pytest.mark.parametrize(
     ("layout", "said"), [("tp3", "heads"), ("pp99", "5 layers"), ("nonsense", "unknown"), ("dp999999", "at most")]
 )
-def test_a_layout_that_the_model_cannot_have_is_refused_in_one_line(tmp_path: Path, layout: str, said: str):
+def test_layout_impossible_for_model_is_refused_in_one_line(tmp_path: Path, layout: str, said: str):
     save_huggingface(Transformer(config()), tmp_path / "model")
     with pytest.raises(UserError, match=said) as caught:
         inspect_model(tmp_path / "model", layout=layout, values=None)

@@ -121,7 +121,7 @@ def test_attention_equals_float64(kernels: Kernels, case: Case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bits_do_not_depend_on_chunks_neighbours_threads_or_blocks(kernels: Kernels, case: Case):
+def test_attention_bits_ignore_chunks_batch_threads_and_blocks(kernels: Kernels, case: Case):
     whole = run_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)
     for threads, members, chunk in [(1, [5], 1), (3, [5, 0, 3], 7), (2, [2, 4, 5, 1], 16), (2, [3, 5], 50)]:
         kernels.set_threads(threads)

@@ -40,7 +40,7 @@ def test_library_is_compiled_once_and_found_afterwards(compiler: Path):
     assert count_calls(compiler) == 1
 
 
-def test_instruction_sets_compilers_and_sources_have_libraries_of_their_own(
+def test_libraries_are_separate_per_instruction_set_compiler_and_source(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     versions = {build.compute_version(str(compiler), name) for name in build.INSTRUCTION_SETS}

@@ -41,7 +41,7 @@ def multiply_exactly(kernels: Kernels, x: np.ndarray, weight: np.ndarray, dtype:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 600), st.sampled_from(TYPES), st.integers(1, 3))
-def test_product_is_that_of_float64_for_any_shape(built_kernels, rows, n, k, dtype, threads):
+def test_matrix_product_matches_float64_for_any_shape(built_kernels, rows, n, k, dtype, threads):
     built_kernels.set_threads(threads)
     x, weight, bias = draw_floats(0, rows, k), draw_floats(1, n, k), draw_floats(2, n)
     y = built_kernels.linear(x, built_kernels.pack(weight, dtype), bias)
@@ -51,7 +51,7 @@ def test_product_is_that_of_float64_for_any_shape(built_kernels, rows, n, k, dty
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("n", "k"), [(576, 576), (37, 1031), (130, 33), (16, 2), (1, 1)])
-def test_row_has_the_same_bits_alone_and_among_others(kernels: Kernels, dtype: str, n: int, k: int):
+def test_row_bits_are_independent_of_batch(kernels: Kernels, dtype: str, n: int, k: int):
     packed, x = kernels.pack(draw_floats(1, n, k), dtype), draw_floats(0, 211, k)
     whole = kernels.linear(x, packed)
     for threads in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_neighbouring_rows_and_padding_cannot_spoil_a_row(kernels: Kernels):
         assert np.array_equal(kernels.linear(x, packed)[3], expected[3])
 
 
-def test_bfloat16_is_rounded_to_nearest_even_and_keeps_special_values(kernels: Kernels):
+def test_bfloat16_rounds_to_nearest_even_and_keeps_special_values(kernels: Kernels):
     x = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.4e38, np.inf, -np.inf], np.float32)
     x = np.concatenate([x, draw_floats(0, 500)])
     packed = kernels.pack(x[:, None], "bfloat16")

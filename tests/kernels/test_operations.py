@@ -104,7 +104,7 @@ def test_embedding_reads_plain_and_packed_tables_and_slices(kernels: Kernels):
     assert np.array_equal(out[:3], 2 * table[:3]) and np.array_equal(out[3:], table[3:ROWS])
 
 
-def test_rows_are_taken_and_gated(kernels: Kernels):
+def test_rows_are_gathered_and_multiplied_by_gates(kernels: Kernels):
     x, y, taken = draw_floats(0, ROWS, 19), draw_floats(1, ROWS, 19), np.zeros((2, 19), np.float32)
     run(kernels, TakeRows(taken, x), batch=one_sequence(ROWS, (3, 1)))
     assert np.array_equal(taken, x[[3, 1]])
@@ -114,7 +114,7 @@ def test_rows_are_taken_and_gated(kernels: Kernels):
     assert relative_error(total, wide(y + x) * (wide(gates) @ wide(weight)).sigmoid()[:, None]) < 1e-6
 
 
-def test_linear_adds_bias_and_residual_and_reads_columns_of_a_buffer(kernels: Kernels):
+def test_linear_adds_bias_and_residual_and_reads_strided_input(kernels: Kernels):
     weight, bias, buffer = draw_floats(0, 21, 12), draw_floats(1, 21), draw_floats(2, ROWS, 30)
     out = draw_floats(3, ROWS, 40)
     before = out.copy()
@@ -215,7 +215,7 @@ def test_equal_scores_choose_the_lower_expert(kernels: Kernels):
     assert (op.workspace.chosen == [0, 1, 2]).all() and np.allclose(op.workspace.weights, 0.1)
 
 
-def test_segments_run_in_turn_and_any_number_of_threads_gives_the_same_bits(kernels: Kernels):
+def test_segments_run_in_order_for_any_thread_count(kernels: Kernels):
     weight, x = draw_floats(0, 64, 64), draw_floats(1, ROWS, 64)
     packed, results = kernels.pack(weight, "bfloat16"), []
     for threads in (1, 2, 3, 5):

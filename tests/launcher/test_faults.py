@@ -77,7 +77,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_stopped_by_a_signal_and_by_ctrl_c_it_ends_bit_for_bit_where_an_undisturbed_run_ends(tmp_path, command_line):
+def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     whole, place = tmp_path / "whole", tmp_path / "stopped"
     for path in (whole, place):
         path.mkdir()
@@ -139,7 +139,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_full_disk_stops_nothing_but_the_last_save(small_disk, tmp_path_factory):
+def test_full_disk_loses_only_the_last_save(small_disk, tmp_path_factory):
     """Saves are due after steps 2, 4, 6, 8; the disk is full in steps 3 and 4 and from 7 on."""
     cache = str(tmp_path_factory.getbasetemp() / "full-disk-cache")
     recipe = cases.recipe(
@@ -171,7 +171,7 @@ def test_a_full_disk_stops_nothing_but_the_last_save(small_disk, tmp_path_factor
 
 
 @pytest.mark.parametrize("what", ["metrics.jsonl", "checkpoints"])
-def test_a_run_directory_that_holds_something_else_is_a_line(tmp_path, what):
+def test_foreign_run_directory_is_one_error_line(tmp_path, what):
     recipe = cases.recipe(tmp_path, "dp1 fp32", train_steps=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / what).mkdir() if what == "metrics.jsonl" else (tmp_path / "run" / what).write_text("a file")

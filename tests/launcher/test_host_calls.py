@@ -33,7 +33,7 @@ def leave(path: Path, rank: int, calls: int) -> None:
 
 
 @pytest.mark.parametrize("calls, blamed", [((7, 5), True), ((5, 5), False)])
-def test_the_next_start_reports_who_was_behind_and_clears_up(tmp_path, capfd, monkeypatch, calls, blamed):
+def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypatch, calls, blamed):
     monkeypatch.setattr(call_ring, "_of_process", [])
     directory = RunDirectory(tmp_path)
     first = HostCalls(directory, PLACE, "first")

@@ -40,7 +40,7 @@ KINDS = ("torchrun", "slurm")
         ("dp3 tp4", 2, None, (2, 6)),
     ],
 )
-def test_hosts_and_devices_come_to_the_layouts_ranks(layout, nodes, devices, hosts):
+def test_hosts_times_devices_equal_ranks_of_layout(layout, nodes, devices, hosts):
     assert split_over_hosts(Layout.parse(layout), nodes, devices) == hosts
 
 
@@ -55,7 +55,7 @@ def test_hosts_and_devices_come_to_the_layouts_ranks(layout, nodes, devices, hos
         ("dp17", None, None, "hosts of 8 devices;"),
     ],
 )
-def test_other_numbers_are_refused_with_those_that_would_do(layout, nodes, devices, have):
+def test_impossible_host_counts_are_refused_with_valid_ones(layout, nodes, devices, have):
     with pytest.raises(UserError, match=re.escape(f"does not fill {have}")) as caught:
         split_over_hosts(Layout.parse(layout), nodes, devices)
     would = re.findall(r"--nodes (\d+) --devices-per-node (\d+)", str(caught.value))
@@ -80,12 +80,12 @@ def test_other_numbers_are_refused_with_those_that_would_do(layout, nodes, devic
         ("tp2", 1, "without tp they would not"),
     ],
 )
-def test_tensor_parallel_groups_that_leave_a_host_are_warned_of(layout, per_host, inside):
+def test_tensor_parallel_groups_across_hosts_are_warned_of(layout, per_host, inside):
     said = tensor_across_hosts(Layout.parse(layout), per_host)
     assert (said is None) == (inside is None) and (inside or "") in (said or "")
 
 
-def test_ranks_on_a_host_are_what_torchrun_or_slurm_says():
+def test_ranks_per_host_follow_torchrun_or_slurm():
     def per_host(environment):
         return read_place("file:///x", environment).host_ranks
 
@@ -106,7 +106,7 @@ def test_an_address_has_an_interface():
         address_towards("no.such.host.invalid")
 
 
-def test_the_meeting_hosts_own_name_may_lead_back_to_it(monkeypatch, capsys):
+def test_rendezvous_host_resolving_to_loopback_finds_its_own_address(monkeypatch, capsys):
     """As on Debian, where /etc/hosts has the host's name beside 127.0.1.1."""
     ways = {"node1": "127.0.1.1", "node1.cluster": "127.0.1.1", "localhost": "127.0.0.1", hosts._ELSEWHERE: "192.0.2.5"}
     monkeypatch.setattr(hosts, "address_towards", lambda host: ways.get(host, host))
@@ -137,7 +137,7 @@ ODD = ["plain", "with space", "it's", "$HOME;exit 7", "-dash", "new\nline", "@NO
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_names_stay_one_word_each(kind, odd, recipe, tmp_path, monkeypatch):
+def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monkeypatch):
     directory = tmp_path / odd
     directory.mkdir()
     monkeypatch.chdir(directory)
@@ -172,7 +172,7 @@ def test_odd_names_stay_one_word_each(kind, odd, recipe, tmp_path, monkeypatch):
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=[A-Za-z0-9_.:@%-]+)?", line) for line in directives)
 
 
-def test_slurm_is_asked_for_what_the_recipe_needs(recipe):
+def test_slurm_script_requests_resources_of_recipe(recipe):
     made = launch_script(
         "slurm", recipe.name, ["layout=dp4 tp4", "train.batch=16"], Resources(nodes=4, time="24:00:00")
     )
@@ -183,7 +183,7 @@ def test_slurm_is_asked_for_what_the_recipe_needs(recipe):
     assert (made.nodes, made.devices_per_node) == (2, 8) and "#SBATCH --gpus-per-node=8\n" in made.script
 
 
-def test_mistakes_are_a_line(recipe, command_line):
+def test_launch_mistakes_are_one_error_line(recipe, command_line):
     mistakes = {
         "--torchrun or --slurm": [],
         "does not fill 3 hosts": ["--torchrun", "layout=dp2", "--nodes", 3],
@@ -280,7 +280,7 @@ def slurm_with(recipe: Path, cluster: Path, rank: str) -> str:
         ("exit 3", 3, 3),
     ],
 )
-def test_slurm_starts_lost_ranks_again_and_nothing_else(rank, code, starts, recipe, cluster):
+def test_slurm_script_restarts_only_lost_ranks(rank, code, starts, recipe, cluster):
     ended = subprocess.run(
         ["bash", "-c", slurm_with(recipe, cluster, rank)], capture_output=True, text=True, timeout=60
     )
@@ -289,7 +289,7 @@ def test_slurm_starts_lost_ranks_again_and_nothing_else(rank, code, starts, reci
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_slurm_saves_before_the_time_is_over_and_queues_again(number, recipe, cluster):
+def test_slurm_script_saves_before_time_limit_and_requeues(number, recipe, cluster):
     saves = 'trap "sleep 0.3; touch saved-$SLURM_PROCID; exit 143" TERM; touch up-$SLURM_PROCID'
     saves += "\nwhile :; do sleep 0.05; done"
     with started(slurm_with(recipe, cluster, saves)) as job:
@@ -305,7 +305,7 @@ def test_slurm_saves_before_the_time_is_over_and_queues_again(number, recipe, cl
     assert (cluster / "starts").stat().st_size == 1
 
 
-def test_both_scripts_train_and_torchruns_survives_a_killed_rank(recipe, cluster):
+def test_launch_scripts_train_and_torchrun_survives_killed_rank(recipe, cluster):
     """Two runs that must end alike: two ranks by the SLURM script; by torchrun's, with a rank killed on the way."""
     overrides = ["layout=dp2 zero1 fp32", "checkpoint.every=10"]
     slurm = launch_script("slurm", recipe.name, [*overrides, "run.name=slurm"])
@@ -325,7 +325,7 @@ def test_both_scripts_train_and_torchruns_survives_a_killed_rank(recipe, cluster
     assert next(Path("runs/torchrun/torchrun").rglob("stderr.log")).stat().st_mode & stat.S_IRUSR
 
 
-def test_the_documentation_shows_what_is_printed(repository, monkeypatch):
+def test_documentation_shows_printed_launch_scripts(repository, monkeypatch):
     page = (repository / "docs" / "launching.md").read_text()
     monkeypatch.setattr(Path, "cwd", lambda: Path("/home/ada/models"))
     monkeypatch.setattr(sys, "executable", "/home/ada/venv/bin/python")

@@ -46,7 +46,7 @@ def processes(directory: Path) -> list[int]:
     return [*json.loads((directory / "ranks.json").read_text()).values()]
 
 
-def test_the_result_is_that_of_rank_0(tmp_path, capfd):
+def test_launcher_returns_result_of_rank_0(tmp_path, capfd):
     result = start(tmp_path, "tell", ranks=3)
     assert (result["rank"], result["ranks"]) == (0, 3) and len(result["long"]) == 300_000
     assert result["threads"] == max(1, count_available_cores() // 3)
@@ -58,12 +58,12 @@ def test_the_result_is_that_of_rank_0(tmp_path, capfd):
     assert output == "" and "something on standard output" in errors
 
 
-def test_the_recipe_says_threads_and_where_to_meet(tmp_path):
+def test_recipe_sets_threads_and_rendezvous(tmp_path):
     result = start(tmp_path, "tell", threads=5, method="tcp://127.0.0.1:1")
     assert result["threads"] == 5 and result["method"] == "tcp://127.0.0.1:1"
 
 
-def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(tmp_path):
+def test_killed_rank_ends_others_within_seconds_and_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 16}\n{"step": 17, "loss": 2.0}\n{"event": "x"}\n{"st')
     begun = time.monotonic()
     with pytest.raises(RankLost) as caught:
@@ -78,19 +78,19 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(tmp_path):
     assert not any(map(alive, processes(tmp_path)))
 
 
-def test_the_cause_is_named_and_not_those_it_left_alone(tmp_path):
+def test_failing_rank_is_named_instead_of_ranks_it_abandoned(tmp_path):
     with pytest.raises(RankLost, match=r"^rank 1 \(process \d+\) was killed by signal 9"):
         start(tmp_path, "rank 1 is killed and the others notice", ranks=3)
     with pytest.raises(RankLost, match=r"^rank 2 \(process \d+\) ended with exit code 7 and no report"):
         start(tmp_path, "rank 2 exits", ranks=3)
 
 
-def test_a_rank_that_lost_another_is_believed_when_nobody_knows_better(tmp_path):
+def test_abandoned_rank_is_reported_without_other_evidence(tmp_path):
     with pytest.raises(RankLost, match=r"^rank 0 was left alone in data.gradients; there is no checkpoint yet"):
         start(tmp_path, "left alone")
 
 
-def test_a_rank_that_others_wait_for_says_where_it_is_while_it_still_can(tmp_path):
+def test_missing_rank_prints_its_stack_while_alive(tmp_path):
     log: list[str] = []
     with pytest.raises(RankLost, match=r"^rank 0 has not entered call 1 of ranks 0,1 \(all_reduce data.gradients over"):
         start(tmp_path, "rank 0 is elsewhere", log=log)
@@ -100,7 +100,7 @@ def test_a_rank_that_others_wait_for_says_where_it_is_while_it_still_can(tmp_pat
     assert (tmp_path / "rank-lost.txt").read_text() in log[0]
 
 
-def test_a_rank_that_is_stopped_while_it_waits_and_can_report_nothing_is_missed_all_the_same(tmp_path, monkeypatch):
+def test_stopped_waiting_rank_without_report_is_still_named(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.2)
     with pytest.raises(RankLost, match=r"^rank 0 has not entered call 1 of .*, where rank 1 has been waiting for"):
@@ -119,7 +119,7 @@ def test_stopped_rank_outside_calls_ends_the_run(tmp_path, monkeypatch):
     assert not any(map(alive, processes(tmp_path)))
 
 
-def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path, capfd):
+def test_mistake_found_by_all_ranks_is_reported_once(tmp_path, capfd):
     with pytest.raises(UserError, match="^data.source: no such file: corpus.txt$") as caught:
         start(tmp_path, "user error", ranks=3)
     assert caught.value.exit_code == 2
@@ -128,7 +128,7 @@ def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path, capfd):
         start(tmp_path, "check failed")
 
 
-def test_a_fault_shows_the_traceback_of_the_rank_that_failed_first(tmp_path, capfd):
+def test_fault_shows_traceback_of_first_failing_rank(tmp_path, capfd):
     with pytest.raises(RankFault, match=r"rank 1 \(process \d+\) failed before the first step:") as caught:
         start(tmp_path, "fault on rank 1")
     text = str(caught.value)
@@ -136,7 +136,7 @@ def test_a_fault_shows_the_traceback_of_the_rank_that_failed_first(tmp_path, cap
     assert capfd.readouterr().err == ""
 
 
-def test_restarts_go_on_until_it_works(tmp_path):
+def test_restarts_continue_until_run_succeeds(tmp_path):
     log: list[str] = []
     assert start(tmp_path, "die twice", log=log, restarts=3) == {"deaths": 2}
     assert len(log) == 2 and log[1].endswith("starting again (2 of 3)") and "(SIGKILL)" in log[1]
@@ -152,7 +152,7 @@ def test_a_mistake_is_not_tried_again(tmp_path):
     assert log == []
 
 
-def test_ranks_meet_through_a_file_that_is_gone_afterwards(tmp_path):
+def test_rendezvous_file_is_removed_afterwards(tmp_path):
     result = start(tmp_path, "meet", ranks=2)
     assert result["sum"] == 3.0 and result["method"].startswith("file://")
     assert not Path(result["method"].removeprefix("file://")).parent.exists()
@@ -209,7 +209,7 @@ def test_sigterm_before_the_first_step_ends_at_once(tmp_path):
     assert launcher.returncode == 143
 
 
-def test_an_interrupt_from_the_terminal_saves_too_and_ends_with_130(tmp_path):
+def test_terminal_interrupt_saves_and_exits_130(tmp_path):
     with start_apart(tmp_path, "save when told") as launcher:
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the whole group
         launcher.communicate(timeout=20)
@@ -228,7 +228,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path):
     assert not any(map(alive, processes(tmp_path)))
 
 
-def test_a_killed_launcher_takes_its_ranks_along_and_frees_the_directory(tmp_path):
+def test_killed_launcher_ends_its_ranks_and_frees_directory(tmp_path):
     with start_apart(tmp_path, "never end") as launcher:
         ranks = processes(tmp_path)
         assert all(map(alive, ranks))
@@ -237,7 +237,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_frees_the_directory(tmp_pat
     assert start(tmp_path, "tell")["rank"] == 0
 
 
-def test_the_second_of_two_runs_in_one_directory_ends_with_a_line(tmp_path):
+def test_second_run_in_same_directory_ends_with_one_line(tmp_path):
     with start_apart(tmp_path, "never end") as launcher:
         with pytest.raises(UserError) as caught:
             start(tmp_path, "tell")
@@ -249,7 +249,7 @@ def test_the_second_of_two_runs_in_one_directory_ends_with_a_line(tmp_path):
     assert launcher.returncode == 3
 
 
-def test_a_rank_that_cannot_be_started_leaves_nothing_open(tmp_path):
+def test_failed_rank_start_leaves_no_open_file_descriptors(tmp_path):
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         start_rank(0, 1, {}, [str(tmp_path / "nothing")], 1, [])

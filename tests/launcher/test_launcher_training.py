@@ -106,7 +106,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_killed_in_a_step_and_in_a_save_it_ends_bit_for_bit_where_the_undisturbed_run_ends(place, undisturbed):
+def test_run_killed_in_step_and_save_resumes_bitwise(place, undisturbed):
     directory = place / "disturbed"
     running = begin(directory)
     killed = kill_rank(running, directory, 1, lambda: last_step(directory) >= 3)
@@ -134,7 +134,7 @@ def test_killed_in_a_step_and_in_a_save_it_ends_bit_for_bit_where_the_undisturbe
     assert digests(directory / "run/checkpoints/step-000030") == expected and len(expected) > 8
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_line(undisturbed, tmp_path):
+def test_damaged_checkpoint_is_skipped_with_one_line(undisturbed, tmp_path):
     directory = tmp_path / "copy" / "damaged"
     shutil.copytree(undisturbed, directory)
     for shared in ("corpus.txt", "cache"):

@@ -58,7 +58,7 @@ def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[li
         return said, str(error)
 
 
-def test_a_stopped_rank_0_is_named_with_the_call_it_has_not_entered(tmp_path):
+def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
     said, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
@@ -79,7 +79,7 @@ def test_a_stopped_rank_0_is_named_with_the_call_it_has_not_entered(tmp_path):
     )
 
 
-def test_a_killed_rank_is_named_with_where_it_was_and_the_restarted_run_resumes(tmp_path):
+def test_killed_rank_is_named_and_run_resumes(tmp_path):
     said, result = train(tmp_path, "dp2 fp32", restarts=1, rank=1, does="kill", site="step.verdict", call=4)
     assert isinstance(result, dict) and result["step"] == 5
     assert re.fullmatch(
@@ -94,7 +94,7 @@ def test_a_killed_rank_is_named_with_where_it_was_and_the_restarted_run_resumes(
     assert steps == [1, 2, 3, 4, 5]
 
 
-def test_of_two_ranks_the_one_that_skipped_a_call_is_known_by_what_both_did_before(tmp_path):
+def test_skipped_call_is_attributed_by_history_on_two_ranks(tmp_path):
     _, line = train(tmp_path, "dp2 zero1 fp32", rank=1, does="skip", site="data.targets", call=4)
     assert re.match(
         r"rank 1 has skipped call \d+ of ranks 0,1 \(all_reduce data\.targets over data\), at parallel/\w+\.py:\d+ "
@@ -104,7 +104,7 @@ def test_of_two_ranks_the_one_that_skipped_a_call_is_known_by_what_both_did_befo
     assert "rank 0 has been waiting for " in line
 
 
-def test_of_two_ranks_the_one_that_passes_another_shape_is_known_by_what_both_did_before(tmp_path):
+def test_wrong_shape_is_attributed_by_history_on_two_ranks(tmp_path):
     """gloo ends the process that receives more than it wants: the innocent one."""
     _, line = train(tmp_path, "dp2 fp32", rank=0, does="shape", site="step.verdict", call=4)
     assert re.match(
@@ -114,7 +114,7 @@ def test_of_two_ranks_the_one_that_passes_another_shape_is_known_by_what_both_di
     ), line
 
 
-def test_where_somebody_else_started_the_ranks_the_first_that_waits_in_vain_reports_those_of_its_host(tmp_path):
+def test_first_timed_out_external_rank_reports_its_host(tmp_path):
     recipe = recipe_of(tmp_path, "dp3 fp32")
     fault = {"rank": 1, "does": "stop", "site": "data.targets", "call": 3, "timeout": PATIENCE}
     with socket.socket() as listener:

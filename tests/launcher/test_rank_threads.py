@@ -29,7 +29,7 @@ def recipe(tiny_recipe, monkeypatch):
     return lambda *overrides: load_recipe(tiny_recipe, overrides)
 
 
-def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_be_taken(recipe, monkeypatch):
+def test_resumed_run_keeps_threads_and_logs_different_default(recipe, monkeypatch):
     state = {"layout": "dp1 fp32", "threads": 2}
     assert resolve_threads(recipe(), 2, state) == rank_threads.ThreadChoice(2)
     monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 1)
@@ -41,7 +41,7 @@ def test_a_resumed_run_keeps_its_threads_with_a_line_where_another_number_would_
     assert "OMP_NUM_THREADS would give 1" in resolve_threads(recipe(), 1, state).note
 
 
-def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew(recipe):
+def test_run_threads_and_new_layout_override_saved_threads(recipe):
     state = {"layout": "dp1 fp32", "threads": 2}
     assert resolve_threads(recipe("run.threads=3"), 1, state) == rank_threads.ThreadChoice(3)
     assert resolve_threads(recipe("layout=dp2"), 1, state) == rank_threads.ThreadChoice(1)
@@ -54,7 +54,7 @@ def test_run_threads_wins_and_another_layout_or_an_unknown_number_is_chosen_anew
         assert resolve_threads(recipe(), 1, {"threads": 2, **layout}) == rank_threads.ThreadChoice(1)
 
 
-def test_note_does_not_blame_what_meshwright_set_itself(recipe, monkeypatch):
+def test_thread_note_does_not_mention_variables_set_by_meshwright(recipe, monkeypatch):
     monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 1)
     for name, value in (("OMP_NUM_THREADS", "1"), ("MESHWRIGHT_THREADS", "1")):
         monkeypatch.setenv(name, value)
@@ -72,7 +72,7 @@ class Store(dict[str, bytes]):
 
 
 @pytest.mark.parametrize("problem", [None, "the checkpoint's state is no JSON"])
-def test_every_rank_has_rank_0s_answer_or_its_error(recipe, monkeypatch, problem):
+def test_every_rank_gets_threads_or_error_of_rank_0(recipe, monkeypatch, problem):
     def state(recipe: Recipe) -> None:
         if problem is not None:
             raise UserError(problem)
@@ -90,7 +90,7 @@ def test_every_rank_has_rank_0s_answer_or_its_error(recipe, monkeypatch, problem
                 agree_on_threads(recipe(), place, store)
 
 
-def test_ranks_with_cores_of_their_own_do_not_share_their_host(monkeypatch):
+def test_ranks_with_own_cores_do_not_divide_host_cores(monkeypatch):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     place = Place(0, 4, 0, "env://", "SLURM", 4)
     assert share_this_host(place) and not share_this_host(replace(place, host_ranks=2))
@@ -98,14 +98,14 @@ def test_ranks_with_cores_of_their_own_do_not_share_their_host(monkeypatch):
     assert not share_this_host(place)
 
 
-def test_another_number_of_threads_is_one_line_about_the_last_bits():
+def test_changed_thread_count_is_one_line_about_last_bits():
     line = thread_change_note(2, 1)
     assert line is not None and line.startswith("threads per rank changed from 2 to 1: ")
     assert "last bits" in line
     assert [thread_change_note(*pair) for pair in ((2, 2), (None, 2), (2, None))] == [None] * 3
 
 
-def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_path, monkeypatch):
+def test_small_model_gets_one_thread_large_model_its_share(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.threads.count_available_cores", lambda: 8)
     elsewhere = f"run.directory={tmp_path}/none"
     small, large = recipe(elsewhere), recipe(elsewhere, "model.hidden=1024", "data.sequence=1024")
@@ -118,7 +118,7 @@ def test_a_small_model_gets_one_thread_and_a_large_one_its_share(recipe, tmp_pat
         ) == (pytest.approx(work / part))
 
 
-def test_ranks_of_several_hosts_take_the_fewest_cores_that_one_has(monkeypatch):
+def test_ranks_on_several_hosts_use_smallest_core_count(monkeypatch):
     monkeypatch.setattr(rank_threads, "count_available_cores", lambda: 8)
     shared = cores_of_rank({})
     assert shared["cores"] == 8 and shared["shared"]

@@ -22,7 +22,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123"}
 
 
-def test_who_started_this_process():
+def test_externally_started_processes_are_detected_by_environment():
     assert not join_if_started_by_others({})
     assert join_if_started_by_others(TORCHRUN)
     assert join_if_started_by_others(SLURM)
@@ -30,13 +30,13 @@ def test_who_started_this_process():
     assert join_if_started_by_others({"RANK": "0", "WORLD_SIZE": "1"})
 
 
-def test_torchruns_environment_says_the_place():
+def test_torchrun_environment_gives_rank_and_rendezvous():
     assert read_place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
     assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
     assert read_place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
 
 
-def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
+def test_local_rank_comes_from_starting_program_or_is_unknown():
     started = {"RANK": "3", "WORLD_SIZE": "4"}
     srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
     mpirun = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -52,7 +52,7 @@ def test_the_local_rank_is_what_whoever_started_all_ranks_says_or_unknown():
     assert local({"RANK": "0", "WORLD_SIZE": "1"}) == 0
 
 
-def test_slurms_environment_says_the_place_and_the_first_host_is_where_to_meet():
+def test_slurm_environment_gives_rank_and_first_host_as_rendezvous():
     found = read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu[007-010,12],login1"})
     assert (found.rank, found.ranks, found.local_rank) == (5, 8, 1)
     host, port = found.method.removeprefix("tcp://").split(":")
@@ -101,7 +101,7 @@ def test_a_layout_for_another_number_of_ranks_is_refused():
         check_world_size(read_place(None, TORCHRUN), Layout(dp=2))
 
 
-def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
+def test_run_directory_in_use_is_reported_to_every_rank(tmp_path):
     from torch.distributed import HashStore
 
     with RunDirectory(tmp_path) as first:
@@ -116,7 +116,7 @@ def test_a_run_directory_in_use_is_told_to_every_rank_that_joined(tmp_path):
         assert directory.lock_descriptor
 
 
-def test_a_device_that_is_not_there_is_a_line():
+def test_missing_device_is_one_error_line():
     import torch
 
     assert device.choose_device("cpu", 3) == "cpu"
@@ -140,7 +140,7 @@ GPUS = ("GPU-a", "GPU-b")
         ([("one", None, ("GPU-a",)), ("two", None, ("GPU-a",))], [0, 0]),
     ],
 )
-def test_every_rank_has_a_gpu_of_its_own(seats, devices):
+def test_every_rank_gets_its_own_gpu(seats, devices):
     assigned = device.assign_devices("auto", [device.RankDevices(*seat) for seat in seats])
     assert assigned == [f"cuda:{index}" for index in devices]
 
@@ -155,13 +155,13 @@ def test_every_rank_has_a_gpu_of_its_own(seats, devices):
         ("cuda", [("one", 0, ()), ("one", 1, ())], "one has no CUDA device"),
     ],
 )
-def test_ranks_that_would_share_a_gpu_or_have_none_are_refused_in_a_line(wanted, seats, said):
+def test_ranks_without_own_gpu_are_refused_in_one_line(wanted, seats, said):
     with pytest.raises(UserError, match=f'run.device = "{wanted}": {said}') as error:
         device.assign_devices(wanted, [device.RankDevices(*seat) for seat in seats])
     assert "\n" not in str(error.value)
 
 
-def test_where_nobody_has_a_gpu_auto_is_the_cpu():
+def test_auto_device_is_cpu_without_gpus_on_any_host():
     assert device.assign_devices("auto", [device.RankDevices("one", None, ()), device.RankDevices("two", 0, ())]) == [
         "cpu",
         "cpu",
@@ -258,7 +258,7 @@ def test_ranks_meet_by_every_method(tmp_path):
     assert [json.loads(output) for output in outputs] == [{name: 3.0 for name, *_ in methods}] * 2
 
 
-def test_a_busy_port_ends_every_rank_with_a_line():
+def test_busy_port_ends_every_rank_with_one_line():
     """Another program listens there and never answers: rank 0 cannot listen, rank 1 is not left waiting for ever."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

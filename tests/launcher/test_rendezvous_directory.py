@@ -30,7 +30,7 @@ def test_rendezvous_directory_is_removed_at_the_end(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_rendezvous_directory_of_a_killed_launcher_is_removed_by_the_next_and_that_of_a_live_one_stays(
+def test_next_launcher_removes_rendezvous_directory_of_killed_one(
     temporary: Path,
 ) -> None:
     code = (
@@ -50,7 +50,7 @@ def test_rendezvous_directory_of_a_killed_launcher_is_removed_by_the_next_and_th
     assert list(temporary.iterdir()) == []
 
 
-def test_nothing_but_own_rendezvous_directories_is_removed(temporary: Path) -> None:
+def test_only_own_rendezvous_directories_are_removed(temporary: Path) -> None:
     kept = temporary / "kept"
     kept.mkdir()
     (kept / "file").touch()
@@ -64,7 +64,7 @@ def test_nothing_but_own_rendezvous_directories_is_removed(temporary: Path) -> N
     assert (kept / "file").exists()
 
 
-def test_a_directory_whose_maker_died_before_locking_it_is_removed_after_a_minute(temporary: Path) -> None:
+def test_unlocked_rendezvous_directory_is_removed_after_one_minute(temporary: Path) -> None:
     old, young = temporary / f"{UNLOCKED_PREFIX}old", temporary / f"{UNLOCKED_PREFIX}young"
     old.mkdir(), young.mkdir()
     os.utime(old, (0, time.time() - 2 * UNLOCKED_SECONDS))

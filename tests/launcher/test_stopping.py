@@ -25,7 +25,7 @@ def python_answers_interrupts():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_noted_and_the_handler_before_comes_back(number):
+def test_signal_is_recorded_and_previous_handler_restored(number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
         assert not stop.requested
@@ -48,7 +48,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch):
             send(signal.SIGINT)
 
 
-def test_where_somebody_else_answers_interrupts_they_are_left_to_them():
+def test_ignored_interrupts_stay_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a rank of the launcher
     try:
         with StopRequest() as stop:
@@ -59,7 +59,7 @@ def test_where_somebody_else_answers_interrupts_they_are_left_to_them():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_thread_cannot_take_signals_and_trains_all_the_same():
+def test_training_in_thread_works_without_signal_handlers():
     seen = []
 
     def run() -> None:

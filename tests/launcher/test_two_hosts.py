@@ -79,7 +79,7 @@ def written(wanted: Recipe, path: Path) -> Path:
     ("layout", "per_host"),
     [("dp2 zero1 tp2 fp32", 2), pytest.param("dp2 zero3 tp4 fp32", 4, marks=pytest.mark.exhaustive)],
 )
-def test_two_hosts_compute_what_one_computes_bit_for_bit(layout, per_host, hosts, tmp_path):
+def test_two_hosts_match_one_host_bit_for_bit(layout, per_host, hosts, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     for place in (one, two):
         place.mkdir()
@@ -97,7 +97,7 @@ def test_two_hosts_compute_what_one_computes_bit_for_bit(layout, per_host, hosts
     assert trace(two) == trace(one) and len(metrics(two)) >= 3
 
 
-def test_a_host_that_is_cut_off_is_named_within_the_timeout(hosts, tmp_path):
+def test_disconnected_host_is_named_within_timeout(hosts, tmp_path):
     wanted = recipe(tmp_path, "dp2 fp32", train_steps=10**6, train_log_every=1, run_collective_timeout=4.0)
     path = written(wanted, tmp_path / "recipe.toml")
     command = [sys.executable, "-m", "meshwright", "train", str(path)]

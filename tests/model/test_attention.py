@@ -53,7 +53,7 @@ def packed(rows: int, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 1, 17, 500], ids="window {}".format)
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_gradients_are_those_of_the_definition(shape: tuple[int, ...], documents: bool, window: int | None):
+def test_attention_and_gradients_match_their_definition(shape: tuple[int, ...], documents: bool, window: int | None):
     q, k, v = heads(shape)
     ids = packed(*shape[:2]) if documents else torch.zeros(shape[:2])
     visible = visibility(Documents.from_ids(ids), shape[1], window, CPU)
@@ -66,7 +66,7 @@ def test_output_and_gradients_are_those_of_the_definition(shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("scores", [1, 1 << 12, 1 << 15, 1 << 30])
-def test_the_size_of_a_tile_changes_nothing(scores: int, monkeypatch: pytest.MonkeyPatch):
+def test_attention_result_is_independent_of_tile_size(scores: int, monkeypatch: pytest.MonkeyPatch):
     q, k, v = heads((5, 100, 6, 3, 8))
     first = Documents.from_ids(packed(5, 100)).starts_BS
     want = by_definition(q, k, v, allowed(packed(5, 100), None))
@@ -77,7 +77,7 @@ def test_the_size_of_a_tile_changes_nothing(scores: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-def test_keys_that_nobody_sees_are_not_touched():
+def test_invisible_keys_are_not_read():
     size = tiles.TILE_QUERIES
     first = torch.arange(4 * size)[None] // size * size  # a document for each tile
     everything = slice(0, 4 * size)
@@ -95,7 +95,7 @@ def test_bfloat16_keeps_scores_in_float32():
     assert error < 3e-3
 
 
-def test_the_operators_hold_what_they_declare():
+def test_custom_operators_match_their_declarations():
     q, k, v = heads((2, 70, 4, 2, 8))
     first = Documents.from_ids(packed(2, 70)).starts_BS
     for arguments in ((q, k, v, None), (q, k, v, first)):
@@ -106,7 +106,7 @@ def test_the_operators_hold_what_they_declare():
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("documents", [False, True])
-def test_on_an_accelerator_the_mask_says_the_same(window: int | None, documents: bool):
+def test_accelerator_mask_equals_cpu_mask(window: int | None, documents: bool):
     ids = packed(3, 20) if documents else torch.zeros(3, 20)
     mask = visibility(Documents.from_ids(ids).to("meta"), 20, window, torch.device("meta"))
     if not documents and window is None:
@@ -122,7 +122,7 @@ def test_on_an_accelerator_the_mask_says_the_same(window: int | None, documents:
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("pieces", [[1] * 9, [4, 1, 4], [9], [2, 7]], ids=str)
-def test_reading_in_pieces_through_a_cache_is_reading_at_once(pieces: list[int], window: int | None):
+def test_chunked_cached_attention_equals_full_attention(pieces: list[int], window: int | None):
     config = preset("mistral-tiny")
     cache = KeyValueCache(config, rows=2, capacity=3)
     cache._windows = [window] * config.layers

@@ -53,7 +53,7 @@ def build(config: ModelConfig, tmp_path) -> transformers.PreTrainedModel:
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_names_and_shapes_are_those_of_transformers(config: ModelConfig, tmp_path):
+def test_parameter_names_and_shapes_match_transformers(config: ModelConfig, tmp_path):
     model = build(config, tmp_path)
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     ours = {row.name: row.shape for row in parameter_table(config).rows}
@@ -61,7 +61,7 @@ def test_names_and_shapes_are_those_of_transformers(config: ModelConfig, tmp_pat
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_what_transformers_writes_back_is_the_same_model(config: ModelConfig, tmp_path):
+def test_config_rewritten_by_transformers_gives_same_model(config: ModelConfig, tmp_path):
     model = build(config, tmp_path)
     model.config.save_pretrained(tmp_path / "again")
     assert config_from_path(tmp_path / "again") == config
@@ -124,7 +124,7 @@ def test_a_nemotron_lists_the_tensors_of_transformers():
     assert {row.name: row.shape for row in parameter_table(config).rows} == theirs
 
 
-def test_every_runnable_preset_is_read_by_transformers_with_the_same_count(tmp_path):
+def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path):
     """Shapes without values; the largest are cut to two layers, which each count alike."""
     for name, entry in PRESETS.items():
         if entry.config.planning_only or entry.config.encoder:  # encoders: test_encoder.py
@@ -136,7 +136,7 @@ def test_every_runnable_preset_is_read_by_transformers_with_the_same_count(tmp_p
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny") and not name.startswith("bert")])
-def test_a_length_that_a_file_leaves_out_is_the_one_that_transformers_gives_it(name: str):
+def test_omitted_maximum_length_equals_transformers_default(name: str):
     data = config_to_huggingface(preset(name))
     for key in ("max_position_embeddings", "n_positions", "n_ctx"):
         data.pop(key, None)
@@ -144,7 +144,7 @@ def test_a_length_that_a_file_leaves_out_is_the_one_that_transformers_gives_it(n
     assert config_from_huggingface(data).max_positions == theirs.max_position_embeddings
 
 
-def test_bloom_is_four_times_as_wide_inside_whatever_its_file_says():
+def test_bloom_intermediate_size_is_four_times_hidden_size():
     data = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_inner": 100}
     with torch.device("meta"):
         theirs = transformers.BloomForCausalLM(transformers.BloomConfig.from_dict(data))

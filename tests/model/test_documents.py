@@ -16,11 +16,11 @@ def test_positions_restart_with_each_document():
     assert documents.positions_BS().tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2]]
 
 
-def test_a_number_that_comes_back_is_another_document():
+def test_repeated_document_id_starts_another_document():
     assert Documents.from_ids(torch.tensor([[1, 2, 1]])).starts_BS.tolist() == [[0, 1, 2]]
 
 
-def test_rows_of_one_document_each_take_the_fast_path():
+def test_single_document_rows_use_fast_path():
     documents = Documents.from_ids(torch.tensor([[3, 3, 3], [4, 4, 4]]))
     assert documents.starts_BS is None
     assert documents.positions_BS() is None
@@ -28,14 +28,14 @@ def test_rows_of_one_document_each_take_the_fast_path():
     assert documents.to("meta") is documents
 
 
-def test_starts_and_ids_say_the_same():
+def test_document_starts_and_ids_are_equivalent():
     by_start = Documents.from_starts([[0, 3], [1, 2]], sequence=5)
     by_id = Documents.from_ids(torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 2, 2]]))
     assert torch.equal(by_start.starts_BS, by_id.starts_BS)
     assert Documents.from_starts([[0], []], sequence=5).starts_BS is None
 
 
-def test_a_window_hides_what_a_document_would_show():
+def test_window_masks_tokens_within_document():
     documents = Documents.from_ids(torch.tensor([[0, 0, 0, 0, 1, 1]]))
     assert documents.first_visible_BS(6, 2, CPU).tolist() == [[0, 0, 1, 2, 4, 4]]
     assert Documents().first_visible_BS(6, 2, CPU).tolist() == [[0, 0, 1, 2, 3, 4]]

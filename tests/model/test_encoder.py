@@ -97,7 +97,9 @@ def compare(mine: list[torch.Tensor], theirs: list[torch.Tensor], seen: torch.Te
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("architecture", HEADS)
-def test_outputs_equal_those_of_transformers_both_ways(architecture: str, variant: dict[str, Any], tmp_path: Path):
+def test_encoder_outputs_match_transformers_in_both_directions(
+    architecture: str, variant: dict[str, Any], tmp_path: Path
+):
     theirs = their_model(architecture, **variant)
     theirs.save_pretrained(tmp_path / "theirs")
     ours, config = load_encoder(tmp_path / "theirs", dtype=torch.float64)
@@ -124,7 +126,7 @@ def test_float32_is_close(tmp_path: Path):
         compare([ours_on(ours, inputs)], outputs_of(theirs, inputs), inputs["attention_mask"], 1e-4)
 
 
-def test_bert_base_at_its_own_size(tmp_path: Path):
+def test_bert_base_sized_encoder_matches_transformers(tmp_path: Path):
     """Two of its layers, all 512 positions, its own vocabulary."""
     base = dataclasses.replace(preset("bert-base-uncased"), layers=2)
     model = Encoder(base)
@@ -146,7 +148,7 @@ def masked(tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["BertForMaskedLM", "BertForSequenceClassification"])
-def test_a_loss_and_its_gradients_equal_those_of_transformers(architecture: str, tmp_path: Path):
+def test_loss_and_gradients_match_transformers(architecture: str, tmp_path: Path):
     theirs = their_model(architecture)
     theirs.save_pretrained(tmp_path)
     ours, config = load_encoder(tmp_path, dtype=torch.float64)
@@ -193,7 +195,7 @@ PARTS = [(0, 0, 9), (0, 9, 20), (1, 0, 20), (2, 0, 1), (2, 1, 2), (2, 2, 20)]
 
 
 @pytest.mark.parametrize("head", ["masked", "classes"])
-def test_packed_documents_are_computed_as_if_alone(head: str):
+def test_packed_documents_match_separate_documents(head: str):
     model, documents = build(small(head)), Documents.from_ids(PACKED)
     tokens = batch(sequence=20)["input_ids"]
     targets = masked(tokens) if head == "masked" else torch.tensor([0, 1, 2, -100, 1, 0])
@@ -223,7 +225,7 @@ def test_packed_documents_may_end_in_padding():
         torch.testing.assert_close(logits[row, start:stop], alone[0], rtol=0, atol=1e-12)
 
 
-def test_every_token_has_an_influence_on_every_other_and_padding_has_none():
+def test_every_unpadded_token_influences_every_other_one():
     model = build(small())
     inputs = batch(types=2)
     before = ours_on(model, inputs)
@@ -237,7 +239,7 @@ def test_every_token_has_an_influence_on_every_other_and_padding_has_none():
         assert differs[row][seen].any() == bool(seen[place])
 
 
-def test_a_row_that_is_padding_from_end_to_end_harms_nobody():
+def test_fully_padded_sequence_does_not_affect_other_sequences():
     model, inputs = build(small("classes")), batch(types=2)
     inputs["attention_mask"][1] = 0
     logits = ours_on(model, inputs)
@@ -248,7 +250,7 @@ def test_a_row_that_is_padding_from_end_to_end_harms_nobody():
     torch.testing.assert_close(logits[2:], ours_on(model, alone), rtol=0, atol=1e-12)
 
 
-def test_a_batch_without_a_masked_token_has_no_loss_and_no_gradient():
+def test_batch_without_masked_token_has_zero_loss_and_gradient():
     model = build(small())
     tokens = batch()["input_ids"]
     found = gradients(model, tokens, torch.full_like(tokens, -100))
@@ -296,7 +298,7 @@ def numel(name: str, **changes: Any) -> int:
     return parameter_table(dataclasses.replace(preset(name), **changes)).numel
 
 
-def test_sizes_are_those_that_were_published():
+def test_parameter_counts_match_published_ones():
     """Whole files of the hub hold a pooler and a head for the next sentence beside the masked model; BertModel has no
     head. Turc et al. 2019 round theirs, in millions."""
     for name, whole, bare in (
@@ -354,7 +356,7 @@ def of_the_hub(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return old
 
 
-def test_files_with_the_names_of_2018_and_other_heads_load(saved: Path):
+def test_bert_files_with_2018_names_and_other_heads_load(saved: Path):
     tokens = batch()["input_ids"]
     want = load_encoder(saved)[0].logits(tokens)
     rewrite(saved, of_the_hub)
@@ -367,7 +369,7 @@ def test_files_with_the_names_of_2018_and_other_heads_load(saved: Path):
     assert bool((model.pooler.weight == 1).all()), "the pooler that the files have"
 
 
-def test_a_new_head_begins_as_its_seed_says_and_the_rest_is_what_was_saved(saved: Path):
+def test_new_head_is_seeded_and_other_weights_are_loaded(saved: Path):
     tokens = batch()["input_ids"]
     first, config = load_encoder(saved, head="classes", labels=("no", "yes"), seed=3)
     assert config.labels == ("no", "yes") and first.logits(tokens).shape == (3, 2)
@@ -408,7 +410,7 @@ def test_a_mistake_is_named_in_one_line(change: Any, options: dict[str, Any], wo
     assert "\n" not in str(caught.value)
 
 
-def test_each_reader_names_the_other(saved: Path, tmp_path: Path):
+def test_each_loader_names_loader_for_other_architecture(saved: Path, tmp_path: Path):
     with pytest.raises(UserError, match="bert is an encoder, which predicts no next token; `load_encoder` reads it"):
         load_huggingface(saved)
     (tmp_path / "gpt").mkdir()
@@ -438,7 +440,7 @@ def test_each_reader_names_the_other(saved: Path, tmp_path: Path):
         ({"hidden_act": "mish"}, "'mish' is not supported"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], words: str):
+def test_unsupported_encoder_features_are_refused_by_name(changes: dict[str, Any], words: str):
     known = {key: value for key, value in ODD.items() if key != "id2label"}
     with pytest.raises(UserError, match=words):
         config_from_huggingface({**known, "model_type": "bert", **changes}, "config.json")
@@ -454,19 +456,19 @@ def test_parts_of_an_encoder_are_no_decoders():
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2 mb2", "dp2 tp2 zero1"])
-def test_an_encoder_runs_on_replicas_alone(layout: str):
+def test_encoder_layouts_other_than_replicas_are_refused(layout: str):
     with pytest.raises(UserError, match="bert is an encoder, which runs on dp with any zero; leave"):
         refuse(Layout.parse(layout), preset("bert-tiny"), 8, 512, planning=True)
     refuse(Layout.parse("dp4 zero3 mb2 ac:full"), preset("bert-tiny"), 8, 512, planning=True)
 
 
-def test_rows_are_no_longer_than_there_are_positions():
+def test_sequences_longer_than_positions_are_refused():
     model = build(small(max_positions=16))
     with pytest.raises(UserError, match="rows of 20 tokens are longer than the model's 16 positions"):
         model.logits(batch(sequence=20)["input_ids"])
 
 
-def test_an_encoder_without_a_head_says_what_it_gives():
+def test_encoder_without_head_names_its_available_outputs():
     tokens = batch()["input_ids"]
     with pytest.raises(UserError, match='of head "none" has no logits: it gives `hidden` and `pooled`'):
         build(small("none")).logits(tokens)
@@ -475,7 +477,7 @@ def test_an_encoder_without_a_head_says_what_it_gives():
         model.pooled(model.hidden(tokens))
 
 
-def test_the_loss_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch):
+def test_loss_is_independent_of_chunking(monkeypatch: pytest.MonkeyPatch):
     """The bias of the vocabulary, over several chunks and where logits are made twice."""
     from meshwright.model import loss
     from meshwright.model.axis_operations import SINGLE_DEVICE

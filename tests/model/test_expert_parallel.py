@@ -38,7 +38,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_four_ranks_compute_what_one_device_computes(ranks: LocalRanks, config: ModelConfig, layout: str):
+def test_four_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, layout: str):
     if "ep4" in layout:
         config = dataclasses.replace(config, experts=8)
     for found in ranks.run(COMPARE, layout, config):
@@ -48,14 +48,14 @@ def test_four_ranks_compute_what_one_device_computes(ranks: LocalRanks, config: 
 
 @pytest.mark.parametrize("layout", ["dp4 ep2:etp2", "dp2 tp2 ep4", "tp4:nosp ep2 ac:full", "dp4 ep4 ac:selective"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_ranks_whose_experts_get_no_token_have_gradients_of_zero(ranks: LocalRanks, config: ModelConfig, layout: str):
+def test_ranks_whose_experts_get_no_tokens_have_zero_gradients(ranks: LocalRanks, config: ModelConfig, layout: str):
     config = dataclasses.replace(config, experts=8)
     found = ranks.run(COMPARE, layout, config, True)
     assert max(each["worst"] for each in found) < 1e-10
     assert any(each["rows with gradients"] == 0 for each in found), "somebody was to get no token"
 
 
-def test_every_rank_makes_the_same_calls_and_recomputing_repeats_them(ranks: LocalRanks):
+def test_ranks_make_equal_calls_and_recomputation_repeats_them(ranks: LocalRanks):
     config = dataclasses.replace(CONFIGS["qwen2_moe"], experts=8)
     calls = {}
     for recompute in ("none", "selective", "full"):
@@ -75,7 +75,7 @@ def test_every_rank_makes_the_same_calls_and_recomputing_repeats_them(ranks: Loc
 
 
 @pytest.mark.exhaustive
-def test_compiled_blocks_compute_the_same(ranks: LocalRanks):
+def test_compiled_blocks_match_eager_blocks(ranks: LocalRanks):
     config = dataclasses.replace(CONFIGS["qwen2_moe"], layers=1)
     for found in ranks.run(COMPARE, "dp2 tp2 ep2:etp2 ac:selective", config, False, "aot_eager"):
         assert found["worst"] < 1e-10

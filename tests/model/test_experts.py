@@ -89,7 +89,7 @@ def in_transformers(directory: Path) -> transformers.PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path, wide: Callable[[], Any]):
+def test_logits_and_gradients_match_transformers(name: str, tmp_path: Path, wide: Callable[[], Any]):
     config = config_of(name, router_loss=0.0)
     model = build(config)
     save_huggingface(model, tmp_path)
@@ -110,7 +110,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_directory_and_a_configuration_come_back_as_they_were(name: str, tmp_path: Path):
+def test_model_directory_and_config_round_trip_unchanged(name: str, tmp_path: Path):
     config = config_of(name)
     assert config_from_huggingface(config_to_huggingface(config)) == config
     model = build(config, torch.float32)
@@ -126,7 +126,7 @@ def test_a_directory_and_a_configuration_come_back_as_they_were(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_documents_and_caches_change_nothing(name: str):
+def test_document_masks_and_kv_cache_leave_logits_unchanged(name: str):
     model = build(config_of(name))
     tokens, _ = tokens_of()
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero(name: str):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_loss_that_is_told_is_that_of_the_tokens():
+def test_reported_loss_excludes_router_loss():
     model = build(config_of("mixtral", router_loss=0.5))
     tokens, targets = tokens_of()
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_the_loss_that_is_told_is_that_of_the_tokens():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "dots1"])
-def test_rows_balance_as_if_alone(name: str):
+def test_load_balancing_is_per_sequence(name: str):
     """A row's part of the gradient does not depend on what other rows a batch has."""
     model = build(config_of(name, **({"router_loss": 0.5} if name == "mixtral" else {})))
     tokens, targets = tokens_of()
@@ -187,7 +187,7 @@ def test_rows_balance_as_if_alone(name: str):
         torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10)
 
 
-def test_the_bias_moves_the_choice_alone_and_its_gradient_is_the_load_above_the_mean():
+def test_router_bias_affects_only_choice_with_excess_load_gradient():
     config = config_of("dots1")
     router = Router(config, dtype=torch.float64)
     x_TH = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -230,7 +230,7 @@ def test_grouped_products_are_the_products_of_the_groups(ends: list[int], dtype:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flops_are_those_of_the_experts_that_a_token_takes(name: str):
+def test_flops_count_only_experts_of_each_token(name: str):
     config = config_of(name, sliding_window=None)
     model = build(config)
     x_BSH = torch.randn(2, 20, config.hidden, dtype=torch.float64)
@@ -251,7 +251,7 @@ def test_flops_are_those_of_the_experts_that_a_token_takes(name: str):
         pytest.param("mixtral-tiny", "inductor", marks=pytest.mark.exhaustive),
     ],
 )
-def test_compiled_blocks_compute_the_same(name: str, backend: str):
+def test_compiled_blocks_match_eager_blocks(name: str, backend: str):
     config = dataclasses.replace(preset(name), layers=2)
     tokens, targets = tokens_of(rows=2, sequence=16)
     gradients = []
@@ -281,7 +281,7 @@ def test_compiled_blocks_compute_the_same(name: str, backend: str):
         ("dots1", {"router_loss": 0.1}, "router_loss is always 0.0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(name: str, changes: dict[str, Any], why: str):
+def test_impossible_expert_configurations_are_refused_with_reason(name: str, changes: dict[str, Any], why: str):
     with pytest.raises(UserError, match=why):
         config_of(name, **changes)
 

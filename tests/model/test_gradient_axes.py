@@ -167,7 +167,7 @@ def cut(table: ParameterTable, whole: dict[str, torch.Tensor], layout: Layout, r
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2:nosp", "tp4", "tp4:nosp"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_parts_summed_as_the_table_says_are_the_gradient(config: ModelConfig, layout: str):
+def test_partial_gradients_summed_by_table_equal_gradient(config: ModelConfig, layout: str):
     table, layout_ = parameter_table(config), Layout.parse(layout)
     generator = torch.Generator().manual_seed(3)
     whole = {

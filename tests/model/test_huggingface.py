@@ -92,7 +92,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES.values(), ids=CASES)
-def test_logits_equal_those_of_transformers_both_ways(family: str, settings: dict[str, Any], tmp_path: Path):
+def test_logits_match_transformers_in_both_directions(family: str, settings: dict[str, Any], tmp_path: Path):
     theirs = their_model(family, settings)
     theirs.save_pretrained(tmp_path / "theirs")
     ours, _ = load_huggingface(tmp_path / "theirs")
@@ -123,7 +123,7 @@ def test_a_trained_model_prints_its_reference_text(shared_data: Path):
     assert tokenizer.decode(whole[1:]) == (directory / "greedy_200_tokens.txt").read_text()
 
 
-def test_a_model_in_several_files_loads_here_and_there(saved: Path, tmp_path: Path):
+def test_sharded_model_loads_here_and_in_transformers(saved: Path, tmp_path: Path):
     model, _ = load_huggingface(saved)
     sharded = tmp_path / "sharded"
     save_huggingface(model, sharded, largest_file_bytes=60_000)
@@ -139,7 +139,7 @@ def test_a_model_in_several_files_loads_here_and_there(saved: Path, tmp_path: Pa
         torch.testing.assert_close(theirs(tokens).logits, want, atol=1e-5, rtol=0)
 
 
-def test_values_are_saved_in_the_type_asked_for_and_the_tokenizer_comes_along(saved: Path, tmp_path: Path):
+def test_model_is_saved_in_requested_dtype_with_tokenizer(saved: Path, tmp_path: Path):
     (saved / "tokenizer.json").write_text("{}")
     model, _ = load_huggingface(saved)
     save_huggingface(model, tmp_path / "half", dtype=torch.bfloat16, tokenizer_from=saved)
@@ -287,7 +287,7 @@ def test_weights_of_every_floating_type_are_read_and_checked(dtype: torch.dtype,
         load_huggingface(saved)
 
 
-def test_a_model_in_two_files_is_the_model_in_one(saved: Path):
+def test_model_split_into_two_files_loads_equally(saved: Path):
     whole = load_huggingface(saved)[0].state_dict()
     in_two_files(saved)
     for name, value in load_huggingface(saved)[0].state_dict().items():

@@ -12,7 +12,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
 
-def test_a_value_does_not_depend_on_the_rest_of_the_model():
+def test_initial_value_is_independent_of_other_parameters():
     small, deep = preset("llama-tiny"), dataclasses.replace(preset("llama-tiny"), layers=9, vocabulary=77)
     name = "model.layers.1.self_attn.q_proj.weight"
     first, second = (parameter_table(config).row(name) for config in (small, deep))
@@ -29,7 +29,7 @@ def test_seed_and_name_both_matter():
     assert not torch.equal(initial_value(query, 0), initial_value(other, 0))
 
 
-def test_values_have_the_spread_that_the_table_says():
+def test_initial_standard_deviations_follow_parameter_table():
     table = parameter_table(dataclasses.replace(preset("gpt2-tiny"), hidden=128, head_dim=16, vocabulary=3000))
     for row in table.rows:
         value = initial_value(row, 0)
@@ -56,7 +56,7 @@ def test_every_parameter_is_filled_from_its_rows():
             assert torch.equal(take_row(parameters[row.tensor], row), initial_value(row, 5).double()), row.name
 
 
-def test_a_row_comes_back_as_it_was_placed():
+def test_placed_parameter_round_trips():
     row = parameter_table(preset("gpt2-tiny")).row("transformer.h.0.attn.c_attn.weight")
     assert row.transposed
     whole = torch.zeros(row.engine_shape)

@@ -91,7 +91,7 @@ def test_bfloat16_sums_in_float32(chunk: None):
         assert (mine.double() - theirs.double()).norm() < 0.01 * theirs.double().norm()
 
 
-def test_nothing_to_predict_is_a_loss_of_zero_without_gradient(chunk: None):
+def test_loss_without_targets_is_zero_without_gradient(chunk: None):
     hidden, weight, targets = problem()
     loss = linear_cross_entropy(hidden, torch.full_like(targets, -100), OutputHead(weight, TENSOR))
     assert loss.item() == 0
@@ -108,7 +108,7 @@ def test_a_loss_can_be_differentiated_twice_over(chunk: None):
         torch.testing.assert_close(3 * a, b)
 
 
-def test_the_fused_loss_is_the_same():
+def test_fused_loss_matches_plain_loss():
     hidden, weight, targets = problem()
     fused = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR, compiled=True))
     plain = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
@@ -118,7 +118,7 @@ def test_the_fused_loss_is_the_same():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_formed_in_the_backward_pass_are_the_same_bit_for_bit(dtype: torch.dtype, chunk: None):
+def test_gradients_recomputed_in_backward_are_bitwise_equal(dtype: torch.dtype, chunk: None):
     hidden, weight, targets = problem(dtype)
     kept, later = (
         linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR), keep=keep) for keep in (True, False)
@@ -131,7 +131,7 @@ def test_gradients_formed_in_the_backward_pass_are_the_same_bit_for_bit(dtype: t
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_loss_whose_backward_comes_later_keeps_nothing_of_the_weights_size(keep: bool, chunk: None):
+def test_loss_with_deferred_backward_saves_nothing_of_weight_size(keep: bool, chunk: None):
     hidden, weight, targets = problem()
     size, made = weight.numel(), []
 
@@ -150,7 +150,7 @@ def test_a_loss_whose_backward_comes_later_keeps_nothing_of_the_weights_size(kee
     sum(losses_kept).backward()
 
 
-def test_gradients_of_the_head_are_kept_where_they_are_small_beside_what_its_layers_keep() -> None:
+def test_head_gradients_are_saved_when_small_beside_saved_activations() -> None:
     # 8B on 8 stages, 8,192 tokens: 128,256 against 8 x 8,192 x 4; short rows; a model that keeps nothing else.
     assert keeps_head_gradient(8192, 128_256, 4, "none", at_once=False)
     assert keeps_head_gradient(8192, 128_256, 4, "selective", at_once=False)

@@ -64,7 +64,7 @@ def test_token_losses_and_their_gradients_equal_cross_entropy(chunk: None):
     assert torch.equal(alone, both[0][0])
 
 
-def test_their_sum_is_the_summed_loss_bit_for_bit_in_one_chunk():
+def test_sum_of_token_losses_equals_summed_loss_bitwise():
     hidden, weight, targets, _ = problem()
     both = (
         token_cross_entropy(hidden, targets, OutputHead(weight, TENSOR)).sum(),
@@ -76,7 +76,7 @@ def test_their_sum_is_the_summed_loss_bit_for_bit_in_one_chunk():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_tiny_and_huge_gradients_of_token_losses_survive_a_narrow_type(dtype: torch.dtype, chunk: None):
+def test_tiny_and_huge_token_loss_gradients_survive_narrow_dtype(dtype: torch.dtype, chunk: None):
     hidden, weight, targets, upstream = problem(dtype)
     wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     for scale in (1e-6, 1e4):
@@ -113,7 +113,7 @@ def test_all_logits_of_token_losses_never_exist_at_once(monkeypatch: pytest.Monk
 IDS = torch.tensor([[0] * 4 + [1] * 3 + [2] * 2 + [3] * 3, [0] * 5 + [1] * 5 + [2] * 2, [0] * 12])
 
 
-def test_pairs_are_told_from_document_numbers_and_padding_belongs_to_none():
+def test_pairs_follow_document_ids_and_exclude_padding():
     pairs = Pairs.from_ids(IDS)
     assert pairs.counted_BP.tolist() == [[True, True], [True, False], [False, False]]
     assert pairs.response_BC[0].tolist() == IDS[0].tolist()
@@ -149,7 +149,7 @@ def test_losses_and_rewards_are_the_papers(preference: Preference):
     assert found.figures.tolist() == pytest.approx([*rewards, right], rel=1e-12)
 
 
-def test_loss_and_every_gradient_are_those_of_transformers(wide: Callable[[], Any]):
+def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
     """The formula in float64 on a Llama of transformers, every response by itself, beside packed rows of ours."""
     import transformers
 

@@ -35,7 +35,7 @@ def config(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_tables_equal_those_of_transformers_at_far_positions(name: str):
+def test_rotary_tables_match_transformers_at_large_positions(name: str):
     ours = config(name)
     their_config = AutoConfig.for_model(**config_to_huggingface(ours))
     positions = torch.tensor([[0, 1, 2, 100, 5000, 131_071]])
@@ -60,7 +60,7 @@ def test_a_float64_model_has_float64_angles():
     assert abs(float(cosine[0, 0, 4999, 3]) - math.cos(angle)) < 1e-12
 
 
-def test_a_bfloat16_model_tells_far_positions_apart():
+def test_bfloat16_model_distinguishes_distant_positions():
     cosine, _ = RotaryTable(LLAMA, torch.bfloat16).at(None, 1000, 1002, CPU)
     assert cosine.dtype == torch.float32
     assert not torch.equal(cosine[0, 0, 0], cosine[0, 0, 1])
@@ -82,7 +82,7 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
     torch.testing.assert_close(yarn[-1], plain[-1] / 4)
 
 
-def test_on_an_accelerator_a_tokens_heads_lie_side_by_side_and_turn_alike():
+def test_rotary_result_on_accelerators_is_contiguous_and_equal():
     x_BSND = torch.randn(2, 5, 3, 64, dtype=torch.bfloat16)
     cosine, sine = RotaryTable(LLAMA, torch.bfloat16).at(None, 0, 5, CPU)
     turned = rotate(x_BSND.transpose(1, 2), cosine, sine)

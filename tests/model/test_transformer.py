@@ -88,7 +88,7 @@ def test_loss_and_logits_agree(name: str, tied: bool):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_documents_are_computed_as_if_alone(name: str):
+def test_packed_documents_match_separate_documents(name: str):
     model = build(odd(name))
     tokens, targets = batch()
     documents = Documents.from_ids(IDS)
@@ -106,7 +106,7 @@ def test_packed_documents_are_computed_as_if_alone(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_token_has_no_influence_on_earlier_ones_or_beyond_its_window(name: str):
+def test_token_influences_only_later_tokens_within_its_window(name: str):
     config = odd(name)
     model = build(config)
     tokens, _ = batch()
@@ -119,7 +119,7 @@ def test_a_token_has_no_influence_on_earlier_ones_or_beyond_its_window(name: str
 
 @pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 1, 11], [20]], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_reading_through_a_cache_gives_the_same_logits(name: str, pieces: list[int]):
+def test_cached_decoding_gives_same_logits(name: str, pieces: list[int]):
     config = odd(name)
     model = build(config)
     tokens, _ = batch()
@@ -163,7 +163,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_units_come_and_go_in_order_around_each_block(recompute: str):
+def test_units_are_gathered_and_freed_around_each_block(recompute: str):
     model = build(odd("llama-tiny"), axes=recomputing(recompute))
     units = Recorder()
     blocks = [f"layers.{layer}" for layer in range(5)]
@@ -210,7 +210,7 @@ def kept_bytes(model: Transformer) -> int:
     return sum(sizes.values())
 
 
-def test_recomputation_keeps_less():
+def test_recomputation_saves_fewer_activations():
     config = odd("llama-tiny")
     none, full = (kept_bytes(build(config, axes=recomputing(kind))) for kind in ("none", "full"))
     assert full < none / 5
@@ -261,7 +261,7 @@ def test_the_gradient_of_a_frequent_token_does_not_stall():
     assert embedding.weight.grad.tolist() == [[10_000 // 64 * 64] * 4, [0.0] * 4, [0.0] * 4]
 
 
-def test_validation_keeps_nothing_for_a_backward_pass():
+def test_validation_saves_no_activations():
     model = build(odd("qwen3-tiny"), axes=recomputing("full"))
     with torch.no_grad():
         assert not model(*batch()).requires_grad

@@ -79,7 +79,7 @@ def deferred_names(model: Transformer) -> set[str]:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_both_halves_together_are_the_whole_backward(name: str, recompute: str) -> None:
+def test_input_and_weight_gradient_passes_equal_full_backward(name: str, recompute: str) -> None:
     model, sums = build(name, recompute=recompute), Grads()
     queue = WeightGradients(sums)
     batches = [batch(number, model.config.vocabulary) for number in range(2)]
@@ -99,7 +99,7 @@ def test_both_halves_together_are_the_whole_backward(name: str, recompute: str) 
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-moe-tiny"])
-def test_in_bfloat16_both_halves_give_what_autograd_gives(name: str) -> None:
+def test_split_bfloat16_backward_matches_autograd(name: str) -> None:
     model, sums = build(name, torch.bfloat16), Grads()
     queue = WeightGradients(sums)
     batches = [batch(0, model.config.vocabulary)]
@@ -111,7 +111,7 @@ def test_in_bfloat16_both_halves_give_what_autograd_gives(name: str) -> None:
         assert error < 2**-8, parameter
 
 
-def test_outside_of_collecting_a_backward_is_whole() -> None:
+def test_backward_is_unsplit_outside_of_collecting_context() -> None:
     model, queue = build("qwen2-moe-tiny"), WeightGradients(Grads())
     each = batch(0, model.config.vocabulary)
     model(*each).backward()
@@ -130,7 +130,7 @@ def flops(function: Any) -> int:
     return counter.get_total_flops()
 
 
-def test_neither_half_does_the_others_products() -> None:
+def test_split_passes_compute_disjoint_matrix_products() -> None:
     model, queue = build("llama-tiny"), WeightGradients(Grads())
     each = batch(0, model.config.vocabulary)
     loss = model(*each)
@@ -198,7 +198,7 @@ def held_bytes(queue: WeightGradients) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_between_the_halves_memory_is_what_the_queue_holds(recompute: str) -> None:
+def test_memory_between_split_backwards_is_that_of_the_queue(recompute: str) -> None:
     model, queue = build("llama-tiny", recompute=recompute), WeightGradients(Grads())
     take_weight_gradients(model, queue)
     each = batch(0, model.config.vocabulary)
@@ -248,7 +248,7 @@ def test_compiled_blocks_split_their_backward_too(name: str, recompute: str) -> 
     assert bool(cuts) == bool(model.config.experts), cuts  # what is cut inside of what is computed again runs as it is
 
 
-def test_without_a_queue_a_product_is_pytorchs_own() -> None:
+def test_linear_without_queue_is_pytorch_linear() -> None:
     x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(5, 4))
     plain, ours = torch.nn.functional.linear(x, weight), linear(x, weight, None, None)
     assert type(ours.grad_fn) is type(plain.grad_fn)
@@ -257,7 +257,7 @@ def test_without_a_queue_a_product_is_pytorchs_own() -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_queue_does_not_hold_what_its_inputs_were_made_of(grouped: bool) -> None:
+def test_queue_does_not_keep_graph_of_its_inputs(grouped: bool) -> None:
     """Else the input of a stage and its gradient would stay until the weight gradients are computed."""
     queue, weight = WeightGradients(Grads()), torch.nn.Parameter(torch.randn(6, 4))
     x_NX = torch.randn(8, 4, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 from meshwright.monitoring.clock import StepClock
 
 
-def test_parts_of_one_name_add_up_in_the_order_of_their_first_marks():
+def test_repeated_parts_are_summed_in_order_of_first_mark():
     clock = StepClock(torch.device("cpu"))
     clock.start()
     for part in ("data", "forward", "backward", "forward", "backward"):

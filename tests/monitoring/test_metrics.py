@@ -24,14 +24,14 @@ def step(number: int, **more) -> dict:
     return {"step": number, "loss": 1.0 / number, **more}
 
 
-def test_lines_come_back_as_they_were_written(tmp_path):
+def test_metric_lines_round_trip(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), {"event": "save", "step": 1}, step(2, seconds_by_part={"data": 0.5}))
     assert read_metrics(path) == [step(1), {"event": "save", "step": 1}, step(2, seconds_by_part={"data": 0.5})]
     assert path.read_bytes().count(b"\n") == 3
 
 
-def test_what_json_cannot_hold_becomes_null(tmp_path):
+def test_values_unsupported_by_json_become_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, {"step": 1, "loss": math.nan, "parts": {"norm": math.inf, "fine": 1.5}})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
@@ -39,7 +39,7 @@ def test_what_json_cannot_hold_becomes_null(tmp_path):
     }  # fmt: skip
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+def test_resumed_run_drops_metrics_after_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, *[step(number) for number in range(1, 8)], {"event": "slow_rank", "step": 7})
     write(path, step(6, again=True), resume_step=5)
@@ -54,7 +54,7 @@ def test_a_fresh_run_drops_everything(tmp_path):
 
 
 @pytest.mark.parametrize("rest", [b'{"step": 3, "lo', b'{"step": 3}', b"\xff\x00", b'"st'])
-def test_a_half_written_last_line_is_passed_over_and_removed_on_resume(tmp_path, rest):
+def test_truncated_last_line_is_skipped_and_removed_on_resume(tmp_path, rest):
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2))
     with path.open("ab") as file:
@@ -79,7 +79,7 @@ class SmallDisk:
 
 
 @pytest.mark.parametrize("room", [0, 5], ids=["none of a line fits", "a part of it fits"])
-def test_lines_that_a_full_disk_does_not_take_wait_until_there_is_room(tmp_path, monkeypatch, room):
+def test_lines_rejected_by_full_disk_are_written_later(tmp_path, monkeypatch, room):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
     file.write(step(1))
@@ -95,32 +95,32 @@ def test_lines_that_a_full_disk_does_not_take_wait_until_there_is_room(tmp_path,
 # --- slow ranks
 
 
-def test_a_rank_that_works_longer_than_the_others_is_named_at_the_end_of_a_window():
+def test_slow_rank_is_named_at_end_of_window():
     watch = SlowRankWatch(4, factor=1.5, window=3)
     found = [watch.add([1.0, 1.1, 2.0, 0.9]) for _ in range(6)]
     assert [found[number] for number in (0, 1, 3, 4)] == [None] * 4
     assert found[2] == (2, pytest.approx(2.0)) and found[5] == (2, pytest.approx(2.0))
 
 
-def test_ranks_within_the_factor_and_single_hiccups_are_not_named():
+def test_ranks_within_factor_and_single_delays_are_not_named():
     watch = SlowRankWatch(3, factor=1.5, window=10)
     assert [watch.add([1.0, 1.4, 1.0]) for _ in range(10)] == [None] * 10
     assert [watch.add([1.0, 5.0 if number == 4 else 1.0, 1.0]) for number in range(10)] == [None] * 10
 
 
-def test_a_first_step_that_compiles_longer_on_one_rank_is_not_named():
+def test_slow_compilation_of_first_step_is_not_reported():
     watch = SlowRankWatch(2, factor=1.5, window=10)
     assert [watch.add([1.0, 60.0 if number == 0 else 1.0]) for number in range(10)] == [None] * 10
     assert watch.between_windows
 
 
-def test_two_ranks_are_compared_with_each_other_and_one_with_nobody():
+def test_two_ranks_are_compared_and_one_is_not():
     assert SlowRankWatch(2, 1.5, window=1).add([0.1, 0.4]) == (1, pytest.approx(4.0))
     assert SlowRankWatch(1, 1.5, window=1).add([0.1]) is None
     assert SlowRankWatch(2, 1.5, window=1).add([0.0, 0.0]) is None
 
 
-def test_peak_memory_counts_what_was_once_used():
+def test_peak_memory_includes_freed_memory():
     before = peak_memory_bytes(torch.device("cpu"))
     block = torch.ones(2**26)  # 256 MiB, touched
     size = block.nbytes

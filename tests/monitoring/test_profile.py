@@ -107,7 +107,7 @@ def profile(place: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["pp2 mb4", "pp2:zb-v mb4", "pp2:dualpipe mb4"])
-def test_the_steps_are_those_of_the_simulated_program_in_its_order_on_one_clock(two, home, layout):
+def test_profiled_steps_follow_simulated_program_on_one_clock(two, home, layout):
     place = home / layout
     [outcome, _] = cases.run_without_error(two, place, f"{layout} fp32", train_profile="3:4", model_layers=4)
     directory = profile(place)
@@ -143,7 +143,7 @@ def test_the_steps_are_those_of_the_simulated_program_in_its_order_on_one_clock(
     assert steps
 
 
-def test_calls_bear_the_names_of_their_sites_and_parts_of_the_step_theirs(two, home):
+def test_profile_names_calls_by_site_and_step_parts(two, home):
     place = home / "calls"
     [outcome, _] = cases.run_without_error(two, place, "dp2 zero3 mb2 fp32", train_profile="3", train_validate_every=2)
     trace = Trace(read(profile(place) / "all-ranks.json.gz"))
@@ -163,7 +163,7 @@ def test_calls_bear_the_names_of_their_sites_and_parts_of_the_step_theirs(two, h
             assert step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= following["ts"] + ROUNDING
 
 
-def test_a_profile_changes_nothing_that_is_computed_and_its_steps_are_not_measured(two, home):
+def test_profiled_steps_change_no_results_and_are_not_measured(two, home):
     cases.run_without_error(two, home / "without", "dp2 zero1 fp32")
     fault = "count_calls_when_a_profile_ends"
     outcomes = cases.run_without_error(two, home / "with", "dp2 zero1 fp32", fault=fault, train_profile="3:5")
@@ -174,7 +174,7 @@ def test_a_profile_changes_nothing_that_is_computed_and_its_steps_are_not_measur
     assert outcomes[0]["result"]["measured"]["step_seconds"] == seconds  # the others are warm-up, or were watched
 
 
-def test_the_file_of_a_rank_has_torchs_operators_inside_its_steps(two, home):
+def test_rank_profile_has_torch_operators_inside_steps(two, home):
     place = home / "operators"
     cases.run_without_error(two, place, "dp2 fp32", train_profile="3", train_profile_ranks=[1])
     directory = profile(place)
@@ -193,7 +193,7 @@ def test_the_file_of_a_rank_has_torchs_operators_inside_its_steps(two, home):
     assert not any(event["name"] == "aten::mm" for event in read(directory / "all-ranks.json.gz")["traceEvents"])
 
 
-def test_a_run_that_is_told_to_stop_writes_what_it_has_and_the_next_one_the_rest(two, home):
+def test_stopped_run_writes_partial_profile_and_resumes_it(two, home):
     place = home / "stopped"
     outcomes = cases.run(two, place, "dp2 zero3 fp32", fault="stop_in_step_4", train_profile="3:6")
     assert outcomes[0]["error"].startswith("Terminated")
@@ -204,7 +204,7 @@ def test_a_run_that_is_told_to_stop_writes_what_it_has_and_the_next_one_the_rest
         Trace(read(directory / "all-ranks.json.gz"))
 
 
-def test_one_that_cannot_be_written_stops_nothing(two, home):
+def test_unwritable_profile_does_not_stop_run(two, home):
     place = home / "blocked"
     (place / "run").mkdir(parents=True)
     (place / "run/profile").write_text("somebody's file")
@@ -217,7 +217,7 @@ def test_one_that_cannot_be_written_stops_nothing(two, home):
 # --- the trace itself
 
 
-def test_clocks_of_other_machines_are_set_by_the_median_of_the_meetings():
+def test_clock_offsets_are_medians_over_meetings():
     times = [[100, 1103], [200, 1199], [300, 1900]]  # once rank 1 was held up
     assert compute_clock_offset(times, [7, 8], 1) == 1003
     assert compute_clock_offset(times, [7, 7], 1) == 0 and compute_clock_offset(times, [7, 8], 0) == 0
@@ -234,7 +234,7 @@ def rank_steps(rank: int = 0, zero: int = 1_000_000) -> RankSteps:
     return RankSteps(rank, zero, [span], calls)
 
 
-def test_calls_that_are_under_way_at_once_stand_on_threads_of_their_own():
+def test_concurrent_calls_are_drawn_on_separate_threads():
     steps = RankSteps.from_table(json.loads(json.dumps(rank_steps().table())))
     assert steps == rank_steps()
     trace = Trace(build_rank_trace(steps, {"traceEvents": []})[0])
@@ -245,7 +245,7 @@ def test_calls_that_are_under_way_at_once_stand_on_threads_of_their_own():
     assert "never" not in placed
 
 
-def test_kernels_of_a_device_are_in_the_trace_of_all_on_the_threads_of_their_streams():
+def test_device_kernels_are_in_merged_trace_by_stream():
     """As torch 2.13 writes them on CUDA: processes are devices, threads streams, arrows lead from launch to kernel."""
     common, launch = {"ph": "X", "dur": 2.0}, {"ph": "X", "dur": 0.5}
     operators = {
@@ -289,12 +289,12 @@ def test_kernels_of_a_device_are_in_the_trace_of_all_on_the_threads_of_their_str
         ("train.profile=3:100000", 'profile = "3:100000" ends after the last step: steps = '),
     ],
 )
-def test_steps_that_are_none_are_refused_in_one_line(tiny_recipe, override, words):
+def test_invalid_profile_steps_are_refused_in_one_line(tiny_recipe, override, words):
     with pytest.raises(UserError) as caught:
         load_recipe(tiny_recipe, [override])
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_rank_that_is_not_there_is_refused(tiny_recipe):
+def test_profile_of_missing_rank_is_refused(tiny_recipe):
     with pytest.raises(UserError, match="train.profile_ranks: there is no rank 9: the layout has ranks 0 to "):
         check_recipe(load_recipe(tiny_recipe, ["train.profile_ranks=[9]"]))

@@ -24,7 +24,7 @@ def run(stream: io.StringIO, steps: int = 50, show: bool = True, done: int = 0) 
     return stream.getvalue()
 
 
-def test_a_log_file_gets_the_first_and_the_last_step_and_every_line():
+def test_log_file_gets_every_line_and_both_end_steps():
     lines = run(io.StringIO()).splitlines()
     assert lines[:3] == ["before the first step", "step 1/50  loss 1.0", "step 50/50  loss 50.0"]
     assert len(lines) == 4 and lines[3].startswith("a [bold]line[/bold] that stays and is long")
@@ -34,7 +34,7 @@ def test_a_resumed_run_shows_its_first_step_too():
     assert "step 31/50  loss 31.0" in run(io.StringIO(), done=30)
 
 
-def test_between_them_a_line_every_few_seconds(monkeypatch):
+def test_progress_lines_are_seconds_apart(monkeypatch):
     clock = iter(range(1000, 2000))  # a second a look
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     lines = [line for line in run(io.StringIO(), 40).splitlines() if line.startswith("step")]
@@ -42,7 +42,7 @@ def test_between_them_a_line_every_few_seconds(monkeypatch):
     assert 4 <= len(steps) <= 12 and steps[0] == 1 and steps[-1] == 40
 
 
-def test_a_terminal_gets_a_bar_and_the_lines_as_they_are():
+def test_terminal_gets_progress_bar_and_unchanged_lines():
     text = run(Terminal())
     assert "\x1b[" in text and "50/50" in text and "loss 50.0" in text
     assert "before the first step\n" in text
@@ -54,7 +54,7 @@ def test_ranks_that_should_be_silent_are():
     assert run(io.StringIO(), show=False) == "" and run(Terminal(), show=False) == ""
 
 
-def test_closing_twice_or_before_the_beginning_does_no_harm():
+def test_progress_can_be_closed_twice_or_unstarted():
     shown = Progress(3, stream=Terminal())
     shown.close()
     shown.begin(0)

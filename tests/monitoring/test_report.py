@@ -79,7 +79,7 @@ RESULT = {
 }
 
 
-def test_the_page_is_one_valid_document_that_loads_nothing(tmp_path):
+def test_report_is_one_valid_document_without_external_resources(tmp_path):
     lines = [step(n, 3.0 / n, **({"validation_loss": 3.1 / n} if n % 5 == 0 else {})) for n in range(1, 21)]
     lines.insert(7, {"event": "save", "step": 7, "stall_seconds": 0.1})
     directory = run_directory(tmp_path / "run", lines, result=RESULT)
@@ -93,7 +93,7 @@ def test_the_page_is_one_valid_document_that_loads_nothing(tmp_path):
     assert len(re.findall("<svg", text)) == 2
 
 
-def test_it_says_what_the_files_of_the_run_say(tmp_path):
+def test_report_contains_figures_of_run_files(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0), step(2, 2.5)], 'name = "shown"\n', RESULT)
     text = page(directory, evaluation=EVALUATION, sample={"prompt": "def ", "text": "f(): pass"})
     for said in (
@@ -133,7 +133,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
     assert "Predicted and measured" not in text
 
 
-def test_what_people_wrote_is_escaped(tmp_path):
+def test_user_text_is_escaped(tmp_path):
     bad = '</pre><script>alert("x")</script>&amp;'
     directory = run_directory(tmp_path / "a<b>&c", [step(1, 3.0)], bad, {"layout": bad})
     text = page(directory, sample={"prompt": bad, "text": bad})
@@ -161,7 +161,7 @@ def test_runs_of_every_kind_have_a_page(tmp_path, lines):
     assert "validation" not in text  # a run without validation has no such curve
 
 
-def test_a_run_without_result_recipe_evaluation_and_sample_has_a_page(tmp_path):
+def test_run_without_result_or_recipe_still_has_page(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0)])
     (directory / "recipe.resolved.toml").unlink()
     text = page(directory)
@@ -175,7 +175,7 @@ def polylines(svg: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-def test_a_long_run_keeps_its_shape_in_a_page_of_bounded_size(tmp_path):
+def test_long_runs_are_downsampled_in_page_of_bounded_size(tmp_path):
     lines = [step(n, 2.0 + math.sin(n / 5000) + (8.0 if n == 31_234 else 0.0)) for n in range(1, 60_001)]
     directory = run_directory(tmp_path / "run", lines)
     text = page(directory)
@@ -186,7 +186,7 @@ def test_a_long_run_keeps_its_shape_in_a_page_of_bounded_size(tmp_path):
     assert spike[0] == pytest.approx(left + 31_234 / 60_000 * (right - left), abs=1.0)  # it is still there
 
 
-def test_a_directory_without_a_run_is_told_so(tmp_path):
+def test_directory_without_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no metrics.jsonl in .*: name the directory of a run"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"event": "save", "step": 0}\n')
@@ -194,7 +194,7 @@ def test_a_directory_without_a_run_is_told_so(tmp_path):
         write_report(tmp_path)
 
 
-def test_a_page_that_cannot_be_written_is_a_line(tmp_path):
+def test_unwritable_page_is_one_error_line(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0)])
     (directory / "report.html").mkdir()
     with pytest.raises(UserError, match=r"report.html cannot be written: is a directory"):

@@ -61,7 +61,7 @@ MAY_CHANGE = {
 }
 
 
-def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe: Path):
+def test_every_key_may_change_on_resume_or_is_refused(tiny_recipe: Path):
     old = load_recipe(tiny_recipe)
     assert MAY_CHANGE.issubset(SCHEMA.keys)
     # These contradict the tiny recipe unless something else changes too.
@@ -89,7 +89,7 @@ def test_every_key_either_may_change_on_resume_or_is_refused_by_name(tiny_recipe
         ("data.too_long", "drop"),
     ],
 )
-def test_how_records_become_samples_may_not_change(tiny_recipe: Path, key: str, value: str):
+def test_record_processing_may_not_change_on_resume(tiny_recipe: Path, key: str, value: str):
     records = ["data.records=instruction"]
     with pytest.raises(UserError, match=f"{key} was .* may not change"):
         check_resume_differences(
@@ -97,13 +97,13 @@ def test_how_records_become_samples_may_not_change(tiny_recipe: Path, key: str, 
         )
 
 
-def test_several_sources_in_place_of_one_are_refused_by_the_name_of_the_one(tiny_recipe: Path):
+def test_several_sources_for_one_are_refused_by_its_name(tiny_recipe: Path):
     new = load_recipe(tiny_recipe, ['data.sources=[{path="stdlib", weight=1.0}]'])
     with pytest.raises(UserError, match='data.source was "stdlib" when this run began'):
         check_resume_differences(load_recipe(tiny_recipe), new)
 
 
-def test_the_tail_of_a_run_may_be_chosen_late_and_its_momentum_may_not(tiny_recipe: Path):
+def test_decay_may_change_on_resume_and_momentum_may_not(tiny_recipe: Path):
     tail = ["train.schedule=wsd", "train.decay=1"]
     check_resume_differences(
         load_recipe(tiny_recipe, tail), load_recipe(tiny_recipe, [*tail, "train.decay=2", "train.steps=8"])
@@ -113,7 +113,7 @@ def test_the_tail_of_a_run_may_be_chosen_late_and_its_momentum_may_not(tiny_reci
         check_resume_differences(load_recipe(tiny_recipe, sgd), load_recipe(tiny_recipe, [*sgd, "train.momentum=0.5"]))
 
 
-def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
+def test_refusal_to_resume_names_both_values(tiny_recipe: Path):
     new = load_recipe(tiny_recipe, ["model.hidden=32", "model.sliding_window=8"])
     with pytest.raises(UserError, match=r"model.hidden was 16 when this run began and is 32 now"):
         check_resume_differences(load_recipe(tiny_recipe), new)
@@ -121,7 +121,7 @@ def test_a_refusal_to_resume_says_both_values(tiny_recipe: Path):
         check_resume_differences(load_recipe(tiny_recipe, ["model.hidden=32"]), new)
 
 
-def test_a_refusal_to_resume_names_the_file_or_the_override(tiny_recipe: Path):
+def test_refusal_to_resume_names_file_or_override(tiny_recipe: Path):
     old = load_recipe(tiny_recipe, ["model.hidden=32"])
     with pytest.raises(UserError, match=f"^{re.escape(str(tiny_recipe))}: model.hidden was 32"):
         check_resume_differences(old, load_recipe(tiny_recipe, ["train.steps=9"]))

@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.monitoring.run_directory import RunDirectory
 
 
-def test_a_second_run_is_told_who_has_the_directory(tmp_path):
+def test_second_run_gets_name_of_process_in_directory(tmp_path):
     with RunDirectory(tmp_path / "run"):
         with pytest.raises(
             UserError, match=rf"run is in use by process {os.getpid()} since \d{{4}}-.*; wait until"
@@ -41,7 +41,7 @@ def test_a_killed_run_leaves_no_lock_behind(tmp_path):
         pass
 
 
-def test_a_child_that_outlives_the_run_still_holds_the_directory(tmp_path):
+def test_surviving_child_process_keeps_directory_locked(tmp_path):
     directory = RunDirectory(tmp_path)
     descriptor = directory.lock()
     with subprocess.Popen(["sleep", "60"], pass_fds=[descriptor]) as child:
@@ -52,7 +52,7 @@ def test_a_child_that_outlives_the_run_still_holds_the_directory(tmp_path):
     RunDirectory(tmp_path).lock()
 
 
-def test_files_of_others_stay_as_they_are(tmp_path):
+def test_foreign_files_are_kept(tmp_path):
     (tmp_path / "recipe.toml").write_text("mine")
     (tmp_path / "notes").mkdir()
     with RunDirectory(tmp_path) as directory:
@@ -63,7 +63,7 @@ def test_files_of_others_stay_as_they_are(tmp_path):
     assert json.loads((tmp_path / "ranks.json").read_text()) == {"0": 11, "1": 12}
 
 
-def test_a_file_in_the_way_is_named(tmp_path):
+def test_file_at_directory_path_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run directory .*/file/run: .*/file is a file; give another"):
         RunDirectory(tmp_path / "file" / "run").lock()
@@ -74,12 +74,12 @@ def test_a_file_in_the_way_is_named(tmp_path):
         RunDirectory(tmp_path).lock()
 
 
-def test_a_directory_that_cannot_be_written_is_a_line():
+def test_unwritable_directory_is_one_error_line():
     with pytest.raises(UserError, match=r"run directory /proc/run cannot be made: "):
         RunDirectory("/proc/run").lock()
 
 
-def test_the_last_step_is_read_over_a_half_written_line(tmp_path):
+def test_last_step_is_read_despite_truncated_line(tmp_path):
     directory = RunDirectory(tmp_path)
     assert directory.last_step() is None
     lines = "".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(1, 2000))
@@ -87,7 +87,7 @@ def test_the_last_step_is_read_over_a_half_written_line(tmp_path):
     assert directory.last_step() == 1999
 
 
-def test_a_full_disk_at_the_lock_is_a_line(tmp_path, monkeypatch):
+def test_full_disk_at_lock_is_one_error_line(tmp_path, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

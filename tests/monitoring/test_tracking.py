@@ -94,7 +94,7 @@ def same_figures(seen: Figures, expected: Figures) -> None:
         assert [value for _, value in seen[key]] == pytest.approx([value for _, value in values], rel=1e-6), key
 
 
-def test_trackers_have_every_figure_of_the_metrics_and_the_recipe(two, home, uri):
+def test_trackers_receive_all_metrics_and_the_recipe(two, home, uri):
     pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
     place = home / "whole"
     outcome = run(two, place, uri)[0]
@@ -119,7 +119,7 @@ def test_trackers_have_every_figure_of_the_metrics_and_the_recipe(two, home, uri
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["killed with all sent", "killed before it was sent"])
-def test_a_run_that_crashes_and_goes_on_is_one_run_with_each_step_once(two, home, uri, slow):
+def test_crashed_and_resumed_run_is_tracked_once_per_step(two, home, uri, slow):
     """It crashes after step 5 and goes on from the checkpoint of step 4."""
     pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
     place = home / f"crashed {slow}"
@@ -140,7 +140,7 @@ def test_a_run_that_crashes_and_goes_on_is_one_run_with_each_step_once(two, home
 
 
 @pytest.mark.slow
-def test_rank_0_killed_by_the_system_leaves_no_gap_and_nothing_twice(home, uri):
+def test_killed_rank_0_leaves_tracking_without_gap_or_duplicate(home, uri):
     """As a person runs it: two processes, a signal that nobody can answer, started again by the launcher."""
     pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
     place = home / "killed"
@@ -172,7 +172,7 @@ def test_rank_0_killed_by_the_system_leaves_no_gap_and_nothing_twice(home, uri):
     assert found.info.status == "FINISHED"
 
 
-def test_a_run_that_is_told_to_stop_is_stopped_and_says_where_it_saved(two, home, uri):
+def test_stopped_run_is_tracked_as_stopped_with_checkpoint(two, home, uri):
     pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
     place = home / "stopped"
     outcomes = run(two, place, uri, fault="stop_in_step_4")
@@ -185,7 +185,7 @@ def test_a_run_that_is_told_to_stop_is_stopped_and_says_where_it_saved(two, home
     assert found.info.status == "FINISHED" and [step for step, _ in figures["loss"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_server_that_is_not_there_stops_nothing_and_what_was_lost_is_said(two, home):
+def test_unreachable_tracking_server_does_not_stop_run(two, home):
     pytest.importorskip("mlflow")
     changes = {"track": {"to": ["mlflow"], "options": {"mlflow": {"uri": "http://127.0.0.1:9"}}}}
     outcome = cases.run(two, home / "no server", "dp2 zero1 fp32", **changes)[0]
@@ -267,7 +267,7 @@ def logged(recorder) -> list:
     return [said for what, said in recorder.told if what == "log"]
 
 
-def test_a_class_of_ones_own_is_told_the_same(tmp_path, recorder):
+def test_custom_tracker_class_receives_same_values(tmp_path, recorder):
     sender, said = begun(tmp_path)
     sender.queue_line(line(1, gradient_norm=math.nan, seconds_by_part={"data": 0.5}, skipped=True, note=None))
     sender.queue_line({"event": "save", "step": 1, "stall_seconds": 2})
@@ -283,7 +283,7 @@ def test_a_class_of_ones_own_is_told_the_same(tmp_path, recorder):
     assert said == []
 
 
-def test_a_tracker_that_fails_now_and_then_loses_nothing(tmp_path, recorder):
+def test_intermittently_failing_tracker_loses_no_lines(tmp_path, recorder):
     recorder.fails |= {"start": 2, "log": 2}
     sender, said = begun(tmp_path)
     for step in (1, 2, 3):
@@ -298,7 +298,7 @@ def test_a_tracker_that_fails_now_and_then_loses_nothing(tmp_path, recorder):
     assert "ConnectionError: no start; training goes on" in said[0]
 
 
-def test_one_that_always_fails_is_warned_of_once_and_its_losses_are_counted(tmp_path, recorder):
+def test_failing_tracker_warns_once_and_counts_lost_lines(tmp_path, recorder):
     recorder.fails["log"] = -1
     sender, said = begun(tmp_path)
     for step in range(1, 6):
@@ -307,7 +307,7 @@ def test_one_that_always_fails_is_warned_of_once_and_its_losses_are_counted(tmp_
     assert len(said) == 2 and said[1].endswith("5 of 5 lines were lost (ConnectionError: no log)")
 
 
-def test_one_that_hangs_holds_nobody_up_and_the_queue_is_bounded(tmp_path, recorder, monkeypatch):
+def test_hanging_tracker_blocks_no_step_and_queue_is_bounded(tmp_path, recorder, monkeypatch):
     for name, value in (("START_SECONDS", 0.05), ("PATIENCE_SECONDS", 0.05), ("WAITING", 10)):
         monkeypatch.setattr(tracking, name, value)
     recorder.gate.clear()
@@ -319,7 +319,7 @@ def test_one_that_hangs_holds_nobody_up_and_the_queue_is_bounded(tmp_path, recor
     assert len(said) == 1 and said[0].endswith("100 of 100 lines were lost (it takes too long)")
 
 
-def test_a_run_that_goes_on_sends_what_was_not_sent(tmp_path, recorder):
+def test_resumed_run_sends_untracked_lines(tmp_path, recorder):
     directory = RunDirectory(own(tmp_path).run_directory)
     directory.create()
     text = "".join(f'{{"step": {step}, "loss": {step}}}\n' for step in range(1, 7))
@@ -342,7 +342,7 @@ def refused(tiny_recipe: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_mistakes_are_one_line_before_anything_is_started(tiny_recipe, monkeypatch):
+def test_tracking_mistakes_are_one_line_before_ranks_start(tiny_recipe, monkeypatch):
     said = refused(tiny_recipe, "track.to=['tensorbord']")
     assert 'track.to: unknown tracker "tensorbord"; did you mean "tensorboard"?' in said
     said = refused(tiny_recipe, "track.to=['nowhere:Tracker']")

@@ -32,7 +32,7 @@ THREE = [((rows, tokens, 6, keys, size), *rest) for (rows, tokens, _, _, size), 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_every_token_of_a_row_is_one_ranks(ranks, method):
+def test_every_token_belongs_to_exactly_one_rank(ranks, method):
     layout = Layout(cp=ranks, cp_method=method)
     places = [local_positions(layout, rank, 48) for rank in range(ranks)]
     assert sorted(torch.cat(places).tolist()) == list(range(48))
@@ -40,7 +40,7 @@ def test_every_token_of_a_row_is_one_ranks(ranks, method):
     assert all(each.tolist() == sorted(each.tolist()) for each in places)
 
 
-def test_the_ring_gives_each_rank_an_early_and_a_late_piece():
+def test_ring_sharding_gives_each_rank_early_and_late_tokens():
     layout = Layout(cp=3)
     assert [local_positions(layout, rank, 12).tolist() for rank in range(3)] == [
         [0, 1, 10, 11],
@@ -50,7 +50,7 @@ def test_the_ring_gives_each_rank_an_early_and_a_late_piece():
     assert local_positions(Layout(cp=3, cp_method="ulysses"), 1, 12).tolist() == [4, 5, 6, 7]
 
 
-def test_documents_know_the_places_of_the_tokens_that_are_here():
+def test_sharded_documents_know_positions_of_local_tokens():
     documents = Documents.from_ids(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]))
     places = torch.tensor([1, 2, 5, 6])
     assert documents.at(places).positions_BS().tolist() == [[1, 2, 2, 3], [1, 2, 5, 6]]
@@ -59,7 +59,7 @@ def test_documents_know_the_places_of_the_tokens_that_are_here():
     assert moved.starts_BS.device.type == moved.places_C.device.type == "meta"
 
 
-def test_one_rank_has_whole_rows_as_they_are():
+def test_single_rank_keeps_whole_sequences():
     tokens, targets, documents = torch.zeros(2, 5), torch.ones(2, 5), Documents()
     assert shard_sequences(tokens, targets, documents, Mesh.single()) == (tokens, targets, documents)
 
@@ -68,7 +68,7 @@ def test_one_rank_has_whole_rows_as_they_are():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_spans_cover_what_every_query_sees_once(ranks):
+def test_ring_spans_cover_every_visible_key_once(ranks):
     tokens = 12
     seen = torch.zeros(ranks * tokens, ranks * tokens)
     for rank, source in itertools.product(range(ranks), repeat=2):
@@ -103,7 +103,7 @@ def test_all_ranks_compute_equally_many_scores_in_every_round(ranks):
     )
 
 
-def test_keys_that_no_query_of_a_rank_sees_are_not_touched():
+def test_keys_invisible_to_local_queries_are_not_read():
     ranks, tokens = 4, 2 * tiles.TILE_QUERIES
     places = torch.arange(ranks * tokens)
     piece = places // tiles.TILE_QUERIES * tiles.TILE_QUERIES  # a document for each piece
@@ -126,7 +126,7 @@ def two():
 
 
 @pytest.mark.parametrize("ranks", [3, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
-def test_result_and_gradients_are_those_of_one_device(ranks):
+def test_output_and_gradients_match_one_device(ranks):
     with LocalRanks(ranks) as started:
         for method in ("ring", "ulysses"):
             for worst in started.run(cases.errors, method, THREE if ranks == 3 else CASES):
@@ -134,14 +134,14 @@ def test_result_and_gradients_are_those_of_one_device(ranks):
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_on_two_ranks_too_in_every_type_and_without_gradients(two, method):
+def test_context_attention_on_two_ranks_matches_for_every_dtype(two, method):
     for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)):
         for worst in two.run(cases.errors, method, CASES, dtype):
             assert max(worst) < most, (dtype, worst)
     assert two.run(cases.without_gradients, method) == [True, True]
 
 
-def test_results_of_fused_kernels_are_merged_to_those_of_one_device(two):
+def test_merged_fused_kernel_results_match_one_device(two):
     shape, _, _, size = CASES[0]
     for dtype, most in ((torch.float64, 1e-12), (torch.bfloat16, 0.1)):
         for worst in two.run(cases.fused_errors, [(shape, False, None, size), CASES[1]], dtype):
@@ -149,12 +149,12 @@ def test_results_of_fused_kernels_are_merged_to_those_of_one_device(two):
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_the_operators_hold_what_they_declare(two, method):
+def test_custom_operators_match_their_declarations(two, method):
     two.run(cases.operators, method)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_every_fault_in_what_ranks_exchange_is_seen(two, method):
+def test_every_fault_in_exchanged_blocks_is_detected(two, method):
     found = two.run(cases.spoilt, method, CASES[1])
     sites = {fault.split(" (")[0] for fault in found[0]}
     ring = {"attention.ring", "attention.ring.backward", "attention.ring.gradients"}

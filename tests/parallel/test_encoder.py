@@ -68,7 +68,7 @@ def on_one_device(config: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(300)
-def test_replicas_compute_what_one_device_computes() -> None:
+def test_replicas_match_one_device() -> None:
     with LocalRanks(4) as ranks:
         for config, layouts in (
             (MASKED, ("dp4", "dp4 zero1", "dp4 zero2 mb2", "dp4 zero3 mb2 ac:full", "dp4 zero3 hs2 ac:selective")),

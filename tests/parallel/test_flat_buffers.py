@@ -15,7 +15,7 @@ from meshwright.spec.rows import ALIGNMENT, padded_numel
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
-def test_pieces_of_all_shards_cover_every_row_once(name, shards):
+def test_slices_of_all_shards_cover_every_parameter_once(name, shards):
     table = parameter_table(preset(name))
     seen = {row.name: torch.zeros(row.numel, dtype=torch.int64) for row in table.rows}
     for unit_name in table.units:
@@ -40,7 +40,7 @@ def test_decayed_tensors_come_first_in_a_unit():
         assert (placed.offset < unit.decay_numel) == placed.tensor.decay
 
 
-def test_a_piece_is_a_view_that_a_checkpoint_can_write_into():
+def test_slice_is_writable_view_for_checkpoint():
     table = parameter_table(preset("llama-tiny"))
     unit = flat_layout(table, "head")
     flat = torch.zeros(unit.padded)
@@ -49,7 +49,7 @@ def test_a_piece_is_a_view_that_a_checkpoint_can_write_into():
     assert flat[: unit.numel].sum() == unit.numel and not flat[unit.numel :].any()
 
 
-def test_parts_of_a_range_meet_and_cover_it():
+def test_parts_of_range_are_adjacent_and_complete():
     edges = [even_share(7, 30, index, 4) for index in range(4)]
     assert edges[0][0] == 7 and edges[-1][1] == 30
     assert all(left[1] == right[0] for left, right in itertools.pairwise(edges))

@@ -53,7 +53,7 @@ def hold_against_one_device(program: PipelineProgram, results: list[dict[str, An
         assert result["late"] == result["left"] == [], (program.name, rank)
 
 
-def test_every_schedule_trains_as_one_device_does_on_4_ranks(four: LocalRanks) -> None:
+def test_every_schedule_on_4_ranks_trains_like_one_device(four: LocalRanks) -> None:
     for micro_batches, count in ((8, 14), (5, 10), (1, 10)):
         programs = {name: program for name in SYNCHRONOUS if (program := generated(name, 4, micro_batches))}
         assert len(programs) == count
@@ -62,7 +62,7 @@ def test_every_schedule_trains_as_one_device_does_on_4_ranks(four: LocalRanks) -
             hold_against_one_device(program, [rank[at] for rank in results])
 
 
-def test_every_schedule_trains_as_one_device_does_on_2_ranks_twice(four: LocalRanks) -> None:
+def test_every_schedule_with_replicas_trains_like_one_device(four: LocalRanks) -> None:
     results = four.run(cases.named, SYNCHRONOUS, 2, 6, "dp2 pp2")
     for at, name in enumerate(SYNCHRONOUS):
         for ranks in ((0, 2), (1, 3)):
@@ -73,9 +73,7 @@ def test_every_schedule_trains_as_one_device_does_on_2_ranks_twice(four: LocalRa
     ("ranks", "micro_batches", "names"),
     [(3, 7, SYNCHRONOUS), (8, 16, ["1f1b", "interleaved", "zb-h2", "zb-v", "v-min", "dualpipe", "chimera"])],
 )
-def test_schedules_train_as_one_device_does_on_other_numbers_of_ranks(
-    ranks: int, micro_batches: int, names: list[str]
-) -> None:
+def test_schedules_on_other_rank_counts_train_like_one_device(ranks: int, micro_batches: int, names: list[str]) -> None:
     programs = {name: program for name in names if (program := generated(name, ranks, micro_batches))}
     assert len(programs) == (11 if ranks == 3 else 7)
     with LocalRanks(ranks) as local:
@@ -84,7 +82,7 @@ def test_schedules_train_as_one_device_does_on_other_numbers_of_ranks(
         hold_against_one_device(program, [rank[at] for rank in results])
 
 
-def test_any_program_that_holds_runs_as_it_stands(four: LocalRanks, tmp_path: Any) -> None:
+def test_every_valid_program_executes_unchanged(four: LocalRanks, tmp_path: Any) -> None:
     programs = {seed: random_program(random.Random(seed)) for seed in range(60)}
     on_four = {seed: program for seed, program in programs.items() if program.ranks == 4}
     assert len({(len(p.placement), p.chunks) for p in on_four.values()}) == 3
@@ -106,7 +104,7 @@ def test_one_rank_runs_a_program_without_a_message() -> None:
     assert result["record"] == []
 
 
-def test_split_backwards_stay_split_and_whole_ones_whole(four: LocalRanks) -> None:
+def test_split_and_full_backwards_run_as_scheduled(four: LocalRanks) -> None:
     results = four.run(cases.named, ["zb-v", "1f1b", "dualpipe"], 4, 8, "pp4")
     for zb_v, plain, dual in results:
         assert zb_v["calls"] == {"F": 16, "I": 16, "W": 16}
@@ -114,7 +112,7 @@ def test_split_backwards_stay_split_and_whole_ones_whole(four: LocalRanks) -> No
         assert dual["calls"]["B"] + dual["calls"]["I"] == 8 and dual["calls"]["I"] == dual["calls"]["W"]
 
 
-def test_bytes_are_those_of_the_values_that_cross(four: LocalRanks) -> None:
+def test_sent_bytes_match_values_crossing_stage_boundaries(four: LocalRanks) -> None:
     """Each rank sends what its stage makes, once a micro-batch, and nothing where the V turns."""
     results = four.run(cases.named, ["zb-v"], 4, 8, "pp4")
     program = generate("zb-v", 4, 8)
@@ -132,7 +130,7 @@ def test_bytes_are_those_of_the_values_that_cross(four: LocalRanks) -> None:
 
 @pytest.mark.parametrize("site", ["pipeline.activations", "pipeline.gradients"])
 @pytest.mark.parametrize("kind", ["skip", "drop", "double", "stale"])
-def test_a_planted_fault_spoils_messages_of_its_site_alone(site: str, kind: str) -> None:
+def test_planted_fault_corrupts_only_messages_of_its_site(site: str, kind: str) -> None:
     with LocalRanks(2) as pair:
         (_, (healthy,), _), (healthy_loss, (healthy_last,), _) = pair.run(cases.spoilt, "nowhere", kind)
         (_, (first,), struck), (loss, (last,), struck_last) = pair.run(cases.spoilt, site, kind)
@@ -151,7 +149,7 @@ def test_a_planted_fault_spoils_messages_of_its_site_alone(site: str, kind: str)
         assert kind not in ("skip", "drop") or loss == 0.0
 
 
-def test_a_rank_left_alone_says_for_whom_it_waits() -> None:
+def test_abandoned_rank_names_its_peer() -> None:
     with LocalRanks(2) as pair:
         waits_for_reader, _ = pair.run(cases.left_alone, 1)
     with LocalRanks(2) as pair:

@@ -32,7 +32,7 @@ def four():
         (LLAMA, "pp4:gems mb2"),
     ],
 )  # fmt: skip
-def test_every_unit_is_somewhere_under_its_own_name_and_written_once(four, config, layout):
+def test_every_unit_is_on_some_stage_and_saved_once(four, config, layout):
     table = parameter_table(config)
     found = four.run(cases.names_and_holdings, Problem(config, 8), layout)
     names = {tensor.name for tensor in table.tensors}
@@ -46,7 +46,7 @@ def test_every_unit_is_somewhere_under_its_own_name_and_written_once(four, confi
         assert rank["memory"] == rank["predicted"]
 
 
-def test_only_what_several_ranks_hold_is_summed_over_them(four):
+def test_only_parameters_shared_by_stages_are_all_reduced(four):
     def shared(config, layout) -> list[int]:
         found = four.run(cases.names_and_holdings, Problem(config, 8), layout)
         return [rank["calls"].get(("pipeline.gradients.shared", "all_reduce"), 0) for rank in found]
@@ -60,7 +60,7 @@ def test_only_what_several_ranks_hold_is_summed_over_them(four):
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero3 pp2:gpipe mb2", "dp2 zero3 pp2:zb-v mb4", "dp2 zero3 pp2 mb2 ac:full"])
-def test_zero3_keeps_nothing_gathered_between_a_forward_and_its_backward(four, layout):
+def test_zero3_frees_gathered_parameters_between_forward_and_backward(four, layout):
     for rank in four.run(cases.gathered_under_zero3, Problem(TIED, 8), layout):
         sizes = [len(there) for there in rank["within"]]
         assert 2 <= max(sizes) <= 3, "a unit and the next one of its stage, a tied embedding"
@@ -72,7 +72,7 @@ def test_zero3_keeps_nothing_gathered_between_a_forward_and_its_backward(four, l
             assert rank["between"][0] == set(), "other forwards come first"
 
 
-def test_copies_of_a_unit_on_several_stages_stay_alike_bit_for_bit(four):
+def test_unit_copies_on_several_stages_stay_bitwise_equal(four):
     held = four.run(cases.bf16_copies, Problem(TIED, 8, "float32"), "pp4:dualpipe mb8")
     seen: dict[tuple[str, int], torch.Tensor] = {}
     twice = 0
@@ -83,14 +83,14 @@ def test_copies_of_a_unit_on_several_stages_stay_alike_bit_for_bit(four):
     assert twice == len(seen), "two replicas of everything"
 
 
-def test_an_output_is_freed_when_it_has_been_sent(four):
+def test_sent_output_is_freed(four):
     """Ranks before the last: of their outputs most are gone by the time their gradients are back."""
     kept = four.run(cases.outputs_kept, Problem(LLAMA, 8), "pp4:gpipe mb8")
     assert [len(each) for each in kept] == [8, 8, 8, 0]
     assert not any(any(each) for each in kept), kept
 
 
-def test_a_last_stage_keeps_the_heads_gradient_for_a_backward_that_follows_at_once_or_where_layers_keep_more(four):
+def test_last_stage_saves_head_gradient_when_backward_follows(four):
     sliced = dataclasses.replace(scale_down_config(preset("llama-3-8b"), 2), layers=3)
     kept = {
         "tp2:nosp pp2:gpipe mb4 ac:full": [0, 0, 0, 0],
@@ -109,7 +109,7 @@ def test_no_parameters_are_gathered_any_more_when_updates_begin(four):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_have_the_gradients_of_plain_ones_in_stages(four):
+def test_compiled_stages_have_gradients_of_eager_stages(four):
     """Split backwards, two chunks on a rank, parameters that come and go and are recomputed with."""
     problem = Problem(dataclasses.replace(LLAMA, layers=4), 8)
     layout = "dp2 zero3 pp2:zb-v mb4 ac:selective"
@@ -121,7 +121,7 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones_in_stages(four):
             torch.testing.assert_close(one.tensor, other.tensor, rtol=1e-10, atol=1e-14)
 
 
-def test_ranks_with_other_programs_say_so_before_the_first_step(four, tmp_path):
+def test_ranks_with_different_programs_fail_before_first_step(four, tmp_path):
     for layout, told in (("dp2 pp2 mb2", "1f1b of rank 3 is another than that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
         text = recipe(tmp_path, layout, model_layers=2).to_toml()
         said = four.run(cases.trainer_of_another_program, text)

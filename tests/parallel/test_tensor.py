@@ -42,7 +42,7 @@ SEQUENCE = 24
 
 @pytest.mark.parametrize("layout_text", ["tp2", "tp4", "tp4:nosp", "dp2 zero1 tp2", "dp3 zero3 tp4"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_element_is_written_once_and_held_as_often_as_the_table_says(config, layout_text):
+def test_every_element_is_saved_once_with_holder_count(config, layout_text):
     layout, table = Layout.parse(layout_text), parameter_table(config)
     shards = layout.dp if layout.zero else 1
     written = {row.name: torch.zeros(row.numel) for row in table.rows}
@@ -66,7 +66,7 @@ def test_every_element_is_written_once_and_held_as_often_as_the_table_says(confi
         assert bool((held[row.name] == row.replicas(layout)).all()), row.name
 
 
-def test_a_piece_says_which_columns_of_a_row_it_holds():
+def test_slice_reports_its_columns_of_parameter():
     table, layout = parameter_table(LLAMA), Layout(tp=2)
     unit = flat_layout(table, "layers.0", 1, layout, {"tp": 1})
     row = table.row("model.layers.0.mlp.down_proj.weight")
@@ -122,7 +122,7 @@ def four():
 
 @pytest.mark.parametrize("layout", ["tp4", "dp2 tp2:nosp"])
 @pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["gpt2"]], ids=["llama", "gpt2"])
-def test_ranks_begin_with_the_values_of_one_device_and_what_fills_up_stays_zero(four, layout, config):
+def test_initial_values_equal_one_device_and_padding_stays_zero(four, layout, config):
     for right, untouched in four.run(beginning, layout, config):
         assert right and all(equal for _, equal in right), right
         assert untouched
@@ -152,7 +152,7 @@ LAYER_SITES = ("attention.input", "attention.output", "mlp.input", "mlp.output")
 
 
 @pytest.mark.parametrize(("layout", "micro_batches"), [("tp4", 1), ("dp2 tp2 mb2", 2), ("dp2 zero3 tp2", 1)])
-def test_a_layer_has_four_all_reduces_or_their_halves_a_step(four, layout, micro_batches):
+def test_layer_makes_four_all_reduces_or_halves_per_step(four, layout, micro_batches):
     """Two all-gathers and two reduce-scatters forward, two and two backward, of all hidden values of a micro-batch
     (Korthikanti et al. 2022, section 4.2.2)."""
     tp = Layout.parse(layout).tp
@@ -166,7 +166,7 @@ def test_a_layer_has_four_all_reduces_or_their_halves_a_step(four, layout, micro
     assert not any(site.startswith(("attention", "mlp")) for site, _ in calls)
 
 
-def test_without_sequence_parallelism_they_are_four_all_reduces(four):
+def test_tensor_parallelism_without_sequence_parallelism_makes_four_all_reduces(four):
     (calls, *_) = four.run(calls_of_a_step, "tp4:nosp", LLAMA)
     sent = 2 * 4 * SEQUENCE * LLAMA.hidden * 4 * 3 // 4
     expected = (LLAMA.layers, LLAMA.layers * sent)
@@ -209,7 +209,7 @@ def test_partial_gradients_travel_once_a_step(four, name, layout):
     assert found == {names[n]: (1, 2 * numel * 4 * (n - 1) // n) for n, numel in expected.items()}
 
 
-def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypatch):
+def test_ranks_with_different_token_counts_chunk_loss_equally(monkeypatch):
     monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
     hidden, targets = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
@@ -223,7 +223,7 @@ def test_ranks_that_hold_different_numbers_of_tokens_cut_the_loss_alike(monkeypa
     assert cuts[0] == cuts[1] and len(cuts[0]) == 12
 
 
-def test_flat_buffers_are_as_long_as_the_table_says():
+def test_flat_buffer_lengths_match_parameter_table():
     table, layout = parameter_table(LLAMA), Layout(tp=4)
     for name in table.units:
         units = [flat_layout(table, name, 2, layout, {"tp": rank}) for rank in range(4)]

@@ -243,7 +243,7 @@ def test_compiled_blocks_find_gathered_parameters(truth, layout):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fully_shard"])
-def test_gradients_are_those_of_torchs_own(ranks, truth, engine):
+def test_gradients_match_torchs_own_engine(ranks, truth, engine):
     for gradients in ranks.run(torch_gradients, engine):
         for name, gradient in gradients.items():
             assert (gradient - truth[name]).norm() <= 1e-12 * truth[name].norm(), name
@@ -282,7 +282,7 @@ def test_bytes_on_the_wire_are_the_closed_forms(ranks):
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 zero1", "dp4 zero3 hs2"])
-def test_ranks_write_every_element_once_and_start_from_the_seed(ranks, layout):
+def test_ranks_write_every_element_once_and_start_from_seed(ranks, layout):
     seen = {row.name: torch.zeros(row.numel, dtype=torch.int64) for row in TABLE.rows}
     for pieces in ranks.run(owned_by_rank, layout):
         assert pieces, "every rank writes something"
@@ -291,7 +291,7 @@ def test_ranks_write_every_element_once_and_start_from_the_seed(ranks, layout):
     assert all(bool((count == 1).all()) for count in seen.values())
 
 
-def test_one_device_calls_nothing_and_copies_no_parameter(truth):
+def test_single_device_makes_no_call_and_copies_no_parameter(truth):
     mesh = Mesh.single()
     model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.float64)
     parallel = ZeroEngine(
@@ -335,7 +335,7 @@ def test_a_parameter_without_part_in_the_loss_gets_zero():
     assert {name for name, value in rows.items() if bool((value != 0).any())} == {"model.layers.0.mlp.down_proj.weight"}
 
 
-def test_nothing_keeps_what_nobody_trains_any_more():
+def test_discarded_engine_is_garbage_collected():
     """Memory, and on a mesh the connections of its groups."""
     model = Transformer(LLAMA)
     parallel = ZeroEngine(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
@@ -349,7 +349,7 @@ def test_nothing_keeps_what_nobody_trains_any_more():
     assert [each() for each in left] == [None] * 3
 
 
-def test_the_norm_of_millions_keeps_its_digits():
+def test_gradient_norm_over_millions_stays_accurate():
     from meshwright.parallel.zero_engine import _squared_norm
 
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))

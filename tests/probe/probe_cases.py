@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from meshwright.probe import points
 from meshwright.probe import rank as probe_rank
-from meshwright.probe.points import Effort
+from meshwright.probe.points import MeasurementPlan
 
-SMALL = Effort(
+SMALL = MeasurementPlan(
     shapes=((16, 32, 48), (64, 64, 64), (128, 256, 64)),
-    passes=(256, 4096, 65536),
-    vectors=(1024, 65536),
+    pass_sizes=(256, 4096, 65536),
+    vector_bytes=(1024, 65536),
     precisions=("fp32",),
-    disk=2**20,
-    seconds=0.004,
+    disk_bytes=2**20,
+    point_seconds=0.004,
 )
 
 

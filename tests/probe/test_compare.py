@@ -21,7 +21,7 @@ def seconds(ranks: int, points: int, slow: dict[int, float], noise: float = 0.08
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_slow_rank_is_named_with_how_slow_it_is(ranks: int):
+def test_slow_rank_is_named_with_its_slowdown(ranks: int):
     hosts = ["one"] * ranks
     [found] = find_slow("products", seconds(ranks, 60, {1: 1.5}), hosts)
     assert (found.rank, found.host) == (1, "one")
@@ -35,7 +35,7 @@ def test_transient_slowdown_is_not_reported(ranks: int):
     assert find_slow("memory", seconds(ranks, 60, {0: 1.1}), ["one"] * ranks) == []
 
 
-def test_a_slow_node_is_named_in_place_of_its_ranks():
+def test_slow_node_is_named_instead_of_its_ranks():
     hosts = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
     found = find_slow("memory", seconds(12, 60, dict.fromkeys(range(4, 8), 1.4)), hosts)
     assert [(each.host, each.rank) for each in found] == [("b", None)]
@@ -55,7 +55,7 @@ def test_slow_single_rank_node_is_named():
     ]
 
 
-def test_a_ratio_is_the_median_over_points_of_time_over_the_others_median():
+def test_ratio_is_median_over_points_relative_to_other_ranks():
     times = [[1.0, 4.0, 9.0], [2.0, 2.0, 3.0], [4.0, 2.0, 6.0]]
     by_hand = [
         statistics.median([1 / 3, 4 / 2, 9 / 4.5]),

@@ -20,7 +20,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.measured import FORMS, read
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.communication import OPERATIONS, slowest_median
-from meshwright.probe.points import Effort, Point, make_call, time_call
+from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call
 from meshwright.probe.report import fit_link, format_cluster_file, format_summary, make_cluster_tables, make_document
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
@@ -45,7 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return measure(mesh, SMALL, Host(1, tmp_path_factory.mktemp("disk")))
 
 
-def test_everything_is_measured_with_all_ranks_at_once_and_with_one(found: dict[str, Any]):
+def test_every_measurement_has_all_ranks_and_one_rank_alone(found: dict[str, Any]):
     measured = read(found["measured"], "probe")
     assert (measured.backend, measured.ranks, measured.threads) == ("gloo", 2, 1)
     settings = {(each.form, each.ranks, each.threads) for each in measured.products}
@@ -71,7 +71,7 @@ def test_measured_times_scale_with_work(found: dict[str, Any]):
         for (tokens, out, inner), seconds in zip(each.shapes, each.seconds, strict=True):
             assert 1e6 < 2 * tokens * out * inner / seconds < 1e14
     for each in measured.passes:
-        assert each.curve.sizes == tuple({"copy": 8, "add": 12, "silu": 8}[each.name] * n for n in SMALL.passes)
+        assert each.curve.sizes == tuple({"copy": 8, "add": 12, "silu": 8}[each.name] * n for n in SMALL.pass_sizes)
         assert 1e7 < each.curve.sizes[-1] / each.curve.seconds[-1] < 1e13
     for each in measured.collectives:
         assert 1e-6 < each.curve.seconds[0] < 0.5
@@ -122,7 +122,7 @@ def test_progress_lines_cover_all_phases(found: dict[str, Any]):
         assert word in text, word
 
 
-def test_a_rank_that_is_slow_is_named(two_ranks: LocalRanks, tmp_path: Path):
+def test_slow_rank_is_reported(two_ranks: LocalRanks, tmp_path: Path):
     """Rank 1 computes everything twice."""
     results = two_ranks.run(probe_cases.measured, str(tmp_path), None, 1)
     for found in results:
@@ -153,7 +153,7 @@ def test_single_rank_probe_works(alone: dict[str, Any], tmp_path: Path):
     assert cluster(str(path)).devices == 1
 
 
-def test_a_known_gpu_keeps_its_data_sheet_and_has_its_own_memory(alone: dict[str, Any]):
+def test_known_gpu_keeps_catalogue_data_and_reports_its_memory(alone: dict[str, Any]):
     found = {**alone, "device": {"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}}
     here = cluster(make_cluster_tables(found, "cuda"))
     assert (here.device.name, here.device.memory_bytes, here.peak("bf16")) == ("h200", 150e9, 989e12)
@@ -162,13 +162,13 @@ def test_a_known_gpu_keeps_its_data_sheet_and_has_its_own_memory(alone: dict[str
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_three_products_are_those_of_a_linear_function(form: str):
+def test_three_products_match_linear_function(form: str):
     tokens, out, inner = 5, 7, 3
     x = torch.randn(tokens, inner, requires_grad=True)
     weight = torch.randn(out, inner, requires_grad=True)
     y = torch.nn.functional.linear(x, weight)
     y.sum().backward()
-    result = make_call(Point("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
+    result = make_call(MeasurementPoint("product", form, "fp32", (tokens, out, inner)), torch.device("cpu"))()
     assert result.shape == {"forward": y, "input-gradient": x.grad, "weight-gradient": weight.grad}[form].shape
 
 
@@ -185,11 +185,11 @@ def test_a_call_is_timed_by_the_median_of_batches(monkeypatch: pytest.MonkeyPatc
     assert time_call(call, torch.device("cpu"), 0.2) == pytest.approx(0.001)
 
 
-def test_a_collective_takes_as_long_as_its_slowest_rank():
+def test_collective_time_is_that_of_slowest_rank():
     assert slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]]) == 8
 
 
-def test_latency_is_the_smallest_message_and_rate_what_lies_beyond():
+def test_latency_is_smallest_message_time_and_bandwidth_the_slope():
     from meshwright.planner.measured import Curve
 
     sizes = tuple(float(2**exponent) for exponent in range(10, 25, 2))
@@ -225,26 +225,29 @@ def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_p
         return clock.point()
 
     monkeypatch.setattr(rank, "time_point", timed)
-    points = SMALL.points()[:12]
+    points = SMALL.list_points()[:12]
     mesh = rank.make_probe_mesh(1, 1, "cpu")
     (times,), level = rank._time_points(mesh, points, 1, 1, 0.0, Slowed())  # type: ignore[arg-type]
     assert times == pytest.approx([times[0]] * 12) and level == pytest.approx(0.002)
 
 
-def test_every_usual_measurement_has_a_place_in_the_time_it_takes():
+def test_default_plan_fits_in_its_time_budget():
     """Points times seconds, phases included: well under the five minutes that a probe may take."""
     for device, phases in (("cpu", 3), ("cuda", 1)):
-        effort = Effort.of(device)
-        assert len(effort.points()) * effort.seconds * phases + len(effort.vectors) * 5 * effort.seconds * 8 < 90
+        plan = MeasurementPlan.default(device)
+        assert (
+            len(plan.list_points()) * plan.point_seconds * phases + len(plan.vector_bytes) * 5 * plan.point_seconds * 8
+            < 90
+        )
 
 
 # --- started as ranks of a run are
 
 
-def test_the_launcher_measures_with_processes_of_its_own(tmp_path: Path):
-    small = {"shapes": [[16, 16, 16]], "passes": [256], "pieces": [4096], "vectors": [1024]}
-    effort = {**small, "precisions": ["fp32"], "seconds": 0.002}
-    found = probe_ranks.probe(2, "cpu", tmp_path, {**effort, "disk": 2**16, "steps": 1}, log=lambda line: None)
+def test_launcher_measures_with_own_processes(tmp_path: Path):
+    small = {"shapes": [[16, 16, 16]], "pass_sizes": [256], "kernel_sizes": [4096], "vector_bytes": [1024]}
+    plan = {**small, "precisions": ["fp32"], "point_seconds": 0.002}
+    found = probe_ranks.probe(2, "cpu", tmp_path, {**plan, "disk_bytes": 2**16, "steps": 1}, log=lambda line: None)
     assert (found["rank"], found["kind"], len(found["hosts"])) == (0, "cpu", 2)
     starts = found["measured"]["starts"]
     assert starts["rank"] > starts["meeting"] > 0
@@ -294,7 +297,7 @@ def test_rank_lost_in_reference_steps_is_reported():
         steps(None, 1.0)
 
 
-def test_a_rank_that_is_killed_ends_the_probe_in_a_line(tmp_path: Path):
+def test_killed_rank_ends_probe_with_one_line(tmp_path: Path):
     """Neither a checkpoint nor a report of the calls: both are of runs."""
     said: list[str] = []
     command = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -363,14 +366,14 @@ def test_the_command_writes_the_file_that_this_means(
         (("--rank", "2"), "did you mean --ranks?"),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments: tuple[str, ...], line: str, command_line: Callable[..., Any]):
+def test_wrong_probe_command_is_one_error_line(arguments: tuple[str, ...], line: str, command_line: Callable[..., Any]):
     said = command_line("probe", *arguments)
     assert said.code == 2
     assert line in said.errors
     assert said.errors.count("\n") == 1
 
 
-def test_a_rank_of_torchrun_that_is_not_the_first_says_nothing(
+def test_other_torchrun_ranks_print_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., Any]
 ):
     monkeypatch.setenv("RANK", "1")

@@ -12,7 +12,7 @@ from meshwright.cli.probe import command
 from meshwright.planner.cluster import DEVICE_FIELDS, FIELDS, cluster
 from meshwright.planner.devices import DEVICES
 from meshwright.probe.compare import THRESHOLD
-from meshwright.probe.points import Effort
+from meshwright.probe.points import MeasurementPlan
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "probe.md").read_text()
 
@@ -40,19 +40,19 @@ def test_shorthands_of_the_page_are_clusters(text: str):
     assert cluster(text).devices == {"64xh100-sxm": 64, "2x8xa100-80": 16, "72xgb200": 72}[text]
 
 
-def test_the_cluster_of_the_page_is_one():
+def test_documented_cluster_file_is_valid():
     [text] = re.findall(r"^```toml cluster\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     found = cluster(tomllib.loads(text))
     assert (found.nodes, found.across.bandwidth) == (32, 25e9)
 
 
-def test_numbers_of_the_page_are_those_of_the_code():
+def test_documented_numbers_match_code():
     assert f"**{THRESHOLD:g}**" in PAGE
     assert f"{len(DEVICES)} accelerators" in PAGE
-    cpu, cuda = Effort.of("cpu"), Effort.of("cuda")
+    cpu, cuda = MeasurementPlan.default("cpu"), MeasurementPlan.default("cuda")
     assert (
         f"over {len(cpu.shapes)} shapes in {' and '.join(cpu.precisions)}; on a GPU {len(cuda.shapes)} shapes" in PAGE
     )
-    assert f"from {4 * cpu.passes[0] // 2**10} KiB to {4 * cpu.passes[-1] // 2**20} MiB" in PAGE
-    assert f"GPU: {4 * cuda.passes[-1] // 2**30} GiB" in PAGE
+    assert f"from {4 * cpu.pass_sizes[0] // 2**10} KiB to {4 * cpu.pass_sizes[-1] // 2**20} MiB" in PAGE
+    assert f"GPU: {4 * cuda.pass_sizes[-1] // 2**30} GiB" in PAGE
     assert f"{cpu.disk // 2**20} MiB written" in PAGE

@@ -38,7 +38,7 @@ def refused(program: CollectiveProgram) -> ProgramError:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 64, 65, 130])
-def test_a_ring_all_reduce_holds_and_takes_two_times_ranks_less_one_rounds(ranks: int) -> None:
+def test_ring_all_reduce_takes_minimum_number_of_rounds(ranks: int) -> None:
     checked = check_collective(ring(ranks))
     assert checked.rounds == 2 * (ranks - 1)
     np.testing.assert_allclose(checked.bytes_sent(1000.0), 2 * 1000.0 * (ranks - 1) / ranks)
@@ -56,21 +56,21 @@ def reduce(rank: int, group: int, peer: int, slot: int = 0, count: int = 1) -> t
     return rank, group, Kind.REDUCE, slot, count, peer, -1
 
 
-def test_a_missing_receive_is_named_with_the_send_that_waits_for_it() -> None:
+def test_missing_receive_is_named_with_waiting_send() -> None:
     error = refused(without(ring(2), 1))
     assert str(error) == (
         "rank 1, step 1 (send data[0] to 0): rank 0 has no receive for it (sends from rank 1 to 0: 2, receives: 1)"
     )
 
 
-def test_a_missing_send_is_named_with_the_receive_that_waits_for_it() -> None:
+def test_missing_send_is_named_with_waiting_receive() -> None:
     error = refused(without(ring(2), 0))
     assert str(error) == (
         "rank 1, step 1 (receive data[1] from 0): rank 0 has no send for it (receives on rank 1 from 0: 2, sends: 1)"
     )
 
 
-def test_sends_that_block_in_a_circle_are_a_deadlock_that_names_the_circle() -> None:
+def test_blocking_sends_in_circle_are_a_named_deadlock() -> None:
     ranks = 3
     rows = [row for r in range(ranks) for row in (send(r, 0, (r + 1) % ranks), receive(r, 1, (r - 1) % ranks))]
     error = refused(program_of("all-reduce", ranks, 1, *rows))
@@ -113,12 +113,12 @@ def wait(rank: int, group: int, peer: int) -> tuple[int, ...]:
         (local(0, 0, 0, 1, 2), "(copy data[0:2] into data[1:3]): what is read and what is written overlap"),
     ],
 )  # fmt: skip
-def test_a_step_that_makes_no_sense_by_itself_is_named(row: tuple[int, ...], message: str) -> None:
+def test_step_invalid_on_its_own_is_named(row: tuple[int, ...], message: str) -> None:
     error = refused(program_of("all-reduce", 2, 3 if row[4] == 2 and row[2] == Kind.COPY else 2, row, scratch=1))
     assert str(error).startswith("rank 0, step 0 " + message)
 
 
-def test_a_rank_that_is_none_is_named() -> None:
+def test_nonexistent_rank_is_named() -> None:
     assert str(refused(program_of("all-reduce", 2, 1, send(2, 0, 1)))).startswith("rank 2, step 0")
 
 
@@ -134,7 +134,7 @@ def test_a_local_step_beside_a_transfer_is_refused() -> None:
     )
 
 
-def test_ends_of_a_transfer_have_to_agree_in_kind_and_number_of_slots() -> None:
+def test_transfer_ends_must_agree_in_kind_and_slot_count() -> None:
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1, count=2), receive(1, 0, 0)))
     assert str(error) == (
         "rank 0, step 0 (send data[0:2] to 1): "
@@ -166,7 +166,7 @@ def test_a_deadlock_between_two_of_many_names_those_two() -> None:
         (receive(1, 0, 0), "writes data[0], which receive data[0] from 0 of the same group writes"),
     ],
 )
-def test_what_a_receive_writes_no_other_step_of_its_group_may_touch(step: tuple[int, ...], message: str) -> None:
+def test_received_slots_are_untouched_by_other_steps_of_group(step: tuple[int, ...], message: str) -> None:
     answer = receive(0, 0, 1, slot=1) if step[2] == Kind.SEND else send(0, 0, 1)
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), answer, receive(1, 0, 0), step))
     assert (error.rank, error.group) == (1, 0)
@@ -207,7 +207,7 @@ def test_what_a_receive_writes_no_other_step_of_its_group_may_touch(step: tuple[
         ),
     ],
 )
-def test_local_steps_of_a_group_whose_result_depends_on_their_order_are_refused(
+def test_order_dependent_local_steps_in_group_are_refused(
     one: tuple[int, ...], other: tuple[int, ...], message: str
 ) -> None:
     filled = [local(0, 0, 0, 2, count=2)]
@@ -219,7 +219,7 @@ def test_local_steps_of_a_group_whose_result_depends_on_their_order_are_refused(
     assert "order" not in refused(program_of("all-reduce", 2, 2, *filled, *apart, scratch=2)).reason
 
 
-def test_local_steps_of_a_group_may_read_one_slot_and_accumulate_into_one_slot() -> None:
+def test_local_steps_in_group_may_share_a_slot() -> None:
     check_collective(
         program_of(
             "reduce", 3, 1, send(1, 0, 0), receive(0, 0, 1, slot=1), send(2, 0, 0), receive(0, 0, 2, slot=2),
@@ -228,17 +228,17 @@ def test_local_steps_of_a_group_may_read_one_slot_and_accumulate_into_one_slot()
     )  # fmt: skip
 
 
-def test_an_exchange_in_place_is_no_race_since_reductions_are_applied_last() -> None:
+def test_in_place_exchange_in_group_is_no_race() -> None:
     check_collective(program_of("all-reduce", 2, 1, send(0, 0, 1), reduce(0, 0, 1), reduce(1, 0, 0), send(1, 0, 0)))
 
 
-def test_a_send_that_is_taken_late_still_carries_what_the_slot_held_before_its_groups_reductions() -> None:
+def test_delayed_send_carries_slot_before_reductions_of_its_group() -> None:
     # Rank 0 has rank 2's part at once, but rank 1 takes rank 0's value only in its second step.
     rows = [send(0, 0, 1), reduce(0, 0, 2), reduce(1, 0, 2), reduce(1, 1, 0), send(2, 0, 0), send(2, 0, 1)]
     check_collective(program_of("reduce", 3, 1, *rows, root=1))
 
 
-def test_a_slot_that_holds_nothing_is_not_sent_copied_or_added_to() -> None:
+def test_empty_slot_is_not_sent_copied_or_reduced() -> None:
     error = refused(program_of("broadcast", 2, 1, send(1, 0, 0), receive(0, 0, 1)))
     assert str(error) == "rank 1, step 0 (send data[0] to 0): data[0] holds nothing yet"
     error = refused(program_of("all-reduce", 2, 1, local(1, 0, 1, 0), scratch=1))
@@ -247,7 +247,7 @@ def test_a_slot_that_holds_nothing_is_not_sent_copied_or_added_to() -> None:
     assert str(error) == ("rank 1, step 0 (reduce scratch[0] from 0): reduces into scratch[0], which holds nothing yet")
 
 
-def test_a_part_that_is_added_twice_is_named() -> None:
+def test_contribution_added_twice_is_named() -> None:
     error = refused(program_of("reduce", 2, 1, reduce(0, 0, 1), reduce(0, 1, 1), send(1, 0, 0), send(1, 1, 0)))
     assert str(error) == (
         "rank 0, step 1 (reduce data[0] from 1): adds rank 1's part of chunk 0 to data[0] a second time"
@@ -256,7 +256,7 @@ def test_a_part_that_is_added_twice_is_named() -> None:
     assert "(combine scratch[0] into data[0]): adds rank 0's part of chunk 0 to data[0] a second time" in str(error)
 
 
-def test_a_part_that_is_added_twice_is_seen_among_many_ranks() -> None:
+def test_contribution_reduced_twice_is_detected_among_many_ranks() -> None:
     error = refused(program_of("reduce", 130, 1, reduce(0, 0, 99), reduce(0, 1, 99), send(99, 0, 0), send(99, 1, 0)))
     assert error.reason == "adds rank 99's part of chunk 0 to data[0] a second time"
 
@@ -266,7 +266,7 @@ def test_different_chunks_are_not_added_together() -> None:
     assert str(error) == "rank 1, step 0 (reduce data[1] from 0): reduces chunk 0 into chunk 1 in data[1]"
 
 
-def test_a_result_that_lacks_a_part_names_it_and_the_last_step_that_wrote_the_slot() -> None:
+def test_incomplete_result_names_contribution_and_last_writing_step() -> None:
     error = refused(program_of("all-reduce", 4, 1, send(1, 0, 0), reduce(0, 0, 1)))
     assert str(error) == (
         "rank 0, step 1 (end): data[0] lacks rank 2's and 3's part of chunk 0; "
@@ -278,7 +278,7 @@ def test_a_result_that_lacks_a_part_names_it_and_the_last_step_that_wrote_the_sl
     )
 
 
-def test_a_result_in_the_wrong_place_is_named() -> None:
+def test_misplaced_result_is_named() -> None:
     error = refused(program_of("all-gather", 2, 2, send(0, 0, 1), receive(1, 0, 0)))
     assert str(error) == (
         "rank 0, step 1 (end): data[1] holds nothing; it has to end with chunk 1 of rank 1; no step writes it"
@@ -292,7 +292,7 @@ def test_a_result_in_the_wrong_place_is_named() -> None:
     )
 
 
-def test_a_reduce_scatter_that_adds_too_much_is_no_all_to_all() -> None:
+def test_over_reduced_reduce_scatter_is_no_all_to_all() -> None:
     rows = [send(0, 0, 1, slot=1), send(1, 0, 0), local(0, 1, 0, 2), local(1, 1, 1, 3)]
     rows += [receive(0, 0, 1, slot=3), receive(1, 0, 0, slot=2)]
     check_collective(program_of("all-to-all", 2, 2, *rows))
@@ -300,7 +300,7 @@ def test_a_reduce_scatter_that_adds_too_much_is_no_all_to_all() -> None:
     assert error.reason == "reduces chunk 0 into chunk 1 in output[1]"
 
 
-def test_a_barrier_that_lets_a_rank_through_alone_is_refused() -> None:
+def test_barrier_that_releases_one_rank_early_is_refused() -> None:
     both = [signal(0, 0, 1), wait(0, 0, 1), signal(1, 0, 0), wait(1, 0, 0)]
     assert check_collective(program_of("barrier", 2, 1, *both)).rounds == 1
     error = refused(program_of("barrier", 3, 1, *both))
@@ -309,7 +309,7 @@ def test_a_barrier_that_lets_a_rank_through_alone_is_refused() -> None:
     assert error.reason == "a barrier moves no data, only signals"
 
 
-def test_signals_may_order_the_steps_of_any_operation_and_cost_no_bytes() -> None:
+def test_signals_order_steps_of_any_operation_without_bytes() -> None:
     rows = [send(0, 0, 1), signal(0, 1, 1), receive(1, 0, 0), wait(1, 1, 0)]
     checked = check_collective(program_of("broadcast", 2, 1, *rows))
     assert checked.rounds == 2
@@ -340,9 +340,7 @@ def test_steps_beyond_count_are_refused_and_not_begun() -> None:
         ("all-reduce", {"ranks": 100_000, "chunks": 100_000}, "program: 100000 ranks of 100000 slots are too many"),
     ],
 )
-def test_a_program_that_cannot_be_is_a_mistake_of_its_writer(
-    operation: str, more: dict[str, int], message: str
-) -> None:
+def test_impossible_program_raises_user_error(operation: str, more: dict[str, int], message: str) -> None:
     with pytest.raises(UserError) as caught:
         check_collective(program_of(operation, **{"ranks": 2, "chunks": 2, **more}))  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)

@@ -105,7 +105,7 @@ def test_a_program_without_mistakes_passes_with_its_peaks() -> None:
     ]
 
 
-def test_ranks_that_wait_for_each_other_are_all_named() -> None:
+def test_mutually_waiting_ranks_are_all_named() -> None:
     header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
     error = refused("0F0, 0B0, 0F1, 0B1", "1F1, 1F0, 1B0, 1B1", header=header)
     assert str(error) == (
@@ -113,7 +113,7 @@ def test_ranks_that_wait_for_each_other_are_all_named() -> None:
     )
 
 
-def test_sends_that_deadlock_only_when_they_block_are_named() -> None:
+def test_deadlocks_of_blocking_sends_are_named() -> None:
     header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
     first = "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
     error = refused(first, "1RECV_F0, 1F0, 1B0, 1SEND_B0, 1RECV_F1, 1F1, 1B1, 1SEND_B1", header=header)
@@ -138,7 +138,7 @@ def test_messages_received_in_another_order_than_sent_are_refused() -> None:
     assert "meets rank 0, step 2 (0SEND_F0)" in error.reason
 
 
-def test_nothing_is_sent_within_a_rank() -> None:
+def test_transfers_within_rank_are_refused() -> None:
     header = "pipeline v\nranks 1\nmicro-batches 1\nplacement 0 0\n"
     error = refused("0F0, 0SEND_F0, 1RECV_F0, 1F0, 1B0, 0B0", header=header)
     assert str(error) == "rank 0, step 1 (0SEND_F0): stage 1 is on this rank as well; nothing is sent within a rank"
@@ -151,7 +151,7 @@ def test_a_micro_batch_runs_through_one_replica() -> None:
     assert "runs through no stage" in str(refused("", "", header=header))
 
 
-def test_what_does_not_run_through_a_replica_is_not_sent_there() -> None:
+def test_transfers_outside_replica_are_refused() -> None:
     header = "pipeline both\nranks 2\nmicro-batches 1\nplacement 0 1\nplacement 1 0\n"
     first, second = "0F0, 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"
     check_pipeline(program(first, second, header=header))
@@ -175,7 +175,7 @@ def test_a_group_holds_no_two_steps_of_a_kind(first: str, step: str) -> None:
     assert str(error).startswith(f"rank 0, {step}: its group computes two forwards, two backwards or two weight gradi")
 
 
-def test_an_update_after_other_micro_batches_than_on_the_first_stage_is_refused() -> None:
+def test_update_after_other_micro_batches_is_refused() -> None:
     header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
     error = refused("0F0, 0B0, 0F1, 0B1, 0U1", "1F0, 1B0, 1U0, 1F1, 1B1, 1U1", header=header)
     assert str(error) == "rank 1, step 2 (1U0): stage 0 is not updated after micro-batch 0"
@@ -198,12 +198,12 @@ def test_every_replica_is_updated_with_its_own_micro_batches(first: str, second:
     assert str(refused(down_and_up[0] + first, down_and_up[1] + second, header=BOTH_WAYS)) == message
 
 
-def test_a_replica_through_which_nothing_runs_is_not_updated() -> None:
+def test_idle_replica_is_not_updated() -> None:
     error = refused("0F0, 0F1, 0B0, 0B1, 0U1, 1'U1", "1F0, 1F1, 1B0, 1B1, 1U1, 0'U1", header=BOTH_WAYS)
     assert str(error) == "rank 0, step 5 (1'U1): no micro-batch runs through replica 1"
 
 
-def test_a_number_of_ranks_beyond_all_memory_is_refused_without_a_table_of_them() -> None:
+def test_excessive_rank_count_is_refused_without_allocation() -> None:
     with pytest.raises(ProgramError, match="holds 0 stages of replica 0, of 1 for 2147483647 ranks"):
         check_pipeline(build_program("huge", 2**31 - 1, 1, ((2**31 - 2,),), []))
 
@@ -245,7 +245,7 @@ def test_a_number_out_of_range_is_refused(column: int, value: int, message: str)
     assert str(caught.value) == message
 
 
-def test_the_parts_of_a_layer_make_a_whole_and_run_in_their_order() -> None:
+def test_components_of_layer_run_completely_and_in_order() -> None:
     def cut(forward: list[Component], backward: list[Component], weights: list[Component]) -> PipelineProgram:
         builder = Builder("cut", 1, 1, (place_cyclically(1),))
         for kind, parts in (
@@ -275,7 +275,7 @@ def test_the_parts_of_a_layer_make_a_whole_and_run_in_their_order() -> None:
         assert message in str(caught.value)
 
 
-def test_the_weight_gradient_of_a_part_needs_the_input_gradient_of_that_part_alone() -> None:
+def test_weight_gradient_of_component_needs_only_its_input_gradient() -> None:
     header = "pipeline cut\nranks 1\nmicro-batches 1\nplacement 0\n"
     first = "0F0, 0I0.combine, 0I0.mlp, 0W0.mlp, 0I0.dispatch"
     check_pipeline(program(f"{first}, 0I0.attention, 0W0.attention", header=header))
@@ -368,7 +368,7 @@ def test_a_computation_deleted_or_doubled_is_always_refused(seed: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(SEEDS)
-def test_a_step_moved_is_refused_only_where_the_program_fails(seed: int) -> None:
+def test_moved_step_is_refused_exactly_when_execution_fails(seed: int) -> None:
     """The other direction: the check does not cry wolf."""
     rng = random.Random(seed)
     good = random_program(rng)
@@ -388,7 +388,7 @@ def test_a_step_moved_is_refused_only_where_the_program_fails(seed: int) -> None
         assert failure(moved, rng) is not None, error
 
 
-def test_the_order_that_is_found_respects_everything_that_waits() -> None:
+def test_execution_order_respects_all_dependencies() -> None:
     checked = check_pipeline(with_transfers(generate("zb-v", 4, 8)))
     turn = np.empty(len(checked.order))
     turn[checked.order] = np.arange(len(checked.order))

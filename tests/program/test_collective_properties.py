@@ -94,7 +94,7 @@ def test_right_programs_pass_and_run_in_any_interleaving(number: int, seed: int)
 
 
 @pytest.mark.parametrize("operation", ALGORITHMS)
-def test_no_result_of_an_algorithm_depends_on_the_order_of_the_steps_of_a_group(operation: str) -> None:
+def test_algorithm_results_are_independent_of_step_order_in_group(operation: str) -> None:
     for name in ALGORITHMS[operation]:
         for ranks in (2, 3, 4, 5, 6, 8):
             try:
@@ -106,7 +106,7 @@ def test_no_result_of_an_algorithm_depends_on_the_order_of_the_steps_of_a_group(
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_group_whose_copies_work_in_one_order_only_is_refused(turned: bool) -> None:
+def test_group_with_order_dependent_copies_is_refused(turned: bool) -> None:
     """Ring all-to-all, its own block copied out of scratch, where the same group has just put it."""
     program = generate("all-to-all", "ring", 4)
     columns = {name: getattr(program.steps, name).copy() for name in COLUMNS}
@@ -144,7 +144,7 @@ def scrambles(draw: st.DrawFn) -> CollectiveProgram:
 
 @given(scrambles(), st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
-def test_a_deadlock_is_seen_exactly_when_the_ranks_get_stuck(program: CollectiveProgram, seed: int) -> None:
+def test_deadlock_is_reported_exactly_when_ranks_block(program: CollectiveProgram, seed: int) -> None:
     try:
         check_collective(program)
         reason = ""

@@ -50,7 +50,7 @@ def test_printing_and_reading_gives_an_equal_program() -> None:
         assert from_json_dict(to_json_dict(program)) == program
 
 
-def test_the_text_reads_as_written_here() -> None:
+def test_collective_text_has_documented_form() -> None:
     assert format_collective(every_kind()).splitlines()[:12] == [
         "collective all-to-all some steps",
         "ranks 4",
@@ -67,7 +67,7 @@ def test_the_text_reads_as_written_here() -> None:
     ]
 
 
-def test_spaces_comments_and_the_order_of_ranks_do_not_matter() -> None:
+def test_spaces_comments_and_order_of_ranks_do_not_matter() -> None:
     tidy = "\n".join(line.split("#")[0] for line in SWAP.splitlines())
     halves = tidy.split("rank 0")
     head, one = halves[0].split("rank 1")
@@ -110,7 +110,7 @@ def test_ranks_without_steps_may_be_left_out() -> None:
         ("copy data[1] into scratch[0]", "chunks 3", 11, '"chunks 3" belongs before the first line "rank R"'),
     ],
 )  # fmt: skip
-def test_a_slip_is_named_with_its_line_and_what_would_be_right(old: str, new: str, line: int, message: str) -> None:
+def test_text_mistake_is_named_with_line_and_correction(old: str, new: str, line: int, message: str) -> None:
     assert old in SWAP
     with pytest.raises(UserError) as caught:
         parse_collective(SWAP.replace(old, new, 1), "mine.txt")
@@ -118,7 +118,7 @@ def test_a_slip_is_named_with_its_line_and_what_would_be_right(old: str, new: st
     assert message in str(caught.value)
 
 
-def test_an_empty_text_says_how_a_program_starts() -> None:
+def test_empty_text_error_shows_program_header() -> None:
     with pytest.raises(UserError, match='the line "collective ..." is missing'):
         parse_collective("# nothing\n")
 

@@ -46,7 +46,7 @@ SHARES: Places = {(0, 0): (0, [0]), (0, 1): (1, [0]), (1, 2): (2, [1]), (1, 3): 
 
 
 @pytest.mark.parametrize("root", [0, 1])
-def test_two_ranks_with_two_chunks_each_start_and_end_as_written_here(root: int) -> None:
+def test_contract_of_two_ranks_with_two_chunks_is_explicit(root: int) -> None:
     def to(*ranks: int, origin: dict[int, int] | int) -> Places:
         whose = (lambda chunk: origin) if isinstance(origin, int) else origin.__getitem__
         return {(rank, chunk): (chunk, whose(chunk)) for rank in ranks for chunk in range(4)}
@@ -81,7 +81,7 @@ def test_two_ranks_with_two_chunks_each_start_and_end_as_written_here(root: int)
         assert ends(p) == last, operation
 
 
-def test_the_receiver_of_a_vector_is_the_last_other_rank() -> None:
+def test_receiver_of_vector_is_last_other_rank() -> None:
     assert {rank for rank, _ in ends(program("send-receive", 4, 1, root=1))} == {3}
     assert {rank for rank, _ in ends(program("send-receive", 4, 1, root=3))} == {0}
 
@@ -93,7 +93,7 @@ def test_a_barrier_ends_when_all_have_heard_from_all() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 63, 64, 65, 200])
-def test_sets_of_ranks_hold_what_was_put_in(ranks: int) -> None:
+def test_rank_sets_round_trip(ranks: int) -> None:
     assert list_ranks(make_full_set(ranks)) == list(range(ranks))
     sets = make_single_rank_sets(np.arange(ranks), ranks)
     assert [list_ranks(words) for words in sets] == [[rank] for rank in range(ranks)]

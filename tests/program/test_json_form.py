@@ -43,7 +43,7 @@ def test_a_program_is_equal_after_a_trip_through_json(program: Any) -> None:
     assert from_json_dict(json.loads(format_json(program))) == program
 
 
-def test_the_columns_say_kinds_in_words() -> None:
+def test_json_columns_name_step_kinds() -> None:
     steps: Any = to_json_dict(two_stages())["steps"]
     assert steps["kind"][:6] == ["forward"] * 4 + ["input-gradient", "weight-gradient"]
     assert steps["component"][5] == "mlp"
@@ -119,7 +119,7 @@ def test_a_mistake_in_a_pipeline_is_named(path: str, value: object, message: str
     assert str(caught.value).startswith(message)
 
 
-def test_what_is_no_object_is_refused() -> None:
+def test_non_object_json_is_refused() -> None:
     for value in (None, 3, "text", [1]):
         with pytest.raises(UserError, match="should be a JSON object"):
             from_json_dict(value)

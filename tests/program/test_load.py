@@ -28,7 +28,7 @@ def one_stage() -> pipeline.PipelineProgram:
     return program.build()
 
 
-def test_both_forms_of_both_dialects_are_read(tmp_path: Path) -> None:
+def test_text_and_json_of_both_dialects_are_read(tmp_path: Path) -> None:
     path = tmp_path / "program"
     for text in (format_collective(exchange()), format_json(exchange()), "\ufeff\n" + format_json(exchange())):
         path.write_text(text)
@@ -63,7 +63,7 @@ def test_a_program_of_the_other_dialect_is_refused(tmp_path: Path) -> None:
         (b'{"dialect": "collective", "format": NaN}', '"format" should be 1, not NaN'),
     ],
 )
-def test_what_is_no_program_is_named_with_its_file(tmp_path: Path, content: bytes, message: str) -> None:
+def test_file_without_program_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "program"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:

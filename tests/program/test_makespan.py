@@ -44,7 +44,7 @@ def test_wave_by_wave_is_rank_after_rank(name: str, ranks: int, micro_batches: i
         assert compute_makespans(program, durations[:1]).tolist() == alone[:1]
 
 
-def test_few_and_written_out_ones_are_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_cached_and_direct_makespans_are_equal(monkeypatch: pytest.MonkeyPatch):
     program = generate("zb-v", 4, 8)
     durations = some(program, 2)
     few = compute_makespans(program, durations).tolist()
@@ -53,7 +53,7 @@ def test_few_and_written_out_ones_are_the_same(monkeypatch: pytest.MonkeyPatch):
     assert few == compute_makespans(program, durations).tolist() == written
 
 
-def test_what_was_asked_once_is_known(monkeypatch: pytest.MonkeyPatch):
+def test_known_makespan_is_not_recomputed(monkeypatch: pytest.MonkeyPatch):
     program = generate("1f1b", 4, 8)
     first, second = some(program, 2)
     known = MakespanCache()

@@ -45,7 +45,7 @@ rank 1
 """
 
 
-def test_1f1b_reads_as_it_is_drawn() -> None:
+def test_1f1b_text_matches_its_drawing() -> None:
     program = with_transfers(generate("1f1b", 2, 2))
     assert format_pipeline(program) == TEXT
     assert parse_pipeline(TEXT) == program
@@ -66,7 +66,7 @@ def test_any_program_is_parsed_back_equal(seed: int) -> None:
         assert parse_pipeline(format_pipeline(each)) == each
 
 
-def test_parts_updates_replicas_and_ranks_without_steps_are_parsed_back_equal() -> None:
+def test_components_updates_replicas_and_empty_ranks_round_trip() -> None:
     builder = Builder("two words", 2, 3, (place_cyclically(2), (1, 0)))
     first, _ = builder.ranks
     for part in Component:
@@ -83,7 +83,7 @@ def test_parts_updates_replicas_and_ranks_without_steps_are_parsed_back_equal() 
     assert parse_pipeline(text) == program
 
 
-def test_spaces_blank_lines_comments_and_the_order_of_ranks_do_not_matter() -> None:
+def test_whitespace_comments_and_rank_order_do_not_matter() -> None:
     header, rank_0, rank_1 = TEXT.split("\n\n")
     loose = f"# as drawn\n\n{header}  # two\n{rank_1}\n\n{rank_0.replace(' | ', '|')}\r\n   \n"
     assert parse_pipeline(loose) == parse_pipeline(TEXT)
@@ -132,14 +132,14 @@ def test_a_mistake_is_named_with_its_line(old: str, new: str, message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_ends_too_soon_says_what_is_missing() -> None:
+def test_truncated_file_names_missing_part() -> None:
     with pytest.raises(UserError, match='line 2: the line "ranks" is missing'):
         parse_pipeline("pipeline x")
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
-def test_a_spoiled_text_is_refused_in_one_line_or_is_another_program(seed: int) -> None:
+def test_corrupted_text_is_refused_or_parses_differently(seed: int) -> None:
     rng = random.Random(seed)
     at = rng.randrange(len(TEXT))
     end = at + rng.randrange(3)

@@ -25,7 +25,7 @@ ERROR = "meshwright: error: "
 
 
 @pytest.mark.parametrize("at", [i for i, text in enumerate(TEXTS) if not text.startswith(ERROR)])
-def test_a_text_is_printed_as_it_stands_and_holds_or_fails_as_it_says(at: int) -> None:
+def test_documented_programs_print_verbatim_with_stated_outcome(at: int) -> None:
     check: partial[Any]
     text, after = TEXTS[at], TEXTS[at + 1] if at + 1 < len(TEXTS) else ""
     if text.startswith("collective"):
@@ -45,7 +45,7 @@ def test_a_text_is_printed_as_it_stands_and_holds_or_fails_as_it_says(at: int) -
 
 
 @pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "json"])
-def test_a_json_is_what_is_written_and_holds(text: str) -> None:
+def test_documented_json_is_written_form_and_valid(text: str) -> None:
     program = from_json_dict(json.loads(text))
     assert to_json_dict(program) == json.loads(text)
     if isinstance(program, CollectiveProgram):

@@ -65,11 +65,11 @@ def transfers(ranks: int, chunks: int, *rounds: list[tuple[int, int, int]], redu
 # --- rates
 
 
-def test_flows_on_one_link_share_it_evenly():
+def test_flows_share_link_evenly():
     assert compute_fair_rates(np.array([0, 1, 2]), np.array([5, 5, 5]), 3, np.full(6, 12.0)).tolist() == [4, 4, 4]
 
 
-def test_what_a_flow_cannot_use_goes_to_the_others():
+def test_unused_bandwidth_goes_to_other_flows():
     # The textbook's example: link 0 of capacity 1 with three flows, one of which goes on over link 1 of capacity 2
     # with a fourth flow: that one gets what the third leaves.
     rates = compute_fair_rates(np.array([0, 1, 2, 2, 3]), np.array([0, 0, 0, 1, 1]), 4, np.array([1.0, 2.0]))
@@ -99,7 +99,7 @@ def random_paths(generator: random.Random, flows: int, links: int) -> list[list[
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_rates_are_those_of_progressive_filling(seed: int):
+def test_bandwidth_shares_follow_progressive_filling(seed: int):
     generator = random.Random(seed)
     paths = random_paths(generator, generator.randint(1, 25), generator.randint(2, 12))
     bandwidth = np.array([generator.choice([0.5, 1, 1, 2, 7.3]) for _ in range(12)])
@@ -108,7 +108,7 @@ def test_rates_are_those_of_progressive_filling(seed: int):
     assert rates == pytest.approx(naive_rates(paths, bandwidth))
 
 
-def test_rates_that_are_looked_up_belong_to_their_routes_in_any_order():
+def test_cached_rates_match_routes_in_any_order():
     routes = Routes(np.array([0, 1, 2, 4]), np.array([0, 1, 0, 1]))
     sharing = FairSharing(routes, np.array([1.0, 4.0]))
     first = sharing.compute_rates(np.array([0, 1, 2]))
@@ -119,7 +119,7 @@ def test_rates_that_are_looked_up_belong_to_their_routes_in_any_order():
 # --- time
 
 
-def test_a_message_takes_the_latency_of_its_route_and_its_bytes_at_full_rate():
+def test_message_time_is_latency_plus_bytes_over_rate():
     timing = simulate_collective(transfers(4, 8, [(0, 3, 2)]), line(4, 0.5, 10.0), 80.0)
     assert timing.seconds == pytest.approx(3 * 0.5 + 20 / 10)
     assert (timing.start.tolist(), timing.end.tolist()) == ([0.0], [timing.seconds])
@@ -139,12 +139,12 @@ def test_both_directions_of_a_cable_carry_at_once():
     assert timing.seconds == pytest.approx(1 + 3)
 
 
-def test_a_flow_that_ends_leaves_its_share_to_the_others():
+def test_ended_flow_leaves_its_bandwidth_to_others():
     timing = simulate_collective(transfers(3, 4, [(0, 2, 3), (1, 2, 1)]), line(3), 4.0)
     assert timing.end.tolist() == pytest.approx([4.0, 2.0])
 
 
-def test_messages_of_one_group_between_the_same_ranks_pay_one_latency():
+def test_grouped_messages_between_same_ranks_pay_one_latency():
     program = Builder("all-reduce", "by hand", 2, 4)
     with program.round():
         program.transfer(0, 1, [0, 2])
@@ -152,7 +152,7 @@ def test_messages_of_one_group_between_the_same_ranks_pay_one_latency():
     assert timing.end.tolist() == [pytest.approx(1 + 2)] * 2
 
 
-def test_messages_of_one_group_that_leave_by_one_link_start_a_gap_apart():
+def test_grouped_messages_on_one_link_start_one_gap_apart():
     program = Builder("all-reduce", "by hand", 4, 1)
     with program.round():
         program.signal(1, [0, 3, 2])  # left, right over two links, right
@@ -161,7 +161,7 @@ def test_messages_of_one_group_that_leave_by_one_link_start_a_gap_apart():
     assert timing.start.tolist() == [0.0] * 3
 
 
-def test_a_transfer_starts_when_both_ends_have_posted_it():
+def test_transfer_starts_when_both_ends_are_posted():
     # Rank 2 is busy with rank 1 for 3 seconds; only then can it receive from rank 0.
     timing = simulate_collective(transfers(3, 3, [(1, 2, 3)], [(0, 2, 1)]), line(3), 3.0)
     assert timing.start.tolist() == [pytest.approx(3.0), 0.0]
@@ -182,14 +182,14 @@ def test_signals_cost_their_latency():
     assert timing.seconds == 0.5 and timing.busiest_link is None
 
 
-def test_reduction_takes_its_time_before_the_next_group():
+def test_reduction_time_delays_next_group():
     network = line(3, 0.0, 10.0)
     program = transfers(3, 1, [(0, 1, 1)], [(1, 2, 1)], reduce=True)
     assert simulate_collective(program, network, 40.0).seconds == pytest.approx(8.0)
     assert simulate_collective(program, network, 40.0, reduce_bytes_per_second=20.0).seconds == pytest.approx(12.0)
 
 
-def test_local_steps_take_their_time_and_follow_each_other():
+def test_local_steps_run_one_after_another():
     program = Builder("all-reduce", "by hand", 2, 1, scratch=1)
     for _ in range(3):
         with program.round():
@@ -282,7 +282,7 @@ def random_program(generator: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_programs_take_as_long_as_in_the_naive_simulation(seed: int):
+def test_random_programs_match_naive_simulation(seed: int):
     generator = random.Random(seed)
     program = random_program(generator)
     network = line(program.program.ranks, generator.choice([0.0, 0.3, 1.0]), generator.choice([1.0, 2.5]), 0.2)
@@ -296,7 +296,7 @@ def test_random_programs_take_as_long_as_in_the_naive_simulation(seed: int):
 # --- networks
 
 
-def test_least_latency_and_distances_are_those_of_the_cheapest_paths():
+def test_least_latencies_and_distances_match_cheapest_paths():
     network = line(4, 0.5)
     assert network.least_latency == 0.5
     assert network.compute_distances(0).tolist() == [0, 0.5, 1.0, 1.5]

@@ -117,7 +117,7 @@ ranks 1, micro-batches 2, placement 0
     assert overlapped["0B1"] == (3.5, 5.5)
 
 
-def test_a_pair_of_two_stages_takes_the_mean_of_both() -> None:
+def test_pair_of_two_stages_takes_mean_of_both() -> None:
     pair = program("""
 ranks 1, micro-batches 2, placement 0 0
 
@@ -160,7 +160,7 @@ ranks 2, micro-batches 2, placement 0 1
     assert timing.makespan == timing.end[timing.program.steps.kind <= Kind.UPDATE].max()
 
 
-def test_memory_over_time_rises_with_a_forward_and_falls_with_a_weight_gradient() -> None:
+def test_memory_rises_with_forward_and_falls_with_weight_gradient() -> None:
     split = program("""
 ranks 1, micro-batches 2, placement 0
 
@@ -172,7 +172,7 @@ ranks 1, micro-batches 2, placement 0
     assert timing.peak_activations.tolist() == [2]
 
 
-def test_activations_count_in_whole_shares_of_a_rank() -> None:
+def test_activations_are_counted_in_shares_of_rank() -> None:
     v = program("""
 ranks 1, micro-batches 2, placement 0 0
 
@@ -200,17 +200,17 @@ ranks 1, micro-batches 5, placement 0
         ("0F0, 0F1, 0F2, 0B0, 0B1, 0U1, 0F3, 0B2, 0F4, 0B3, 0B4, 0U4", 2),
     ],
 )
-def test_a_version_of_the_weights_lives_until_the_last_backward_that_uses_it(order: str, versions: int) -> None:
+def test_weight_version_lives_until_its_last_backward(order: str, versions: int) -> None:
     assert simulate_pipeline(pipedream_like(order), UNIT).weight_copies.tolist() == [versions]
 
 
-def test_a_version_made_while_a_backward_uses_another_is_held_beside_it() -> None:
+def test_newer_weight_version_is_counted_beside_one_in_use() -> None:
     order = "0F0, 0F1, 0F2, 0B0, 0U0, 0B1, 0B2, 0U1, 0U2"  # 0B2 uses version 0, 1 is in use, and 2 must not mix with it
     timing = simulate_pipeline(program(f"ranks 1, micro-batches 3, placement 0\n\n{order}"), UNIT)
     assert timing.weight_copies.tolist() == [3]
 
 
-def test_durations_of_two_replicas_go_by_stage_where_a_rank_holds_one_of_each_and_else_by_rank() -> None:
+def test_durations_of_two_replicas_follow_stage_or_rank() -> None:
     one_stage = build_program("one", 2, 2, ((0, 1), (1, 0)), [])
     assert Durations.per_rank(one_stage, [1, 10]).tabulate("forward", one_stage).tolist() == [[1, 10], [1, 10]]
     two_stages = build_program("two", 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)), [])
@@ -223,7 +223,7 @@ def test_two_replicas_are_two_copies_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 16), (8, 64)])
-def test_pipedream_has_no_bubble_once_it_is_full(ranks: int, micro_batches: int) -> None:
+def test_pipedream_has_no_bubble_in_steady_state(ranks: int, micro_batches: int) -> None:
     asynchronous = generate("pipedream", ranks, micro_batches)
     assert simulate_pipeline(asynchronous, UNIT).steady_bubble_fraction == 0
     # With one slow stage, all others wait for it: busy 3 of every 6.
@@ -232,7 +232,7 @@ def test_pipedream_has_no_bubble_once_it_is_full(ranks: int, micro_batches: int)
     assert fraction == pytest.approx((ranks - 1) / ranks / 2)
 
 
-def test_durations_a_rank_are_shared_by_its_chunks_and_durations_a_stage_are_not() -> None:
+def test_rank_durations_are_divided_by_chunks() -> None:
     builder = Builder("v", 2, 1, (place_in_v_shape(2),))
     for rank, order in enumerate(((0, 3), (1, 2))):
         for stage in order:
@@ -277,13 +277,13 @@ def test_durations_that_do_not_fit_are_refused(durations: dict[str, object], mes
         ),
     ],
 )
-def test_a_program_that_cannot_go_on_says_what_it_waits_for(ranks: str, message: str) -> None:
+def test_stuck_program_names_missing_input(ranks: str, message: str) -> None:
     with pytest.raises(ProgramError) as caught:
         simulate_pipeline(program(f"ranks 2, micro-batches 2, placement 0 1\n\n{ranks}"), UNIT)
     assert str(caught.value) == message
 
 
-def test_a_circle_is_told_from_a_rank_that_waits_for_it() -> None:
+def test_circular_wait_is_distinguished_from_rank_behind_it() -> None:
     with pytest.raises(ProgramError) as caught:
         simulate_pipeline(
             program("""
@@ -355,7 +355,7 @@ def relaxed(program: PipelineProgram, durations: Durations) -> np.ndarray:
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, st.booleans())
-def test_every_step_starts_when_the_rules_say(seed: int, written: bool) -> None:
+def test_every_step_starts_at_its_earliest_allowed_time(seed: int, written: bool) -> None:
     rng = random.Random(seed)
     one = random_program(rng)
     if written:

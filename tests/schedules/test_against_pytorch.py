@@ -47,7 +47,7 @@ def test_gpipe_is_pytorchs(ranks: int):
 
 
 @each_number_of_ranks
-def test_1f1b_is_pytorchs_but_for_the_last_rank_whose_forwards_it_lists_off_by_one(ranks: int):
+def test_1f1b_matches_pytorch_except_its_last_rank(ranks: int):
     for m in (ranks, ranks + 1, 2 * ranks, 16):
         ours, theirs = rows(one_f_one_b(ranks, m)), torch_rows("1F1B", ranks, m)
         assert theirs[:-1] == ours[:-1]
@@ -75,7 +75,7 @@ def test_interleaved_takes_numbers_of_micro_batches_that_pytorch_refuses():
 
 
 @each_number_of_ranks
-def test_zb_h1_is_pytorchs_interleaved_zero_bubble_with_one_chunk(ranks: int):
+def test_zb_h1_matches_pytorch_interleaved_zero_bubble_one_chunk(ranks: int):
     """PyTorch's class wants two stages a rank; the function behind it gives ZB-H1 with one."""
     for m in (ranks, 2 * ranks + 1):
         for rank, ours in enumerate(rows(zb_h1(ranks, m))):
@@ -102,7 +102,7 @@ def runtime(program: PipelineProgram) -> Any:
     ],
     ids=lambda program: program.name,
 )
-def test_pytorch_loads_what_we_write_and_runs_it_in_its_simulator(program: PipelineProgram, tmp_path: Path):
+def test_pytorch_loads_and_simulates_our_csv(program: PipelineProgram, tmp_path: Path):
     (tmp_path / "schedule.csv").write_text(to_csv(program))
     loaded = runtime(program)
     loaded._load_csv(str(tmp_path / "schedule.csv"))
@@ -120,7 +120,7 @@ def test_pytorch_loads_what_we_write_and_runs_it_in_its_simulator(program: Pipel
     [(ScheduleInterleaved1F1B, interleaved(4, 8)), (ScheduleLoopedBFS, looped_bfs(4, 8))],
     ids=["interleaved", "looped-bfs"],
 )
-def test_we_read_what_pytorch_writes(theirs: Any, ours: PipelineProgram, tmp_path: Path):
+def test_pytorch_csv_is_parsed(theirs: Any, ours: PipelineProgram, tmp_path: Path):
     stage = SimpleNamespace(group_rank=0, group_size=ours.ranks, submod=None, num_stages=ours.stages)
     schedule = theirs([stage] * ours.chunks, ours.micro_batches)
     path = tmp_path / "schedule.csv"
@@ -139,7 +139,7 @@ def test_we_read_what_pytorch_writes(theirs: Any, ours: PipelineProgram, tmp_pat
 
 
 @each_number_of_ranks
-def test_the_check_says_that_pytorchs_listing_of_1f1b_names_a_micro_batch_that_there_is_not(ranks: int):
+def test_check_reports_nonexistent_micro_batch_in_pytorch_1f1b_listing(ranks: int):
     m = ranks + 2
     text = "\n".join(",".join(row) for row in torch_rows("1F1B", ranks, m))
     with pytest.raises(ProgramError, match=rf"rank {ranks - 1}, .*there is no micro-batch {m}"):

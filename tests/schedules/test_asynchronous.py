@@ -29,7 +29,7 @@ def versions(program: PipelineProgram, rank: int) -> list[int]:
 
 @each_number_of_ranks
 @pytest.mark.parametrize("generator", [pipedream, pipedream_2bw])
-def test_both_hold_and_run_in_the_order_of_1f1b(generator, p: int):
+def test_pipedream_schedules_are_valid_in_1f1b_order(generator, p: int):
     for m in (p, p + 1, 2 * p, 5 * p + 3):
         program = generator(p, m)
         check_pipeline(program)
@@ -50,7 +50,7 @@ def test_no_rank_is_idle_once_the_pipeline_is_full(generator, p: int):
 
 
 @each_number_of_ranks
-def test_rank_r_of_pipedream_stashes_p_minus_r_versions_and_activations(p: int):
+def test_pipedream_rank_r_stashes_p_minus_r_versions(p: int):
     program = pipedream(p, 3 * p)
     timing = simulate_pipeline(program, Durations.per_rank(program))
     assert timing.weight_copies.tolist() == [p - r for r in range(p)]
@@ -58,7 +58,7 @@ def test_rank_r_of_pipedream_stashes_p_minus_r_versions_and_activations(p: int):
 
 
 @each_number_of_ranks
-def test_a_gradient_of_pipedream_is_p_minus_1_minus_r_updates_late(p: int):
+def test_pipedream_gradients_are_late_by_remaining_stages(p: int):
     for rank in range(p):
         late = p - 1 - rank
         assert versions(pipedream(p, 3 * p), rank) == [max(m - 1 - late, -1) for m in range(3 * p)]
@@ -72,7 +72,7 @@ def test_pipedream_2bw_holds_two_versions_on_every_rank(p: int):
 
 
 @each_number_of_ranks
-def test_every_rank_of_pipedream_2bw_does_a_batch_with_the_version_of_the_batch_before_last(p: int):
+def test_pipedream_2bw_uses_version_of_batch_before_last(p: int):
     """The paper's rule: micro-batch k, counted from 1, uses version max(floor((k - 1) / m') - 1, 0)."""
     batch = p
     expected = [max(k // batch - 1, 0) * batch - 1 for k in range(5 * batch)]

@@ -134,7 +134,7 @@ def every_order(micro_batches: int, rank: int, ranks: int) -> list[list[int]]:
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("memory", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, seed):
+def test_search_is_optimal_where_exhaustive_search_is_possible(ranks, micro_batches, memory, seed):
     draw = np.random.default_rng([seed, ranks, micro_batches, memory])
     times = draw.choice([0.2, 0.5, 1.0, 1.3, 2.0], (3, ranks))
     durations = Durations(*times, transfer=float(draw.choice([0.0, 0.1, 0.4])))
@@ -149,7 +149,7 @@ def test_optimal_where_every_order_can_be_tried(ranks, micro_batches, memory, se
     assert problem.lower_bound <= least * (1 + 1e-9)
 
 
-def test_taking_micro_batches_by_number_loses_nothing():
+def test_taking_micro_batches_in_order_loses_no_solution():
     """Two micro-batches on two ranks in any order whatever, against those in which each kind goes by number."""
     durations = Durations([1.0, 0.7], [0.4, 1.5], [0.3, 1.0], 0.2)
     problem = Problem.from_durations(2, 2, place_cyclically(2), durations, (inf, inf))
@@ -214,7 +214,7 @@ def test_its_clock_and_its_memory_are_the_simulators(layout, limit):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_clock_taken_over_in_the_middle_is_the_whole_clock(layout):
+def test_incremental_timing_equals_full_timing(layout):
     problem, _ = uneven_problem(layout)
     _, orders = schedule_greedily(problem, GreedyParameters(problem.limit))
     clock, differed = time_orders(problem, orders), 0
@@ -233,7 +233,7 @@ def test_a_clock_taken_over_in_the_middle_is_the_whole_clock(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("limit", [1.5, 2.0, inf])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_part_keeps_memory_and_order(layout, limit, seed):
+def test_every_search_move_respects_memory_and_order(layout, limit, seed):
     problem, durations = uneven_problem(layout, limit, seed)
     pattern = build_periodic_orders(problem, 1.5 * compute_shortest_period(problem), (0.0,) * 2 * problem.chunks)
     starts = [schedule_greedily(problem, GreedyParameters(problem.limit, patience=0.5))[1]]
@@ -248,7 +248,7 @@ def test_every_part_keeps_memory_and_order(layout, limit, seed):
             assert max(simulate_pipeline(program, durations).peak_activations) <= limit
 
 
-def test_an_order_fits_if_memory_and_its_own_tasks_allow_it():
+def test_order_is_feasible_within_memory_and_task_dependencies():
     problem = Problem.from_durations(
         1, 2, (0,), Durations(1.0, 1.0, 1.0), (1.0,)
     )  # tasks: forward 0, input gradient 1, weight gradient 2
@@ -269,7 +269,7 @@ def test_a_backward_cut_in_two_is_no_slower(name):
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
 @pytest.mark.parametrize("layout", [place_cyclically, place_in_v_shape])
-def test_a_steady_pattern_takes_a_period_for_every_micro_batch(ranks, layout):
+def test_periodic_pattern_takes_one_period_per_micro_batch(ranks, layout):
     makespans = []
     for micro_batches in (2 * ranks, 4 * ranks):
         even = Durations(1.0, 1.0, 1.0)
@@ -281,7 +281,7 @@ def test_a_steady_pattern_takes_a_period_for_every_micro_batch(ranks, layout):
 
 
 @pytest.mark.parametrize("ranks", [4, 5, 8])
-def test_a_steady_pattern_without_delays_is_as_fast_and_small_as_v_min(ranks):
+def test_periodic_pattern_is_no_worse_than_v_min(ranks):
     even = Durations(0.5, 0.5, 0.5)
     problem = Problem.from_durations(ranks, 2 * ranks, place_in_v_shape(ranks), even, (inf,) * ranks)
     orders = build_periodic_orders(problem, compute_shortest_period(problem), (0.0,) * 4)
@@ -316,7 +316,7 @@ def test_the_critical_path_adds_up_to_the_makespan(layout):
 # What it says, and what it refuses
 
 
-def test_the_same_arguments_give_the_same_program():
+def test_search_is_deterministic():
     durations = Durations(1.0, 1.4, 0.2, 0.1)
     one, two = (search_schedule(4, 6, durations, 3, budget=QUICK).program for _ in range(2))
     assert one.steps == two.steps and one.placement == two.placement and one.name == "auto"
@@ -330,7 +330,7 @@ def test_the_report_names_candidates_winner_and_bound():
     assert [one.name for one in found.candidates if not one.fits]
 
 
-def test_a_limit_by_rank_is_kept_by_rank():
+def test_memory_limit_per_rank_is_respected():
     memory = [4.0, 1.0, 3.0, 2.0]
     found = search_schedule(4, 6, Durations(1.0, 1.0, 1.0), memory, budget=QUICK)
     assert all(peak <= limit for peak, limit in zip(found.winner.peak, memory, strict=True))
@@ -350,14 +350,14 @@ def test_lists_by_stage_settle_the_number_of_chunks():
     assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3).program.chunks == 3
 
 
-def test_the_command_and_the_library_search_with_the_same_times():
+def test_command_and_library_search_with_same_durations():
     report = schedule("auto", 4, 8, 2, Durations([1, 2, 1, 1], weight_gradient=0.5), memory=4)
     best = search_schedule(4, 8, Durations([1, 2, 1, 1], 1.0, 0.5), 4, chunks=2)
     assert report.timing.makespan == pytest.approx(best.makespan)
     assert generate("auto", 4, 8, chunks=1).chunks == 1
 
 
-def test_times_that_are_all_zero_or_tiny_do_no_harm():
+def test_zero_and_tiny_durations_are_accepted():
     assert search_schedule(3, 4, Durations(0.0, 0.0, 0.0), budget=QUICK).makespan == 0
     assert search_schedule(3, 4, Durations(1.0, 1.0, 0.0), 2, budget=QUICK).makespan > 0
     small = search_schedule(4, 6, Durations(1e-6, 1.4e-6, 2e-7), 3, budget=QUICK).makespan
@@ -380,7 +380,7 @@ def test_times_that_are_all_zero_or_tiny_do_no_harm():
         ({"chunks": 0}, "chunks"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_impossible_problems_are_refused(arguments, message):
     given = {"ranks": 4, "micro_batches": 4, "durations": Durations(1.0, 1.0, 1.0), **arguments}
     with pytest.raises(UserError, match=message):
         search_schedule(**given)

@@ -162,7 +162,7 @@ def test_bubble_peak_weights_and_messages_are_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize(("m", "rate"), [(24, 0.226), (32, 0.179), (64, 0.099)])
-def test_bubble_rate_of_1f1b_on_8_ranks_as_the_zero_bubble_paper_measured_it(m: int, rate: float) -> None:
+def test_1f1b_bubble_on_8_ranks_matches_zero_bubble_paper(m: int, rate: float) -> None:
     """(p - 1) / (m + p - 1) of the total, (p - 1) / m of the ideal: two figures that are often mixed up."""
     program = generate("1f1b", 8, m)
     timing = simulate_pipeline(program, Durations.per_rank(program))

@@ -40,7 +40,7 @@ def groups(program: PipelineProgram, rank: int) -> list[list[str]]:
 
 
 @each_program
-def test_a_program_in_parts_still_holds_and_needs_the_same_memory(program: PipelineProgram):
+def test_split_program_is_valid_with_same_memory(program: PipelineProgram):
     cut = with_components(program)
     whole = check_pipeline(program)
     assert check_pipeline(cut).peak_activations.tolist() == whole.peak_activations.tolist()
@@ -74,7 +74,7 @@ def test_a_pair_becomes_the_four_groups_of_figure_4():
     ]
 
 
-def test_sends_and_receives_stay_where_they_are():
+def test_components_keep_order_of_sends_and_receives():
     program = with_transfers(one_f_one_b(3, 4))
     cut = with_components(program)
     check_pipeline(cut)
@@ -86,7 +86,7 @@ def test_sends_and_receives_stay_where_they_are():
     ("durations", "apart", "overlapped"),
     [(EVEN, 10, 6), (HIDDEN, 27, 19), (COSTLY, 25, 4 + 4 + 5 + 3)],
 )
-def test_an_overlapped_pair_takes_the_longer_stream_of_each_group(
+def test_overlapped_pair_takes_longest_stream_of_each_group(
     durations: ComponentDurations, apart: float, overlapped: float
 ):
     """EVEN: attention 1 | combine; MLP's backward 2 | dispatch; MLP 1 | dispatch; attention's backward 2 | combine."""
@@ -96,9 +96,7 @@ def test_an_overlapped_pair_takes_the_longer_stream_of_each_group(
 
 @each_program
 @pytest.mark.parametrize("durations", [EVEN, HIDDEN, COSTLY])
-def test_a_program_takes_as_long_in_parts_as_with_whole_pairs_that_overlap(
-    program: PipelineProgram, durations: ComponentDurations
-):
+def test_split_layers_last_as_long_as_overlapping_pairs(program: PipelineProgram, durations: ComponentDurations):
     parts, whole = simulate_components(program, durations), simulate_pipeline(program, durations.to_durations())
     assert parts.timing.makespan == pytest.approx(whole.makespan)
     assert parts.timing.busy == pytest.approx(whole.busy)
@@ -107,7 +105,7 @@ def test_a_program_takes_as_long_in_parts_as_with_whole_pairs_that_overlap(
 
 @each_program
 @pytest.mark.parametrize("durations", [EVEN, HIDDEN, COSTLY])
-def test_no_two_steps_share_a_stream_and_every_part_follows_the_one_before(
+def test_streams_run_one_step_and_components_follow_predecessors(
     program: PipelineProgram, durations: ComponentDurations
 ):
     timing = simulate_components(program, durations)
@@ -127,7 +125,7 @@ def test_no_two_steps_share_a_stream_and_every_part_follows_the_one_before(
         assert (timing.start[mine][:, 1:] >= timing.end[mine][:, :-1] - 1e-9).all()
 
 
-def test_in_the_steady_state_all_to_all_vanishes_where_computation_outlasts_it():
+def test_steady_state_hides_all_to_all_behind_longer_computation():
     """What shows is that of the steps that stand alone, outside the overlapped pairs."""
     short, long = (simulate_components(dualpipe(4, m), HIDDEN) for m in (10, 30))
     assert short.exposed.tolist() == long.exposed.tolist()
@@ -136,7 +134,7 @@ def test_in_the_steady_state_all_to_all_vanishes_where_computation_outlasts_it()
     assert alone.exposed.tolist() == alone.all_to_all.tolist()
 
 
-def test_dualpipe_beats_the_schedules_that_cannot_overlap_where_all_to_all_costs_as_much_as_computation():
+def test_dualpipe_wins_when_all_to_all_equals_computation():
     """DeepSeek-V3 puts the ratio of computation to communication at about 1 to 1."""
     p, m = 8, 20
     costs = ComponentDurations((1, 1, 1, 1), (1, 1, 1, 1), (1, 1))
@@ -173,7 +171,7 @@ def test_a_rank_with_one_stage_has_one_column():
     )
 
 
-def test_layers_that_do_not_divide_differ_by_one_at_most():
+def test_uneven_layer_counts_differ_by_at_most_one():
     assert split_layers(5, 3) == [range(2), range(2, 4), range(4, 5)]
     for layers, stages in ((61, 16), (5, 5), (32, 7)):
         cut = split_layers(layers, stages)
@@ -186,7 +184,7 @@ def test_layers_that_do_not_divide_differ_by_one_at_most():
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "schedules.md").read_text()
 
 
-def test_the_pages_figures_are_those_of_the_clock():
+def test_documented_component_figures_match_simulation():
     table = PAGE[PAGE.index("| all-to-all that nothing hides") :].split("\n\n")[0]
     rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (\d+) \|$", table, re.MULTILINE)
     assert [name for name, *_ in rows] == ["1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]
@@ -199,11 +197,11 @@ def test_the_pages_figures_are_those_of_the_clock():
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
-def test_the_pages_placements_are_printed_ones(name: str):
+def test_documented_placements_match_output(name: str):
     assert f"```text\n{format_placement(generate(name, 4, 8), 16)}```" in PAGE
 
 
-def test_the_page_is_right_about_forward_doubling_and_v_mins_gaps():
+def test_documented_forward_doubling_and_v_min_figures_hold():
     def makespan(program: PipelineProgram, f: float = 1, i: float = 1, w: float = 1) -> float:
         return simulate_pipeline(program, Durations.per_rank(program, f, i, w)).makespan
 

@@ -24,7 +24,7 @@ def test_every_known_name_has_a_generator():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_called_by_its_name_and_holds(name: str):
+def test_every_named_schedule_is_valid(name: str):
     program = generate(name, 4, 16)
     check_pipeline(program)
     assert (program.name, program.ranks, program.micro_batches) == (name, 4, 16)
@@ -39,7 +39,7 @@ def test_auto_is_handed_durations_memory_and_chunks():
     assert check_pipeline(program).peak_activations.max() <= 2
 
 
-def test_the_number_of_chunks_is_free_where_the_schedule_has_any():
+def test_chunk_count_is_free_where_schedule_allows_any():
     assert generate("interleaved", 2, 4, chunks=5).chunks == 5
     assert generate("zb-v", 2, 4, chunks=2).chunks == 2
 
@@ -58,14 +58,14 @@ def test_the_number_of_chunks_is_free_where_the_schedule_has_any():
         (("pipedream-2bw", 4, 3), "pipedream-2bw on 4 ranks needs at least 4 micro-batches, not 3"),
     ],
 )
-def test_what_a_schedule_cannot_take_is_said_with_what_would_be_right(arguments: tuple, said: str):
+def test_unsupported_schedule_arguments_are_refused_with_correction(arguments: tuple, said: str):
     with pytest.raises(UserError) as caught:
         generate(*arguments)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".txt", format_pipeline), (".csv", to_csv)])
-def test_a_file_serves_as_a_name(suffix: str, write, tmp_path: Path):
+def test_program_file_replaces_schedule_name(suffix: str, write, tmp_path: Path):
     program, path = one_f_one_b(3, 5), tmp_path / f"schedule{suffix}"
     path.write_text(write(program))
     read = generate(f"@{path}")
@@ -78,13 +78,13 @@ def test_a_file_serves_as_a_name(suffix: str, write, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["@", "@missing.csv", "@missing.txt"])
-def test_a_missing_file_is_said(name: str):
+def test_missing_program_file_is_refused(name: str):
     with pytest.raises(UserError, match=r"missing|name"):
         generate(name)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_layout_refuses_exactly_what_its_schedule_refuses(name: str) -> None:
+def test_layout_and_schedule_refuse_the_same_arguments(name: str) -> None:
     refused = 0
     for ranks in range(2, 7):
         for micro_batches in range(1, 14):

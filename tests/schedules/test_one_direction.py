@@ -25,7 +25,7 @@ def timed(program: PipelineProgram, f: float = 1, i: float = 1, w: float = 1) ->
 
 
 @pytest.mark.parametrize("generator", [*ONE_STAGE, *CHUNKED])
-def test_every_schedule_holds_for_any_number_of_ranks_and_micro_batches(generator: Callable[..., PipelineProgram]):
+def test_every_schedule_is_valid_for_any_size(generator: Callable[..., PipelineProgram]):
     for p in (1, 2, 3, 4, 7):
         for m in (1, 2, 3, 5, 8, 13):
             for chunks in (2, 3) if generator in CHUNKED else (1,):
@@ -35,7 +35,7 @@ def test_every_schedule_holds_for_any_number_of_ranks_and_micro_batches(generato
 
 
 @each_number_of_ranks
-def test_bubble_of_gpipe_and_1f1b_is_p_minus_1_forwards_and_backwards(p: int):
+def test_gpipe_and_1f1b_bubble_matches_closed_form(p: int):
     for m in (1, 2, 3, p, 2 * p + 1):
         for f, i, w in TIMES:
             for generator in (gpipe, one_f_one_b):
@@ -46,14 +46,14 @@ def test_bubble_of_gpipe_and_1f1b_is_p_minus_1_forwards_and_backwards(p: int):
 
 
 @each_number_of_ranks
-def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages_ahead(p: int):
+def test_gpipe_stores_all_micro_batches_and_1f1b_remaining_stages(p: int):
     for m in (1, 2, p, 2 * p + 1):
         assert timed(gpipe(p, m)).peak_activations.tolist() == [m] * p
         assert timed(one_f_one_b(p, m)).peak_activations.tolist() == [min(m, p - r) for r in range(p)]
 
 
 @each_number_of_ranks
-def test_a_micro_batch_crosses_each_border_twice_and_with_v_chunks_v_times_as_many(p: int):
+def test_micro_batch_crosses_each_boundary_twice_per_chunk(p: int):
     m, v = 4, 3
     for generator in ONE_STAGE:
         assert timed(generator(p, m)).messages_sent.sum() == 2 * m * (p - 1)
@@ -63,7 +63,7 @@ def test_a_micro_batch_crosses_each_border_twice_and_with_v_chunks_v_times_as_ma
 
 @each_number_of_ranks
 @pytest.mark.parametrize("v", [2, 3, 4])
-def test_bubble_of_interleaved_and_looped_bfs_is_divided_by_the_chunks(p: int, v: int):
+def test_interleaved_and_looped_bfs_bubble_is_divided_by_chunks(p: int, v: int):
     for m in (p, p + 1, 2 * p - 1, 2 * p, 3 * p + 2):  # also where p does not divide m
         for f, i, w in TIMES:
             for generator in (interleaved, looped_bfs):
@@ -86,7 +86,7 @@ def test_peak_of_interleaved(p: int, v: int):
 
 @each_number_of_ranks
 @pytest.mark.parametrize("v", [2, 3, 4])
-def test_bubble_of_interleaved_zero_bubble_is_that_of_zb_h1_divided_by_the_chunks(p: int, v: int):
+def test_interleaved_zero_bubble_divides_zb_h1_bubble_by_chunks(p: int, v: int):
     for m in (p, p + 1, 2 * p - 1, 2 * p, 3 * p + 2):
         timing, g = timed(interleaved_zero_bubble(p, m, v)), len(split_into_rounds(p, m)[0])
         assert timing.makespan == pytest.approx(3 * m + (p - 1) / v)
@@ -103,7 +103,7 @@ def test_bubble_of_zb_h1_for_the_memory_of_1f1b(p: int):
 
 
 @each_number_of_ranks
-def test_zb_h2_leaves_no_rank_idle_and_every_rank_ends_as_late_as_it_began(p: int):
+def test_zb_h2_ranks_are_never_idle_between_ends(p: int):
     for m in (2 * p - 1, 2 * p, 3 * p + 2):
         program = zb_h2(p, m)
         timing = timed(program)
@@ -116,7 +116,7 @@ def test_zb_h2_leaves_no_rank_idle_and_every_rank_ends_as_late_as_it_began(p: in
 
 
 @each_number_of_ranks
-def test_idle_time_of_zb_h2_for_unequal_times_is_the_papers(p: int):
+def test_zb_h2_idle_time_for_unequal_durations_matches_paper(p: int):
     for m in (2 * p - 1, 2 * p, 3 * p + 2):
         for f, i, w in TIMES:
             timing = timed(zb_h2(p, m), f, i, w)
@@ -125,7 +125,7 @@ def test_idle_time_of_zb_h2_for_unequal_times_is_the_papers(p: int):
 
 
 @each_number_of_ranks
-def test_with_few_micro_batches_each_zero_bubble_schedule_is_at_least_as_good_as_the_one_before(p: int):
+def test_later_zero_bubble_schedules_are_no_worse(p: int):
     for m in range(1, 2 * p):
         f1b1, h1, h2 = (timed(generator(p, m)) for generator in (one_f_one_b, zb_h1, zb_h2))
         assert h2.makespan <= h1.makespan <= f1b1.makespan

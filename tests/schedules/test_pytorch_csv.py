@@ -29,7 +29,7 @@ each_program = pytest.mark.parametrize(
 
 
 @each_program
-def test_what_is_written_is_read_back_the_same(program: PipelineProgram):
+def test_csv_round_trips(program: PipelineProgram):
     read = from_csv(to_csv(program))
     assert read.steps == program.steps
     assert (read.ranks, read.micro_batches, read.placement) == (
@@ -40,7 +40,7 @@ def test_what_is_written_is_read_back_the_same(program: PipelineProgram):
 
 
 @each_program
-def test_written_with_transfers_it_runs_even_if_each_of_them_blocks(program: PipelineProgram):
+def test_csv_with_transfers_executes_with_blocking_transfers(program: PipelineProgram):
     """A CSV has no groups: transfers that were posted together follow each other."""
     read = from_csv(to_csv(with_transfers(program)))
     check_pipeline(read)
@@ -50,7 +50,7 @@ def test_written_with_transfers_it_runs_even_if_each_of_them_blocks(program: Pip
         assert np.array_equal(getattr(read.steps, column)[computing], getattr(program.steps, column))
 
 
-def test_with_transfers_a_stage_is_gathered_first_and_reduced_last():
+def test_csv_transfers_gather_stage_first_and_reduce_last():
     assert to_csv(with_transfers(one_f_one_b(2, 1))).splitlines() == [
         "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD",
         "1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0",
@@ -64,7 +64,7 @@ def test_an_overlapped_pair_is_one_cell():
     assert to_csv(program) == text
 
 
-def test_empty_cells_and_cells_about_sharded_parameters_are_left_out():
+def test_empty_and_sharded_parameter_cells_are_ignored():
     bare = "0F0,0B0\n1F0,1B0\n"
     assert to_csv(from_csv("0UNSHARD,0F0,,,0B0,0REDUCE_GRAD,0RESHARD\r\n,1F0, 1B0\r\n\r\n")) == bare
 
@@ -85,7 +85,7 @@ def test_empty_cells_and_cells_about_sharded_parameters_are_left_out():
         ("999999999F0\n", "no rank computes stage 0"),
     ],
 )
-def test_what_is_no_schedule_is_said(text: str, said: str):
+def test_csv_without_schedule_is_refused(text: str, said: str):
     with pytest.raises(UserError) as caught:
         from_csv(text, "pp.csv")
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -99,13 +99,13 @@ def test_what_is_no_schedule_is_said(text: str, said: str):
     ],
     ids=["pipedream", "gems"],
 )
-def test_what_pytorch_cannot_express_is_refused_with_the_reason(program: PipelineProgram, said: str):
+def test_programs_beyond_pytorch_csv_are_refused_with_reason(program: PipelineProgram, said: str):
     with pytest.raises(UserError) as caught:
         to_csv(program)
     assert said in str(caught.value)
 
 
-def test_the_check_finds_that_pytorchs_listing_of_1f1b_is_off_by_one_on_the_last_rank():
+def test_check_finds_off_by_one_in_pytorch_1f1b_listing():
     """As `get_schedule_ops("1F1B", 2, 3)` of PyTorch 2.13 lists it: the last rank starts at micro-batch 1."""
     text = "0F0,,,0F1,0B0,0F2,0B1,,0B2\n,1F1,1B0,1F2,1B1,1F3,1B2\n"
     with pytest.raises(ProgramError) as caught:

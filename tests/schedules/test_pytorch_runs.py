@@ -23,7 +23,7 @@ def ranks() -> Iterator[LocalRanks]:
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_device(ranks: LocalRanks, name: str, form: str, tmp_path: Path):
+def test_gradients_match_one_device(ranks: LocalRanks, name: str, form: str, tmp_path: Path):
     program = generate(name, 3, CASES[name])
     path = tmp_path / "schedule.csv"
     path.write_text(to_csv(program if form == "compute_only" else with_transfers(program)))

@@ -34,7 +34,7 @@ def span(values: np.ndarray) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def test_the_table_of_figures_is_what_the_clock_says():
+def test_documented_figures_match_simulation():
     found = []
     for name in SCHEDULES:
         program = generate(name, RANKS, MICRO_BATCHES)
@@ -53,7 +53,7 @@ def test_the_table_of_figures_is_what_the_clock_says():
     assert rows("schedule | makespan | bubble fraction") == found
 
 
-def test_the_published_comparison_is_what_the_clock_says():
+def test_published_comparison_matches_simulation():
     D, N = RANKS, MICRO_BATCHES
     published = {
         "0": 0.0,
@@ -85,7 +85,7 @@ def straight_on(program: PipelineProgram, steps: int) -> PipelineProgram:
     )
 
 
-def test_what_a_step_costs_when_ranks_meet_at_its_end_and_when_they_go_straight_on():
+def test_documented_step_costs_with_and_without_synchronisation_match():
     [heads] = re.findall(r"^\| 8 ranks, 32 micro-batches, F = I = W = 1 \|(.*)\|$", PAGE, re.MULTILINE)
     meets, goes_on = rows("8 ranks, 32")
     for head, meeting, going in zip(heads.split("|"), meets[1:], goes_on[1:], strict=True):
@@ -100,26 +100,26 @@ def test_what_a_step_costs_when_ranks_meet_at_its_end_and_when_they_go_straight_
         assert float(going) == lasts(4) - lasts(3)
 
 
-def test_every_schedule_has_its_section_and_every_kind_of_step_its_row():
+def test_every_schedule_and_step_kind_is_documented():
     sections = re.findall(r"^### (.*)$", PAGE.partition("## The schedules")[2].partition("\n## ")[0], re.MULTILINE)
     assert [name for section in sections for name in section.split(" and ")] == list(KNOWN)
     assert re.findall(r"`([A-Z_]+)`", " ".join(row[0] for row in rows("kind | step"))) == list(LETTERS.values())
 
 
 @pytest.mark.parametrize("write", [format_pipeline, to_csv])
-def test_the_forms_of_1f1b_that_are_shown_are_the_real_ones(write: Callable[[PipelineProgram], str]):
+def test_documented_1f1b_listings_are_generated_ones(write: Callable[[PipelineProgram], str]):
     blocks = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert write(one_f_one_b(2, 2)) in blocks
 
 
-def test_the_text_that_is_shown_is_read():
+def test_documented_program_text_parses():
     [text] = [
         text for text in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) if "pipeline" in text
     ]
     assert parse_pipeline(text).steps == one_f_one_b(2, 2).steps
 
 
-def test_the_python_that_is_shown_runs(capsys: pytest.CaptureFixture[str]):
+def test_documented_python_runs(capsys: pytest.CaptureFixture[str]):
     search, parts, clock = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     exec(search, {})
     assert "V wins: makespan 28.2, 1.02" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def uneven(program: PipelineProgram, seed: int, transfer: float) -> Durations:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_ends_with_blocking_sends_and_loses_no_time(name: str) -> None:
+def test_every_schedule_completes_with_blocking_sends_at_same_time(name: str) -> None:
     for program in programs(name):
         peaks = check_pipeline(program).peak_activations.tolist()
         for durations in (Durations.per_rank(program), uneven(program, 1, 1), Durations(1, 0, 0, transfer=2)):
@@ -57,7 +57,7 @@ def test_every_schedule_ends_with_blocking_sends_and_loses_no_time(name: str) ->
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0, 3))
-def test_no_step_of_any_program_comes_later(seed: int, transfer: float) -> None:
+def test_added_transfers_delay_no_step(seed: int, transfer: float) -> None:
     program = random_program(random.Random(seed))
     durations = uneven(program, seed, transfer)
     written = with_transfers(program, durations)
@@ -68,7 +68,7 @@ def test_no_step_of_any_program_comes_later(seed: int, transfer: float) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_without_its_transfers_the_program_is_the_one_it_was(name: str) -> None:
+def test_removing_transfers_restores_program(name: str) -> None:
     program = generate(name, 4, 8)
     written = with_transfers(program)
     kept = [row for row in rows_of(written) if row[2] <= Kind.UPDATE]
@@ -85,7 +85,7 @@ def simulated_messages(program: PipelineProgram) -> int:
     return sum(2 * len(m) * b for m, b in zip(run, borders, strict=True))
 
 
-def test_a_message_leaves_when_it_is_made() -> None:
+def test_message_is_sent_when_produced() -> None:
     program = generate("zb-v", 4, 8)
     durations = uneven(program, 0, 0.3)
     written = with_transfers(program, durations)
@@ -101,7 +101,7 @@ def test_a_message_leaves_when_it_is_made() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipe", "zb-h2"])
-def test_a_rank_is_not_held_up_by_a_receive_that_it_posts_early(name: str) -> None:
+def test_early_posted_receive_does_not_delay_rank(name: str) -> None:
     """Even if receives block: what a rank computes after one starts when the value is there, or later."""
     program = generate(name, 4, 8)
     durations = uneven(program, 3, 0)
@@ -112,7 +112,7 @@ def test_a_rank_is_not_held_up_by_a_receive_that_it_posts_early(name: str) -> No
         assert timing.start[rest].min() >= timing.end[receive]
 
 
-def test_transfers_with_no_computation_between_them_are_posted_together() -> None:
+def test_transfers_without_computation_between_them_are_grouped() -> None:
     for name in ("1f1b", "dualpipe", "interleaved"):
         s = with_transfers(generate(name, 4, 8)).steps
         transfer = s.kind >= Kind.SEND_FORWARD

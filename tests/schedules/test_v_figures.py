@@ -32,7 +32,7 @@ def bubble(timing: PipelineTiming) -> float:
 
 
 @pytest.mark.parametrize("generator", [zb_v, v_half, v_min])
-def test_v_schedules_hold_for_any_number_of_ranks_and_micro_batches(generator: Callable[..., PipelineProgram]):
+def test_v_schedules_are_valid_for_any_size(generator: Callable[..., PipelineProgram]):
     for p in (1, 2, 3, 4, 5, 6, 7, 9):
         for m in (1, 2, 3, 5, 8, 13, 20):
             program = generator(p, m)
@@ -43,7 +43,7 @@ def test_v_schedules_hold_for_any_number_of_ranks_and_micro_batches(generator: C
 
 
 @pytest.mark.parametrize("generator", [dualpipe, chimera, gems])
-def test_bidirectional_schedules_hold_for_any_number_that_they_take(generator: Callable[..., PipelineProgram]):
+def test_bidirectional_schedules_are_valid_for_supported_sizes(generator: Callable[..., PipelineProgram]):
     for p in (2, 4, 6, 8) if generator is not gems else (1, 2, 3, 4, 7):
         for m in (2 * p, 2 * p + 2, 5 * p + p % 2) if generator is dualpipe else (2, 4, p + p % 2, 2 * p + 2, 4 * p):
             program = generator(p, m)
@@ -53,7 +53,7 @@ def test_bidirectional_schedules_hold_for_any_number_that_they_take(generator: C
             assert timing.weight_copies.tolist() == [2] * p
 
 
-def test_dualpipe_v_holds_with_one_copy_of_the_weights():
+def test_dualpipe_v_is_valid_with_one_copy_of_weights():
     for p in (1, 2, 3, 4, 5):
         for m in (2 * p, 2 * p + 1, 4 * p):
             program = dualpipe_v(p, m)
@@ -61,7 +61,7 @@ def test_dualpipe_v_holds_with_one_copy_of_the_weights():
             assert timed(program).weight_copies.tolist() == [1] * p
 
 
-def test_messages_of_v_schedules_are_twice_those_of_1f1b_and_bidirectional_ones_need_no_more():
+def test_v_schedules_send_twice_1f1b_and_bidirectional_no_more():
     p, m = 4, 8
     once = timed(one_f_one_b(p, m)).messages_sent.sum()
     for generator in (zb_v, v_half, v_min, dualpipe_v):
@@ -71,7 +71,7 @@ def test_messages_of_v_schedules_are_twice_those_of_1f1b_and_bidirectional_ones_
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
-def test_zb_v_waits_only_for_the_first_activation_to_come_with_no_more_memory_than_1f1b(p: int):
+def test_zb_v_idles_only_at_start_with_1f1b_memory(p: int):
     for m in (2 * p, 3 * p + 1):
         timing = timed(zb_v(p, m))
         assert bubble(timing) == (p - 1) / 2
@@ -80,7 +80,7 @@ def test_zb_v_waits_only_for_the_first_activation_to_come_with_no_more_memory_th
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24])
-def test_v_half_has_half_of_1f1bs_activations_and_half_of_its_bubble(p: int):
+def test_v_half_activations_and_bubble_are_half_of_1f1b(p: int):
     expected = 0.5 if p == 2 else (3 * p - (4 if p % 2 else 7)) / 2
     assert expected <= 3 * (p - 1) / 2
     for m in (p, p + 1, 3 * p):
@@ -90,7 +90,7 @@ def test_v_half_has_half_of_1f1bs_activations_and_half_of_its_bubble(p: int):
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24])
-def test_v_min_has_a_third_of_1f1bs_activations_and_two_thirds_of_its_bubble(p: int):
+def test_v_min_activations_and_bubble_match_paper(p: int):
     expected = 1 if p == 2 else 2 * p - (2.5 if p % 3 else 3.5)
     assert expected <= 2 * (p - 1)
     for m in (2 * p, 2 * p + 1, 3 * p):
@@ -100,14 +100,14 @@ def test_v_min_has_a_third_of_1f1bs_activations_and_two_thirds_of_its_bubble(p: 
 
 
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1.2, 0.5), (1, 1, 0), (1, 1.5, 1), (1.5, 1, 1), (1, 1.3, 0.6)])
-def test_v_half_has_no_gaps_in_the_steady_state_where_its_paper_says_so(f: float, i: float, w: float):
+def test_v_half_has_no_steady_state_bubble(f: float, i: float, w: float):
     assert w + 2 * i >= 2 * f and w + 2 * f >= 2 * i
     for p in (4, 5, 8):
         short, long = (bubble(timed(v_half(p, m), f, i, w)) for m in (4 * p, 8 * p))
         assert long == pytest.approx(short)
 
 
-def test_v_half_has_gaps_where_its_paper_says_so():
+def test_v_half_has_bubble_where_its_paper_claims():
     f, i, w = 1, 1.6, 0.4
     assert w + 2 * f < 2 * i
     short, long = (bubble(timed(v_half(8, m), f, i, w)) for m in (32, 64))
@@ -115,7 +115,7 @@ def test_v_half_has_gaps_where_its_paper_says_so():
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8, 10])
-def test_bubble_of_dualpipe_is_the_published_one(p: int):
+def test_dualpipe_bubble_matches_published_one(p: int):
     """(p/2 - 1)(F&B + B - 3W), exact where forward = input gradient >= weight gradient."""
     for m in (2 * p, 2 * p + 4):
         for f, w in ((1, 1), (1, 0.5), (2, 1.5)):
@@ -147,7 +147,7 @@ def one_after_the_other(program: PipelineProgram) -> PipelineProgram:
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_dualpipe_v_without_gain_from_overlap_waits_half_as_long_if_a_forward_is_sent_on_before_its_backward(p: int):
+def test_dualpipe_v_bubble_halves_when_forward_is_sent_first(p: int):
     program = dualpipe_v(p, 3 * p)
     assert bubble(timed(program)) == p - 1
     assert bubble(timed(one_after_the_other(program))) == (p - 1) / 2
@@ -165,12 +165,12 @@ def test_chimera_has_the_figures_of_its_table_2(d: int):
 
 
 @pytest.mark.parametrize("d", [2, 4, 6, 8])
-def test_one_unit_of_chimera_where_a_backward_takes_two_forwards(d: int):
+def test_chimera_unit_bubble_for_double_backward_matches_closed_form(d: int):
     assert timed(chimera(d, d)).bubble_fraction == pytest.approx((d - 2) / (1.5 * d + d - 2))
 
 
 @pytest.mark.parametrize("d", [2, 4, 6, 8])
-def test_chimera_with_forward_doubling_has_no_gaps_between_its_units(d: int):
+def test_chimera_with_forward_doubling_has_no_bubble_between_units(d: int):
     for n in (2 * d, 4 * d, 8 * d):
         program = chimera(d, n, forward_doubling=True)
         check_pipeline(program)
@@ -189,7 +189,7 @@ def test_gems_has_the_figures_of_chimeras_table_2(d: int):
     assert timing.peak_activations.tolist() == [1] * d
 
 
-def test_gems_has_at_most_two_micro_batches_under_way():
+def test_gems_has_at_most_two_micro_batches_in_flight():
     program = gems(4, 12)
     timing = timed(program)
     s = program.steps

@@ -35,7 +35,7 @@ def pytorch_order(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_zb_v_has_pytorchs_order_whatever_the_number_of_micro_batches(ranks: int):
+def test_zb_v_order_matches_pytorch_for_any_micro_batches(ranks: int):
     for micro_batches in (1, 2, 3, 2 * ranks - 1, 2 * ranks, 2 * ranks + 1, 4 * ranks):
         assert order(zb_v(ranks, micro_batches)) == pytorch_order("ZBVZeroBubble", ranks, micro_batches), micro_batches
 
@@ -106,7 +106,7 @@ def test_chimera_has_the_order_of_its_figure_3():
     assert " ".join(drawn(program, 3)) == "F2 F3 F0 B0 F1 B1 B2 B3"
 
 
-def test_a_second_unit_of_chimera_fills_the_gaps_at_the_end_of_the_first():
+def test_second_chimera_unit_fills_bubble_of_first():
     assert " ".join(drawn(chimera(4, 8), 0)) == "F0 F1 F4 B4 F5 B5 B0 F2 B1 F3 F6 B6 F7 B7 B2 B3"
 
 
@@ -133,7 +133,7 @@ def test_dualpipe_is_its_own_mirror_image(ranks: int, micro_batches: int):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_dualpipe_v_is_one_half_of_dualpipe_on_twice_the_ranks(ranks: int):
+def test_dualpipe_v_is_half_of_doubled_dualpipe(ranks: int):
     """Replica 1's micro-batches come to a rank in the order in which its second chunk takes them."""
     micro_batches = 3 * ranks
     whole, half = dualpipe(2 * ranks, 2 * micro_batches).steps, dualpipe_v(ranks, micro_batches).steps
@@ -143,7 +143,7 @@ def test_dualpipe_v_is_one_half_of_dualpipe_on_twice_the_ranks(ranks: int):
         assert getattr(whole, column)[mine].tolist() == getattr(half, column).tolist()
 
 
-def test_dualpipe_counts_a_forward_and_a_backward_of_every_micro_batch_on_every_rank():
+def test_dualpipe_runs_every_micro_batch_on_every_rank():
     s = dualpipe(6, 18).steps
     for rank in range(6):
         steps = list(s.of_rank(rank))
@@ -161,6 +161,6 @@ def test_dualpipe_counts_a_forward_and_a_backward_of_every_micro_batch_on_every_
         (dualpipe_v, 4, 7, "at least 8"),
     ],
 )
-def test_what_it_cannot_take_is_refused_with_what_would_be_right(make, ranks: int, micro_batches: int, right: str):
+def test_unsupported_v_schedule_arguments_are_refused_with_correction(make, ranks: int, micro_batches: int, right: str):
     with pytest.raises(UserError, match=right):
         make(ranks, micro_batches)

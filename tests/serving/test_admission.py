@@ -27,7 +27,7 @@ def can_end_in_order(available: int, claims: list[tuple[int, int]]) -> bool:
     return True
 
 
-def test_safe_states_are_those_in_which_all_can_end_oldest_first():
+def test_safe_states_allow_all_requests_to_finish_oldest_first():
     counts = {True: 0, False: 0}
     for size in (1, 2, 3):
         for values in itertools.product(range(3), repeat=2 * size):
@@ -68,7 +68,7 @@ def test_unsafe_states_of_any_order_of_ends_are_refused():
     available=st.integers(0, 12),
     steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=12),
 )
-def test_state_after_allocations_equals_one_built_anew(
+def test_incremental_admission_state_equals_rebuilt_one(
     claims: list[tuple[int, int]], available: int, steps: list[tuple[int, int]]
 ):
     def build() -> AdmissionState:
@@ -121,7 +121,7 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
     return steps, scheduler.stats.pauses, most
 
 
-def test_all_admitted_end_with_pauses_and_sooner_than_under_worst_case_reservation():
+def test_all_admitted_finish_sooner_than_with_worst_case_reservation():
     numbers = random.Random(0)
     requests = [
         Request(str(n), tuple(numbers.choices(range(99), k=numbers.randint(1, 60))), Sampling(max_tokens=150))

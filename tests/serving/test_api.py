@@ -37,7 +37,7 @@ def copy(model_directory: Path, tmp_path: Path) -> Path:
     return shutil.copytree(model_directory, tmp_path / "model")
 
 
-def test_a_trained_model_tells_its_reference_story(shared_data: Path):
+def test_trained_model_generates_reference_story(shared_data: Path):
     stories = mw.load(shared_data / "stories260k", device="cpu")
     want = (shared_data / "stories260k" / "greedy_200_tokens.txt").read_text()
     pieces = list(stories.stream("", max_tokens=200))
@@ -50,7 +50,7 @@ def test_a_trained_model_tells_its_reference_story(shared_data: Path):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.3, "top_k": 50, "top_p": 0.95, "seed": 5}], ids=str)
-def test_a_prompt_among_others_is_answered_as_alone(model: mw.Model, options: dict[str, float]):
+def test_batched_prompt_is_answered_as_alone(model: mw.Model, options: dict[str, float]):
     prompts = ["def f", "x" * 20, [104, 105]]
     together = model.generate(prompts, max_tokens=12, ignore_eos=True, **options)
     for prompt, answer in zip(prompts, together, strict=True):
@@ -72,7 +72,7 @@ def end_where(directory: Path, place: int) -> tuple[mw.Model, Generation]:
     return mw.load(directory, device="cpu"), generation
 
 
-def test_an_end_token_ends_the_text_and_is_no_part_of_it(copy: Path):
+def test_end_token_ends_text_and_is_excluded(copy: Path):
     model, before = end_where(copy, 3)
     after = model.generate("x", max_tokens=20)
     first = before.tokens.index(before.tokens[3])
@@ -88,7 +88,7 @@ def test_an_end_at_once_is_an_empty_text(copy: Path):
     assert generation.seconds_to_first_token > 0
 
 
-def test_figures_are_those_of_the_run(model: mw.Model):
+def test_generation_figures_match_run(model: mw.Model):
     generation = model.generate("xyz", max_tokens=10)
     assert generation.prompt_tokens == 4  # with the start token
     assert len(generation.tokens) == 10
@@ -103,13 +103,13 @@ def test_a_text_ends_with_the_models_positions(model: mw.Model):
     assert generation.stopped == "context"
 
 
-def test_a_prompt_without_room_for_a_token_is_refused(model: mw.Model):
+def test_prompt_without_space_for_one_token_is_refused(model: mw.Model):
     assert len(model.generate("x" * 38).tokens) == 1
     with pytest.raises(UserError, match="40 tokens with its start, and the model 40 positions"):
         model.generate("x" * 39)
 
 
-def test_a_stream_left_early_leaves_the_model_usable(model: mw.Model):
+def test_abandoned_stream_leaves_model_usable(model: mw.Model):
     expected = model.generate("abc", max_tokens=8).tokens
     pieces = model.stream("a", max_tokens=30)
     next(pieces)
@@ -126,7 +126,7 @@ def test_a_prompt_never_spells_a_special_token(copy: Path, name: str):
     assert start == 256 and end is not None and end not in tokens
 
 
-def test_a_prompt_never_spells_a_special_token_that_is_a_piece_of_the_model(copy: Path):
+def test_prompt_text_is_never_encoded_as_special_token(copy: Path):
     """As in SentencePiece's models, whose end is the most probable piece of all."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab")]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
@@ -136,7 +136,7 @@ def test_a_prompt_never_spells_a_special_token_that_is_a_piece_of_the_model(copy
     assert tokens[1:] == [tokenizer.token_to_id(letter) for letter in "a</s>b"]
 
 
-def test_what_cannot_be_generated_from_is_named(model: mw.Model, copy: Path):
+def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Path):
     for prompt, options, said in (
         ("x", {"max_tokens": 0}, "max_tokens 0"),
         ("x", {"top_p": 2.0}, "top_p 2"),
@@ -159,7 +159,7 @@ def test_what_cannot_be_generated_from_is_named(model: mw.Model, copy: Path):
         mw.load(copy, device="cpu")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_named(copy: Path, tmp_path: Path):
+def test_tokenizer_larger_than_model_vocabulary_is_refused(copy: Path, tmp_path: Path):
     (tmp_path / "large").mkdir()
     write_tokenizer(tmp_path / "large", "bpe", 300, None, iter(["many words, many merges " * 30]))
     shutil.copy(tmp_path / "large" / "tokenizer.json", copy / "tokenizer.json")
@@ -171,7 +171,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_named(copy: Path, tmp_pa
             model.generate("many words, many merges", chat=chat)
 
 
-def test_a_model_without_a_chat_template_is_asked_for_a_text_to_continue(model: mw.Model):
+def test_chat_without_template_asks_for_plain_prompt(model: mw.Model):
     with pytest.raises(UserError, match=r"without a chat template: give a text to be continued \(without --chat\)"):
         model.generate("Q", chat=True)
 

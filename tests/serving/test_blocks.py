@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, HashChain, count_blocks
 
 
-def test_a_chain_hashes_each_full_block_with_all_before_it():
+def test_chain_hash_covers_block_and_all_before_it():
     tokens = list(range(40))
     hashes = HashChain(tokens).hashes
     assert len(hashes) == 2 and len(set(hashes)) == 2
@@ -26,7 +26,7 @@ def test_a_chain_hashes_each_full_block_with_all_before_it():
     assert BLOCK_TOKENS == 16
 
 
-def test_released_blocks_are_found_until_they_are_needed_least_recently_released_first():
+def test_released_blocks_are_evicted_least_recently_used_first():
     pool, hashes = BlockPool(4), HashChain(range(64)).hashes
     blocks = [pool.allocate(0) for _ in range(3)]
     for block, content in zip(blocks, hashes, strict=False):
@@ -46,7 +46,7 @@ def test_released_blocks_are_found_until_they_are_needed_least_recently_released
         pool.allocate(3)  # nothing is available
 
 
-def test_a_block_of_known_content_is_not_cached_twice():
+def test_block_of_cached_content_is_not_cached_twice():
     pool, (content, *_) = BlockPool(2), HashChain(range(16)).hashes
     first, second = pool.allocate(0), pool.allocate(1)
     pool.register(first, content)
@@ -59,7 +59,7 @@ def test_a_block_of_known_content_is_not_cached_twice():
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "prefix", "fill", "release"]), st.integers(0, 99)), max_size=60))
-def test_free_cached_and_held_blocks_always_make_up_the_pool(actions: list[tuple[str, int]]):
+def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]]):
     pool, tables = BlockPool(6), {}
     chains = [HashChain([kind] * 64).hashes for kind in range(3)]
     kinds: dict[int, int] = {}

@@ -36,7 +36,7 @@ def answer(
 
 
 @given(st.data())
-def test_answer_does_not_depend_on_how_outputs_are_cut(prompts: Prompts, data: st.DataObject):
+def test_answer_is_independent_of_output_chunking(prompts: Prompts, data: st.DataObject):
     text = data.draw(st.text(alphabet="abæ日 😀", max_size=12))
     stops = data.draw(st.lists(st.text(alphabet="abæ日 ", min_size=1, max_size=3), max_size=3))
     rule = StopRule(stops, data.draw(st.booleans()))
@@ -84,7 +84,7 @@ def test_no_stop_string_ends_the_first_min_tokens(prompts: Prompts):
     assert (piece.text, piece.finish_reason) == ("aXb", "stop")
 
 
-def test_echo_places_the_tokens_of_the_prompt(prompts: Prompts):
+def test_echo_returns_positions_of_prompt_tokens(prompts: Prompts):
     tokens = prompts.encode("one two")
     results = [None, *(TokenResult(token, -0.5) for token in tokens[1:])]
     choice = Choice(0, Request("r", tuple(tokens), Sampling(max_tokens=0)), prompts, StopRule(), "one two")

@@ -92,7 +92,7 @@ def head(size: int) -> bytes:
 # --- answers
 
 
-def test_openai_client_completes_and_streams_the_same(client: openai.OpenAI):
+def test_openai_completion_equals_its_stream(client: openai.OpenAI):
     whole = client.completions.create(model="m", prompt="hello", max_tokens=50)
     assert whole.choices[0].text == "The quick brown fox"
     assert whole.choices[0].finish_reason == "stop"
@@ -108,7 +108,7 @@ def test_openai_client_completes_and_streams_the_same(client: openai.OpenAI):
     assert parts[-1].usage == whole.usage and parts[-1].choices == []
 
 
-def test_openai_client_chats_and_streams_the_same(client: openai.OpenAI):
+def test_openai_chat_equals_its_stream(client: openai.OpenAI):
     whole = client.chat.completions.create(model="m", messages=HELLO, logprobs=True, top_logprobs=2, n=2)
     assert [choice.message.content for choice in whole.choices] == ["The quick brown fox"] * 2
     content = whole.choices[1].logprobs.content
@@ -151,7 +151,7 @@ def test_echo_scores_the_prompt_as_lm_eval_asks(http: httpx.Client):
     assert none["usage"]["completion_tokens"] == 0
 
 
-def test_continuous_usage_counts_up_to_the_whole(http: httpx.Client):
+def test_continuous_usage_counts_up_to_total(http: httpx.Client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "hello", "max_tokens": 5, "stream": True, "stream_options": options}
     counts = [event["usage"]["completion_tokens"] for event in events(http.post("/v1/completions", json=body))]
@@ -198,7 +198,7 @@ def test_prompt_is_truncated_and_scored_as_vllm_does(http: httpx.Client, engine:
     assert choice["logprobs"]["tokens"][:4] == ["token_id:5", "token_id:6", "token_id:7", "token_id:8"]
 
 
-def test_llama_cpp_completion_streams_what_it_answers(http: httpx.Client):
+def test_llama_cpp_stream_concatenates_to_its_completion(http: httpx.Client):
     body = {"prompt": "hello", "n_predict": 20, "stop": ["brown"], "return_tokens": True, "n_probs": 1}
     whole = http.post("/completion", json=body).json()
     assert (whole["content"], whole["stop_type"], whole["stopping_word"]) == ("The quick ", "word", "brown")
@@ -209,7 +209,7 @@ def test_llama_cpp_completion_streams_what_it_answers(http: httpx.Client):
     assert [event["stop"] for event in told] == [False] * (len(told) - 1) + [True]
 
 
-def test_tokens_and_text_are_converted_both_ways(http: httpx.Client, prompts: Prompts):
+def test_tokens_and_text_convert_in_both_directions(http: httpx.Client, prompts: Prompts):
     tokens = prompts.encode("naïve fox", add_start=False)
     assert http.post("/tokenize", json={"content": "naïve fox"}).json()["tokens"] == tokens
     assert http.post("/tokenize", json={"prompt": "naïve fox"}).json()["tokens"] == [prompts.start, *tokens]
@@ -302,7 +302,7 @@ def test_wrong_chat_field_is_named(http: httpx.Client, change: dict[str, Any], p
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_fields_that_ask_for_nothing_are_accepted(http: httpx.Client):
+def test_neutral_request_fields_are_accepted(http: httpx.Client):
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "suffix": None, "user": "u"}
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     body = {"messages": [{"role": "user", "content": parts}], "n": 1, "best_of": 1, "metadata": {"a": "b"}, **neutral}
@@ -319,7 +319,7 @@ def test_fields_that_ask_for_nothing_are_accepted(http: httpx.Client):
     ],
     ids=lambda body: body[:24].decode(errors="replace"),
 )  # fmt: skip
-def test_body_that_is_no_json_object_is_a_clear_400(http: httpx.Client, body: bytes):
+def test_body_without_json_object_is_answered_with_400(http: httpx.Client, body: bytes):
     answer = http.post("/v1/completions", content=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
@@ -366,7 +366,7 @@ def test_request_id_is_honoured_and_returned(http: httpx.Client):
     assert len({*others, "a b" * 99}) == 3
 
 
-def test_pages_of_other_origins_are_not_allowed(http: httpx.Client):
+def test_cross_origin_pages_are_refused(http: httpx.Client):
     for origin, allowed in (("https://page.example", "https://page.example"), ("https://evil.example", None)):
         answer = http.get("/health", headers={"origin": origin})
         assert answer.headers.get("access-control-allow-origin") == allowed
@@ -421,7 +421,7 @@ def test_client_that_leaves_ends_its_requests(
     assert wait_until(lambda: not engine.running) < 1
 
 
-def test_reader_that_stands_still_is_dropped(served: tuple[FakeEngine, str], engine: FakeEngine):
+def test_stalled_client_is_disconnected(served: tuple[FakeEngine, str], engine: FakeEngine):
     """More events than sockets and buffer hold: the requests end early, and the connection breaks off."""
     large = {"messages": HELLO, "n": 8, "logprobs": True, "top_logprobs": 20, "ignore_eos": True, "stream": True}
     body = json.dumps({**large, "max_completion_tokens": 400}).encode()
@@ -468,7 +468,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("method", ["encode", "detokenizer"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_panic_of_the_tokenizer_is_an_error_of_one_request(
+def test_tokenizer_panic_is_error_of_one_request(
     http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, method: str, stream: bool
 ):
     def panic(*_: object) -> None:
@@ -529,7 +529,7 @@ def test_metrics_count_tokens_and_ends(http: httpx.Client, engine: FakeEngine):
     assert read("kv_cache_usage_perc") == 0 and read('kv_blocks{engine="0",model_name="m",state="cached"}') == 10
 
 
-def test_logits_that_are_not_finite_are_an_error_of_that_request(
+def test_non_finite_logits_are_error_of_their_request(
     http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
     async def fail(request: Request) -> AsyncIterator[Output]:

@@ -68,13 +68,13 @@ def test_port_in_use_is_one_line():
 
 
 @pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("203.0.113.1", 0), ("127.0.0.1", 70000)])
-def test_address_that_cannot_be_used_is_one_line(host: str, port: int):
+def test_unusable_address_is_one_error_line(host: str, port: int):
     with pytest.raises(UserError, match=f"cannot listen on {host} port {port}"):
         open_socket(host, port)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
-def test_headers_that_do_not_come_end_the_connection(address: tuple[str, int], sent: bytes):
+def test_header_timeout_ends_connection(address: tuple[str, int], sent: bytes):
     with socket.create_connection(address) as connection:
         connection.sendall(sent)
         assert read_all(connection) == b""
@@ -86,7 +86,7 @@ def test_headers_beyond_their_limit_end_the_connection(address: tuple[str, int])
         assert read_all(connection) == b""
 
 
-def test_idle_connection_serves_its_next_request_after_the_time_for_headers(address: tuple[str, int]):
+def test_idle_connection_survives_header_timeout(address: tuple[str, int]):
     """The time for headers does not count between requests, where the longer keep-alive time holds."""
     with httpx.Client(base_url=f"http://{address[0]}:{address[1]}") as client:
         first = client.get("/health").extensions["network_stream"]
@@ -94,7 +94,7 @@ def test_idle_connection_serves_its_next_request_after_the_time_for_headers(addr
         assert client.get("/health").extensions["network_stream"] is first
 
 
-def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_more(tmp_path: Path, repository: Path):
+def test_sigterm_finishes_requests_in_flight_and_refuses_new_ones(tmp_path: Path, repository: Path):
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=repository
     )

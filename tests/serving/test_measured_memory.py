@@ -52,7 +52,7 @@ def check(rank: RankLedger, measured: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny"])
-def test_predicted_memory_is_what_one_rank_allocates(name: str, dtype: str, tmp_path: Path):
+def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, tmp_path: Path):
     directory = write_model(tmp_path / name, small_config(name))
     (rank,) = predict(name, "", dtype)
     check(rank, measure(str(directory), "", dtype)[1])
@@ -62,7 +62,9 @@ def test_predicted_memory_is_what_one_rank_allocates(name: str, dtype: str, tmp_
     ("name", "layout"),
     [("qwen3-tiny", "tp2"), ("gpt2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")],
 )
-def test_predicted_memory_is_what_each_of_two_ranks_allocates(name: str, layout: str, two: LocalRanks, tmp_path: Path):
+def test_predicted_memory_matches_allocation_of_each_of_two_ranks(
+    name: str, layout: str, two: LocalRanks, tmp_path: Path
+):
     directory = write_model(tmp_path / name, small_config(name))
     stages = predict(name, layout, "bfloat16")
     for stage, measured in two.run(measure, str(directory), layout, "bfloat16"):

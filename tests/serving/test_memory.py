@@ -18,7 +18,7 @@ HOST = HostMemory(16 * GIB, 12 * GIB, "control group")
     ("text", "expected"),
     [("0.5", 8 * GIB), ("0.9", 12 * GIB), ("1", 12 * GIB), ("12GiB", 12 * GIB), (" 1.5 gib", 1.5 * GIB), ("3GB", 3e9)],
 )
-def test_memory_is_a_fraction_of_the_limit_or_a_size(text: str, expected: float):
+def test_memory_is_fraction_of_limit_or_size(text: str, expected: float):
     assert parse_memory(text, HOST) == int(expected)
 
 
@@ -35,12 +35,12 @@ def test_memory_is_a_fraction_of_the_limit_or_a_size(text: str, expected: float)
         ("5 parsecs", "such as 0.9"),
     ],
 )
-def test_memory_that_means_nothing_is_refused(text: str, reason: str):
+def test_invalid_memory_sizes_are_refused(text: str, reason: str):
     with pytest.raises(UserError, match=reason):
         parse_memory(text, HOST)
 
 
-def test_pool_is_bounded_by_default_and_fills_what_is_given():
+def test_kv_pool_has_default_bound_and_fills_given_memory():
     config = preset("llama-3.2-1b")
     ledger = plan_memory(config, Layout(), "bfloat16", max_length=4096, hosts=[HOST])
     assert ledger.blocks == DEFAULT_POOL // ledger.kv_block
@@ -50,7 +50,7 @@ def test_pool_is_bounded_by_default_and_fills_what_is_given():
     assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
 
 
-def test_length_is_what_fits_unless_it_is_given():
+def test_default_length_is_largest_that_fits():
     config = preset("llama-3.1-8b")
     host = HostMemory(18 * GIB, 18 * GIB, "machine")
     ledger = plan_memory(config, Layout(), "bfloat16", "1", hosts=[host])

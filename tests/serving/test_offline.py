@@ -43,7 +43,9 @@ def run_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_ranks_answer_as_one_process(four: LocalRanks, run_alone: Callable[[str], Run], name: str, layout: str):
+def test_several_ranks_answer_like_one_process(
+    four: LocalRanks, run_alone: Callable[[str], Run], name: str, layout: str
+):
     directory, alone = run_alone(name)
     config = config_from_path(directory)
     ranks = four.run(cases.run, str(directory), str(serving_layout(layout, config)))

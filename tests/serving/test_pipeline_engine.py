@@ -93,7 +93,7 @@ def run_rank(layout: str, seeds: list[int]) -> list[dict[str, tuple[list[int], s
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("pp2", "two"), ("pp4", "four"), ("tp2:nosp pp2", "four")])
-def test_pipeline_answers_as_one_engine(request: pytest.FixtureRequest, layout: str, ranks: str):
+def test_pipeline_answers_like_one_engine(request: pytest.FixtureRequest, layout: str, ranks: str):
     pool: LocalRanks = request.getfixturevalue(ranks)
     seeds = [1, 2, 3]
     expected = [run_engine(Engine(FakeRunner(0, 1), make_scheduler(1)), seed) for seed in seeds]  # type: ignore
@@ -101,7 +101,7 @@ def test_pipeline_answers_as_one_engine(request: pytest.FixtureRequest, layout: 
     assert pool.run(run_rank, layout, seeds) == [expected] * pool.world_size
 
 
-def test_steady_state_computes_the_batch_that_left_the_stage_before_one_slot_earlier():
+def test_steady_state_computes_previous_stages_batch_next_slot():
     for stages in (2, 3, 5, 8):
         for stage in range(stages):
             steps = [step for group in steady_state(stages, stage) for step in group]

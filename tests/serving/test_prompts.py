@@ -32,7 +32,7 @@ def sentencepiece() -> Prompts:
     return Prompts(tokenizer, start=0, ends=[0], vocabulary=len(vocabulary), max_length=64)
 
 
-def test_text_begins_with_the_start_token_and_spells_no_special_token(prompts: Prompts):
+def test_prompt_has_start_token_and_no_special_text(prompts: Prompts):
     (end,) = prompts.ends
     tokens = prompts.encode("a<|endoftext|>b")
     assert tokens[0] == prompts.start == end
@@ -41,7 +41,7 @@ def test_text_begins_with_the_start_token_and_spells_no_special_token(prompts: P
     assert prompts.encode("a<|endoftext|>b", add_start=False) == tokens[1:]
 
 
-def test_bytes_of_tokens_join_to_the_bytes_of_the_text(prompts: Prompts, sentencepiece: Prompts):
+def test_token_bytes_concatenate_to_text_bytes(prompts: Prompts, sentencepiece: Prompts):
     for one, text in ((prompts, SAMPLE), (sentencepiece, " some señor 日本")):
         tokens = one.encode(text, add_start=False)
         assert b"".join(map(one.token_bytes, tokens)) == text.encode()
@@ -69,7 +69,7 @@ def test_empty_prompt_is_refused(sentencepiece: Prompts):
             use()
 
 
-def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(prompts: Prompts, monkeypatch: pytest.MonkeyPatch):
+def test_oversized_text_is_refused_before_tokenization(prompts: Prompts, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompts, "_encoder", None)
     with pytest.raises(UserError, match="10,000,000 characters, which are more than the 512 tokens"):
         prompts.encode("x" * 10**7)
@@ -85,7 +85,7 @@ def test_conversation_is_encoded_by_the_template(prompts: Prompts):
     assert prompts.decode(tokens, skip_special=False) == prompts.render_chat(turns)
 
 
-def test_conversation_that_the_template_refuses_is_an_error_of_the_user(prompts: Prompts):
+def test_conversation_refused_by_template_is_user_error(prompts: Prompts):
     with pytest.raises(UserError, match="no place for a message of the role tool"):
         prompts.encode_chat([Message("tool", "x")])
 

@@ -109,7 +109,7 @@ def shared(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> It
     loop.run(server.__aexit__(None, None, None))
 
 
-def test_answers_are_those_of_each_request_alone(loop: asyncio.Runner, shared: Replicas):
+def test_batched_answers_equal_isolated_requests(loop: asyncio.Runner, shared: Replicas):
     assert shared.state == "ready"
     before = shared.stats()[0].get("steps", 0)
     loop.run(collect_all(shared, [make_request(f"r{n}", n + 1, n) for n in range(8)]))
@@ -177,7 +177,7 @@ def test_requests_of_a_lost_replica_continue_on_another(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_request_that_ends_its_rank_each_time_fails_alone(tmp_path: Path):
+def test_request_that_repeatedly_kills_its_rank_fails_alone(tmp_path: Path):
     async def run() -> None:
         async with running(tmp_path) as replicas:
             outputs = replicas.submit(make_request("bad", KILL_ALWAYS))
@@ -242,7 +242,7 @@ def test_ranks_that_cannot_start_are_an_error(
     asyncio.run(run())
 
 
-def test_cancelled_request_ends_and_frees_its_place(loop: asyncio.Runner, shared: Replicas):
+def test_cancelled_request_ends_and_frees_its_slot(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
         long = [shared.submit(make_request(name, tokens=10_000)) for name in ("long", "longer")]
         for outputs in long:
@@ -271,7 +271,7 @@ def test_slow_reader_gets_its_outputs_merged(loop: asyncio.Runner, shared: Repli
     loop.run(run())
 
 
-def test_queue_refuses_what_exceeds_its_limits(loop: asyncio.Runner, shared: Replicas):
+def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: Replicas):
     async def run() -> None:
         replies = []
         for number in range(5):

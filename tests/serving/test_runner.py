@@ -83,7 +83,7 @@ def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int =
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(name: str, build: Build, directories: Callable[[str], Path]):
+def test_greedy_tokens_match_transformers(name: str, build: Build, directories: Callable[[str], Path]):
     runner = build(directories(name))
     prompts, count = (PROMPTS[:2], 4) if runner.version.startswith("torch") else (PROMPTS, 8)  # torch is slow
     model = transformers.AutoModelForCausalLM.from_pretrained(directories(name), dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, build: Build, direct
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_the_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
+def test_logits_match_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
     model, _ = load_huggingface(directories(name))
     tokens = np.random.default_rng(1).integers(0, 256, 25).tolist()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_logits_are_those_of_the_training_forward(name: str, build: Build, direc
 
 
 @pytest.mark.parametrize(("build", "name", "dtype"), INVARIANT, indirect=["build"])
-def test_bits_of_a_token_depend_on_its_sequence_alone(
+def test_logit_bits_depend_only_on_own_sequence(
     name: str, dtype: str, build: Build, directories: Callable[[str], Path]
 ):
     """Not on chunks, KV blocks, other sequences of the step or the number of threads."""
@@ -120,7 +120,7 @@ def test_bits_of_a_token_depend_on_its_sequence_alone(
 
 
 @pytest.mark.parametrize(("build", "name"), LOADED, indirect=["build"])
-def test_answers_do_not_depend_on_load_budget_or_prefix_hits(
+def test_answers_are_independent_of_load_budget_and_prefix_hits(
     name: str, build: Build, directories: Callable[[str], Path]
 ):
     runner = build(directories(name))

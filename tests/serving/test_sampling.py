@@ -96,7 +96,7 @@ def test_each_draw_is_the_quantile_of_the_distribution(size: int):
             assert below - 1e-6 <= uniform <= sums[rank] + 1e-6
 
 
-def test_draws_are_uniform_and_a_function_of_seed_choice_and_position():
+def test_draws_are_uniform_functions_of_seed_and_position():
     draws = {(s, c, p): draw_uniform(s, c, p) for s in (-(2**63), 0, 1) for c in range(20) for p in range(50)}
     assert len(set(draws.values())) == len(draws)
     assert all(0 <= value < 1 for value in draws.values())
@@ -119,7 +119,7 @@ def test_a_tiny_temperature_is_greedy():
     assert found == {int(LOGITS.argmax())}
 
 
-def test_log_probabilities_are_those_of_the_unmodified_logits():
+def test_log_probabilities_use_unmodified_logits():
     sampling = Sampling(temperature=0.5, top_k=3, logit_bias={9: 50.0}, logprobs=5, seed=3)
     result = sample(LOGITS, sampling)
     wide = LOGITS.astype(np.longdouble)
@@ -135,7 +135,7 @@ def test_log_probabilities_are_those_of_the_unmodified_logits():
     assert sample(LOGITS, Sampling()).logprob is None
 
 
-def test_a_row_does_not_depend_on_the_others_or_on_its_place():
+def test_sampled_row_is_independent_of_batch_and_alignment():
     rows = np.random.default_rng(2).standard_normal((7, 4097)).astype(np.float32)
     for options in OPTIONS:
         sampling = Sampling(**{"temperature": 1.0, **options, "logprobs": 2, "stop_tokens": frozenset([1])})

@@ -104,7 +104,7 @@ def requests(draw) -> list[Request]:
     window=st.sampled_from([None, None, 1, 10, 40]),
     share=st.sampled_from([0.0, 0.5]),
 )
-def test_every_answer_equals_the_request_alone_and_no_block_is_lost(
+def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     wanted: list[Request],
     arrivals: list[int],
     cancels: dict[int, int],
@@ -185,7 +185,7 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("known", [1, 17, 39])
-def test_replayed_tokens_are_continued_as_if_nothing_had_happened(known: int, window: int | None):
+def test_replayed_sequences_continue_unchanged(known: int, window: int | None):
     sampling = Sampling(
         temperature=1.0, seed=3, max_tokens=40, frequency_penalty=0.5, min_tokens=38, logprobs=1, prompt_logprobs=1
     )
@@ -197,7 +197,7 @@ def test_replayed_tokens_are_continued_as_if_nothing_had_happened(known: int, wi
     assert (rest.reason, rest.prompt) == (alone.reason, None)
 
 
-def test_decoding_sequences_come_first_and_prompts_fill_the_token_budget():
+def test_decoding_sequences_come_first_and_prompts_fill_token_budget():
     scheduler, runner = make(token_budget=20)
     scheduler.add(Request("short", prompt(5), Sampling(max_tokens=30)))
     step(scheduler, runner)
@@ -238,7 +238,7 @@ def test_lower_priority_numbers_are_admitted_first_then_earlier_arrivals():
     assert list(finish(scheduler, runner)) == ["d", "b", "a", "c"]
 
 
-def test_a_cancelled_request_frees_its_blocks_by_the_next_step():
+def test_cancelled_request_frees_blocks_by_next_step():
     scheduler, runner = make()
     for name in "ab":
         scheduler.add(Request(name, prompt(40, ord(name)), Sampling(max_tokens=20)))
@@ -280,7 +280,7 @@ def test_blocks_behind_the_window_are_freed():
     assert held <= 4
 
 
-def test_logits_rows_are_bounded_and_every_prompt_token_gets_its_result():
+def test_logits_rows_are_bounded_and_cover_every_prompt_token():
     scheduler, runner = make(logit_rows=6)
     scheduler.add(Request("a", prompt(40), Sampling(max_tokens=0, prompt_logprobs=0)))
     scheduler.add(Request("b", prompt(9), Sampling(max_tokens=3)))
@@ -336,7 +336,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
 
 @pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}, {"repetition_penalty": 1.2}])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_finite_end_their_own_request_alone(options: dict[str, float], value: float):
+def test_non_finite_logits_end_only_their_own_request(options: dict[str, float], value: float):
     scheduler, runner = make()
     damaged = Request("damaged", tuple(range(40)), Sampling(max_tokens=5, **options))
     sound = Request("sound", tuple(range(1, 30)), Sampling(max_tokens=5))

@@ -99,7 +99,7 @@ def test_server_of_several_ranks(stories: Path):
 
 
 @pytest.mark.slow
-def test_ranks_that_others_start_serve_too(stories: Path):
+def test_externally_started_ranks_serve(stories: Path):
     """As torchrun starts them: one process for each rank, of which rank 0 serves HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

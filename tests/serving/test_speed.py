@@ -39,7 +39,7 @@ def test_noise_and_outliers_leave_the_prediction_within_a_tenth(seed: int):
 
 
 @pytest.mark.parametrize("slowdown", [3.0, 0.3])
-def test_a_lasting_change_of_speed_is_learnt_within_150_steps(slowdown: float):
+def test_lasting_speed_change_is_learnt_within_150_steps(slowdown: float):
     numbers, times = random.Random(1), StepTimes()
     for factor, count in ((1.0, 200), (slowdown, 150)):
         for tokens, keys in steps(numbers, count):
@@ -77,7 +77,7 @@ def simulate_wait(times: StepTimes, running: list[Work], waiting: list[Work], pl
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_predicted_wait_is_within_a_fifth_of_a_simulation_of_every_step(seed: int):
+def test_predicted_wait_is_within_20_percent_of_simulation(seed: int):
     numbers, times = random.Random(seed), StepTimes()
     for tokens, keys in steps(numbers, 200):
         times.observe(seconds_of(tokens, keys), tokens, keys)

@@ -40,7 +40,7 @@ def stream(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> list[s
     return [*pieces, text.rest()]
 
 
-def test_pieces_are_whole_characters_and_together_the_text(tokenizer: Tokenizer):
+def test_streamed_text_has_whole_characters_and_concatenates(tokenizer: Tokenizer):
     tokens = tokenizer.encode(SAMPLE, add_special_tokens=False).ids
     pieces = stream(tokenizer, [], tokens)
     assert "".join(pieces) == SAMPLE
@@ -50,12 +50,12 @@ def test_pieces_are_whole_characters_and_together_the_text(tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_bytes_that_are_no_text_come_out_as_decoding_at_once_shows_them(tokenizer: Tokenizer, seed: int):
+def test_invalid_utf8_streams_as_decoded_at_once(tokenizer: Tokenizer, seed: int):
     tokens = random.Random(seed).choices(range(256), k=60)
     assert "".join(stream(tokenizer, [], tokens)) == tokenizer.decode(tokens)
 
 
-def test_a_text_that_breaks_off_inside_a_character_shows_it_at_the_end(tokenizer: Tokenizer):
+def test_text_ending_inside_character_flushes_it(tokenizer: Tokenizer):
     tokens = list(tokenizer.encode("ok 🏳", add_special_tokens=False).ids)[:-1]
     pieces = stream(tokenizer, [], tokens)
     assert "".join(pieces[:-1]) == "ok "
@@ -77,7 +77,7 @@ def test_special_tokens_are_not_shown():
     assert "".join(stream(tokenizer, [0], [*tokens, *tokens])) == "one one"
 
 
-def test_a_long_text_costs_no_more_a_token_than_a_short_one():
+def test_text_cost_per_token_is_independent_of_length():
     tokenizer = fallback_tokenizer()
     text = IncrementalDetokenizer(tokenizer)
     longest = 0
@@ -109,7 +109,7 @@ def show(text: str, stop: list[str], min_tokens: int = 0) -> tuple[str, str | No
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text("ab", max_size=30), stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-def test_visible_text_ends_before_the_stop_string_that_is_complete_first(text: str, stop: list[str]):
+def test_visible_text_ends_before_first_completed_stop_string(text: str, stop: list[str]):
     shown, stopped_by, pieces = show(text, stop)
     ends = [text.find(each) + len(each) for each in stop if each in text]
     if not ends:
@@ -122,7 +122,7 @@ def test_visible_text_ends_before_the_stop_string_that_is_complete_first(text: s
     assert not any(each in shown for each in stop)
 
 
-def test_text_that_may_become_a_stop_string_is_held_back_until_it_cannot():
+def test_possible_stop_string_is_held_back_until_decided():
     assert show("a<ende", ["<end>"])[2] == ["a", "", "", "", "", "<ende"]
     assert show("a<en", ["<end>"])[0] == "a<en"  # shown at the end
     assert show("a<<end>", ["<end>"])[0] == "a<"
@@ -133,7 +133,7 @@ def test_the_text_of_min_tokens_tokens_is_not_searched():
     assert show("ab ab", ["ab"], min_tokens=9)[:2] == ("ab ab", None)
 
 
-def test_offsets_are_where_the_characters_of_each_token_begin():
+def test_text_offsets_point_to_first_character_of_token():
     tokenizer = fallback_tokenizer()
     tokens = tokenizer.encode("a señor x", add_special_tokens=False).ids
     answer = AnswerText(IncrementalDetokenizer(tokenizer), ["or x"])

@@ -58,7 +58,7 @@ def test_a_missing_tensor_and_an_encoder_are_named(tmp_path: Path):
         RankWeights(directory, Mesh.single())
 
 
-def test_a_rank_whose_slice_of_the_vocabulary_is_all_padding_has_zeros(tmp_path: Path):
+def test_all_padding_vocabulary_shard_is_zero(tmp_path: Path):
     directory = write_model(tmp_path, small_config("llama-tiny", vocabulary=5))
     whole = RankWeights(directory, Mesh.single()).read("embedding.weight", torch.float32).clone()
     slices = []

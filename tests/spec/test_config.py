@@ -54,7 +54,7 @@ def test_the_families_are_the_published_names():
     assert set(FAMILIES) - runnable == {"bloom", "gemma2", "nemotron"}
 
 
-def test_both_spellings_of_rope_say_the_same():
+def test_both_spellings_of_rope_are_equivalent():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 16
     fourth = read(LLAMA, rope_theta=5e5, rope_scaling=scaling)
@@ -174,7 +174,7 @@ def test_gpt2_intermediate_is_four_times_hidden_unless_said():
         ({**GPT2, "n_head": 5}, '"n_embd" 48 is not a multiple of "n_head" 5'),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(config: dict[str, Any], said: str):
+def test_unsupported_config_features_are_refused_by_name(config: dict[str, Any], said: str):
     with pytest.raises(UserError) as error:
         config_from_huggingface(config, where="some/config.json")
     assert said in str(error.value)
@@ -182,7 +182,7 @@ def test_what_cannot_be_computed_is_refused_by_name(config: dict[str, Any], said
     assert "\n" not in str(error.value)
 
 
-def test_a_family_does_not_lend_itself_to_what_it_never_has():
+def test_fixed_family_fields_cannot_be_changed():
     with pytest.raises(UserError, match="gated is always True in family llama"):
         dataclasses.replace(read(LLAMA), gated=False)
     with pytest.raises(UserError, match="sliding_window is always None in family llama"):
@@ -194,7 +194,7 @@ def test_a_file_is_read_from_its_directory_too(tmp_path):
     assert config_from_path(tmp_path) == config_from_path(tmp_path / "config.json") == read(LLAMA)
 
 
-def test_files_that_hold_no_configuration_are_named(tmp_path):
+def test_files_without_configuration_are_named(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         config_from_path(tmp_path)

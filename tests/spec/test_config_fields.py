@@ -47,7 +47,7 @@ def configuration(family: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_of_the_configuration_class_of_transformers_is_in_the_table(family: str):
+def test_every_transformers_config_field_is_in_table(family: str):
     table = field_table(family)
     known = table.read | table.ignored | set(table.neutral)
     assert set(configuration(family)) <= known, "decide of each new field whether it changes what is computed"
@@ -57,7 +57,7 @@ def test_every_field_of_the_configuration_class_of_transformers_is_in_the_table(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_lists_what_is_read_and_nothing_else(family: str):
+def test_field_table_lists_exactly_the_fields_read(family: str):
     looked_at = set[str]()
     for changes in ({}, {"layer_types": None}, {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}):
         if changes and not changes.keys() <= field_table(family).read:
@@ -113,7 +113,7 @@ def test_presets_and_written_configurations_hold_known_fields_only():
         (GPT2, "attention_bias", False, True),
     ],
 )
-def test_a_field_that_changes_the_computation_is_accepted_at_its_neutral_value_alone(
+def test_computation_changing_field_is_accepted_only_at_neutral_value(
     base: dict[str, Any], field: str, neutral: object, other: object
 ):
     with warnings.catch_warnings():
@@ -126,7 +126,7 @@ def test_a_field_that_changes_the_computation_is_accepted_at_its_neutral_value_a
 
 
 @pytest.mark.parametrize("kind", ["default", None])
-def test_a_key_of_plain_rope_that_is_not_known_is_refused(kind: str | None):
+def test_unknown_plain_rope_key_is_refused(kind: str | None):
     with pytest.raises(UserError, match='unknown key "mrope_section" for RoPE scaling "default"'):
         config_from_huggingface({**LLAMA, "rope_scaling": {"rope_type": kind, "mrope_section": [16, 24, 24]}})
 
@@ -138,7 +138,7 @@ def test_a_key_of_plain_rope_that_is_not_known_is_refused(kind: str | None):
         (GPT2, "n_special", 0), (GPT2, "predict_special_tokens", True),
     ],
 )  # fmt: skip
-def test_fields_of_published_configurations_that_change_nothing_raise_no_warning(base, field: str, value: object):
+def test_published_config_fields_without_effect_raise_no_warning(base, field: str, value: object):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert config_from_huggingface({**base, field: value}) == config_from_huggingface(base)

@@ -58,7 +58,7 @@ def held(table: ParameterTable, tensor: str, layout: Layout, tp: int) -> numpy.n
 
 
 @configs
-def test_the_ranks_boxes_tile_every_row_with_the_stated_replicas(config: ModelConfig):
+def test_slices_of_ranks_tile_every_parameter_with_stated_replicas(config: ModelConfig):
     table = parameter_table(config)
     for tp, row in itertools.product(TENSOR_SIZES, table.rows):
         layout = Layout(tp=tp)
@@ -73,7 +73,7 @@ def test_the_ranks_boxes_tile_every_row_with_the_stated_replicas(config: ModelCo
     "layout", ["dp2 ep2", "tp4 ep2", "tp2 dp2 ep2:etp2", "dp4 ep1:etp2", "dp8 ep4:etp2", "tp8 ep8"]
 )
 @pytest.mark.parametrize("name", ["mixtral-tiny", "dots1-tiny"])
-def test_each_block_of_expert_ranks_holds_every_expert_once(name: str, layout: str):
+def test_each_expert_group_holds_every_expert_once(name: str, layout: str):
     config, parsed = dataclasses.replace(preset(name), experts=8), Layout.parse(layout)
     table = parameter_table(config)
     block = parsed.ep * parsed.etp
@@ -89,7 +89,7 @@ def test_each_block_of_expert_ranks_holds_every_expert_once(name: str, layout: s
         assert row.gradient_axes(parsed) == ("expert_data",) and row.replicas(parsed) == 1
 
 
-def test_a_rank_holds_its_experts_one_after_the_other():
+def test_rank_holds_consecutive_experts():
     """Written from the definition: experts [p E / ep, (p + 1) E / ep), of each its columns of gate, then of up."""
     config, layout = dataclasses.replace(preset("mixtral-tiny"), experts=6), Layout.parse("dp4 ep2:etp2")
     table, width = parameter_table(config), config.expert_intermediate
@@ -104,7 +104,7 @@ def test_a_rank_holds_its_experts_one_after_the_other():
 
 
 @configs
-def test_neighbouring_ranks_share_what_is_replicated(config: ModelConfig):
+def test_neighbouring_ranks_share_replicated_parameters(config: ModelConfig):
     table = parameter_table(config)
     for tp, row in itertools.product(TENSOR_SIZES, table.rows):
         layout = Layout(tp=tp)
@@ -126,7 +126,7 @@ def test_only_the_vocabulary_is_padded(config: ModelConfig):
 
 
 @configs
-def test_one_rank_holds_its_rows_one_after_the_other(config: ModelConfig):
+def test_one_rank_holds_parameters_consecutively(config: ModelConfig):
     table = parameter_table(config)
     for tensor in table.tensors:
         whole = held(table, tensor.name, Layout(), 0)
@@ -137,7 +137,7 @@ def test_one_rank_holds_its_rows_one_after_the_other(config: ModelConfig):
 
 @pytest.mark.parametrize("tp", TENSOR_SIZES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_a_rank_holds_the_key_value_heads_of_its_query_heads(family: str, tp: int):
+def test_rank_holds_kv_heads_of_its_query_heads(family: str, tp: int):
     """Written from the definition: query head j reads key-value head j // (heads / kv_heads)."""
     config = ODD[family]
     table = parameter_table(config)
@@ -157,7 +157,7 @@ def test_a_rank_holds_the_key_value_heads_of_its_query_heads(family: str, tp: in
 
 
 @pytest.mark.parametrize("tp", TENSOR_SIZES)
-def test_gate_and_up_are_cut_one_by_one(tp: int):
+def test_gate_and_up_projections_are_sharded_separately(tp: int):
     config = ODD["llama"]
     table = parameter_table(config)
     gate, up = numpy.split(numpy.arange(2 * config.intermediate * config.hidden).reshape(-1, config.hidden), 2)
@@ -201,7 +201,7 @@ def test_names_are_unique_and_every_part_is_somewhere(config: ModelConfig):
 
 
 @configs
-def test_flat_buffers_put_what_decays_first_and_leave_no_gap(config: ModelConfig):
+def test_flat_buffers_order_decayed_parameters_first_without_gaps(config: ModelConfig):
     table = parameter_table(config)
     for layout, unit in itertools.product((Layout(), Layout(tp=4)), table.units):
         at = 0
@@ -226,7 +226,7 @@ def test_matrices_decay_and_vectors_do_not(config: ModelConfig):
         assert row.decay == row.name.endswith("weight") or "norm" in row.name or ".ln_" in row.name
 
 
-def test_values_begin_as_gpt2_began():
+def test_initial_values_follow_gpt2():
     table = parameter_table(ODD["gpt2"])
     residual = 0.02 / math.sqrt(2 * 3)
     for name, kind, std in (
@@ -271,11 +271,11 @@ def axes_of(config: ModelConfig, name: str, layout: str) -> tuple[str, ...]:
         ("gpt2", "transformer.wte.weight", "dp2", ("data",)),
     ],
 )
-def test_gradients_are_summed_over_the_ranks_that_hold_parts_of_them(family, name, layout, axes):
+def test_gradients_are_summed_over_ranks_with_partial_gradients(family, name, layout, axes):
     assert axes_of(ODD[family], name, layout) == axes
 
 
-def test_the_largest_preset_has_its_table_in_a_moment():
+def test_largest_preset_table_is_built_quickly():
     largest = max(PRESETS.values(), key=lambda entry: entry.config.layers)
     table = parameter_table(largest.config)
     assert len(table.rows) == 3 + 9 * 126

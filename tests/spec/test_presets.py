@@ -12,7 +12,7 @@ from meshwright.spec.presets import PRESETS, preset
 PUBLISHED = {name: entry.parameters for name, entry in PRESETS.items() if entry.parameters is not None}
 
 
-def test_the_figures_of_the_model_pages_are_in_the_data():
+def test_preset_data_match_figures_of_model_pages():
     """A few totals that anyone can look up, so that the data and the table cannot be wrong together."""
     for name, parameters in {
         "gpt2": 124_439_808,
@@ -35,7 +35,7 @@ def test_the_figures_of_the_model_pages_are_in_the_data():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_table_counts_what_was_published(name: str):
+def test_table_matches_published_parameter_counts(name: str):
     assert parameter_table(preset(name)).numel == PUBLISHED[name]
 
 
@@ -51,21 +51,21 @@ def test_the_table_counts_what_was_published(name: str):
         ("dots-llm1", 14),
     ],
 )
-def test_active_parameters_are_those_that_were_published(name: str, billions: float):
+def test_active_parameters_match_published_counts(name: str, billions: float):
     assert parameter_table(preset(name)).active_numel / 1e9 == pytest.approx(billions, rel=0.03)
     assert parameter_table(preset("llama-3-8b")).active_numel == PUBLISHED["llama-3-8b"]
 
 
-def test_gpt3_is_within_a_third_of_a_percent_of_its_rounded_figure():
+def test_gpt3_is_within_third_of_percent_of_rounded_count():
     assert parameter_table(preset("gpt3-175b")).numel == pytest.approx(175.0e9, rel=1 / 300)
 
 
-def test_our_own_sizes_say_in_their_name_what_they_weigh():
+def test_own_preset_names_match_their_parameter_counts():
     for name, parameters in {"llama-3m": 3e6, "llama-30m": 30e6, "llama-125m": 125e6, "llama-1b": 1.1e9}.items():
         assert parameter_table(preset(name)).numel == pytest.approx(parameters, rel=0.1)
 
 
-def test_every_preset_says_where_it_is_from_and_can_be_written_or_says_why_not():
+def test_every_preset_has_source_and_writes_config_or_reason():
     for name, entry in PRESETS.items():
         assert entry.source, name
         if entry.config.planning_only is None:

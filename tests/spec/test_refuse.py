@@ -51,7 +51,7 @@ TINY = preset("llama-tiny")  # 3 layers, 8 heads, 4 key-value heads, intermediat
         ("gpt2-tiny", "dp1", 1, 513, None, "sequence 513 is longer than the model's 512 positions"),
     ],
 )
-def test_what_does_not_fit_is_refused_even_in_a_plan(model, layout, batch, sequence, world_size, said):
+def test_impossible_layouts_are_refused_even_when_planning(model, layout, batch, sequence, world_size, said):
     with pytest.raises(UserError) as error:
         refuse(Layout.parse(layout), preset(model), batch, sequence, world_size, planning=True)
     assert said in str(error.value)
@@ -71,7 +71,7 @@ def test_a_vocabulary_too_small_for_a_slice_a_rank():
         refuse(Layout(tp=8), config, 1, planning=True)
 
 
-def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
+def test_indivisible_kv_heads_and_ranks_are_refused():
     config = dataclasses.replace(TINY, hidden=48, heads=12, kv_heads=6, head_dim=4)
     with pytest.raises(UserError, match="cp4:ulysses and the 6 key-value heads do not divide each other: .* cp4 needs"):
         refuse(Layout(cp=4, cp_method="ulysses"), config, 1, planning=True)
@@ -89,14 +89,14 @@ def test_key_value_heads_and_ranks_that_do_not_divide_each_other():
         ("llama-tiny", "dp1 fp8", "cannot run this precision yet"),
     ],
 )
-def test_what_this_version_cannot_run_can_still_be_planned(model: str, layout: str, said: str):
+def test_layouts_that_cannot_run_can_still_be_planned(model: str, layout: str, said: str):
     refuse(Layout.parse(layout), preset(model), 1, 512, planning=True)
     with pytest.raises(UserError) as error:
         refuse(Layout.parse(layout), preset(model), 1, 512)
     assert said in str(error.value)
 
 
-def test_rotary_positions_can_be_planned_beyond_what_the_model_was_made_for():
+def test_rotary_positions_beyond_training_length_can_be_planned():
     refuse(Layout(), preset("llama-2-7b"), 1, 32768, planning=True)
     with pytest.raises(UserError, match="sequence 32768 is longer than the model's 4096 positions"):
         refuse(Layout(), preset("llama-2-7b"), 1, 32768)
@@ -105,12 +105,12 @@ def test_rotary_positions_can_be_planned_beyond_what_the_model_was_made_for():
 @pytest.mark.parametrize(
     "layout", ["dp1", "dp2 zero1", "dp4 zero3 hs2 mb2 ac:full", "dp2 zero2 bf16", "dp2 zero3 tp4:nosp", "dp2 tp2 cp4"]
 )
-def test_what_this_version_runs_is_let_through(layout: str):
+def test_runnable_layouts_are_accepted(layout: str):
     parsed = Layout.parse(layout)
     refuse(parsed, TINY, 8, 512, parsed.world_size)
 
 
-def test_whatever_tp_is_let_through_the_table_can_cut():
+def test_every_accepted_tp_can_shard_the_table():
     for name in ("llama-tiny", "qwen3-tiny", "gpt2-tiny", "llama-3.2-1b", "qwen2.5-0.5b", "gpt2-xl"):
         config = dataclasses.replace(preset(name), layers=1)
         table = parameter_table(config)

@@ -32,7 +32,7 @@ def times(name: str, ranks: int, count: int, sequence: int = 1024, recompute: st
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b-v0.1"])
-def test_all_steps_together_last_as_long_as_training_has_operations(name: str, recompute: str):
+def test_stage_times_sum_to_all_training_operations(name: str, recompute: str):
     config = preset(name)
     ratio = training_flops_per_token(config, 1024, recompute=recompute)
     ratio /= sum(forward_flops_per_token(config, 1024).values())
@@ -42,7 +42,7 @@ def test_all_steps_together_last_as_long_as_training_has_operations(name: str, r
         assert found.sum() == pytest.approx(4 * ratio, abs=3 * count * ROUNDING)
 
 
-def test_attention_has_no_weight_gradients_and_the_head_none_that_wait():
+def test_attention_and_head_have_no_deferred_weight_gradients():
     config = dataclasses.replace(preset("gpt2"), layers=4)
     forward, inputs, weights = times("gpt2", 4, 4)[:, :-1].mean(axis=1)
     flops = layer_flops(config, 0, 1024)
@@ -55,7 +55,7 @@ def test_attention_has_no_weight_gradients_and_the_head_none_that_wait():
     )
 
 
-def test_a_heavy_head_long_rows_and_recomputation_change_the_times():
+def test_head_sequence_length_and_recomputation_change_stage_times():
     small = times("gpt2", 4, 4)
     assert small[0, -1] > 1.3 * small[0, 0]  # 50257 tokens beside layers of 768 numbers
     longer = times("gpt2", 4, 4, sequence=8192)
@@ -63,13 +63,13 @@ def test_a_heavy_head_long_rows_and_recomputation_change_the_times():
     assert times("gpt2", 4, 4, recompute="full")[1, 0] == pytest.approx(small[1, 0] + small[0, 0], abs=2 * ROUNDING)
 
 
-def test_sums_of_times_are_exact_so_that_every_processor_finds_the_same():
+def test_time_sums_are_exact_on_every_processor():
     found = times("llama-3-8b", 4, 8) * 1024
     assert (found == found.round()).all()
 
 
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "pp4:auto mb8"), ("llama-3-8b", "pp4:auto mb8 ac:full")])
-def test_the_program_for_a_model_is_faster_on_its_stages_than_that_for_even_ones(name: str, layout: str):
+def test_program_for_model_beats_program_for_even_stages(name: str, layout: str):
     parsed, config = Layout.parse(layout), preset(name)
     stage_times = StageTimes(config, parsed.pp, 1024, parsed.recompute)
 
@@ -79,25 +79,25 @@ def test_the_program_for_a_model_is_faster_on_its_stages_than_that_for_even_ones
     assert makespan(program_for(parsed, config, 1024)) < makespan(program_of(parsed))
 
 
-def test_a_model_of_few_layers_gets_no_more_stages_than_those():
+def test_shallow_model_gets_at_most_one_stage_per_layer():
     config = dataclasses.replace(preset("gpt2"), layers=5)
     assert program_for(Layout.parse("pp4:auto mb8"), config, 1024).stages == 4
     assert StageTimes(config, 4, 1024)(8) is None
 
 
-def test_named_schedules_are_the_same_for_every_model():
+def test_named_schedules_are_independent_of_model():
     layout = Layout.parse("pp4:zb-v mb8")
     assert program_for(layout, preset("gpt2"), 1024) is program_of(layout)
 
 
-def test_the_prediction_of_bytes_has_the_program_of_the_model():
+def test_byte_prediction_uses_program_of_model():
     layout, config = Layout.parse("pp4:auto mb8"), preset("gpt2")
     step = _Step(config, layout, Work(batch=8, sequence=1024), 0)
     assert step.program.steps == with_transfers(program_for(layout, config, 1024)).steps
     assert step.program.steps != with_transfers(program_of(layout)).steps
 
 
-def test_whoever_has_a_model_asks_for_its_program(repository: Path):
+def test_modules_with_model_request_its_program(repository: Path):
     """Without one ask only `verify`, how deep a model is to be made for a program, and who trains a foreign module."""
     asking = set()
     for path in (repository / "src" / "meshwright").rglob("*.py"):

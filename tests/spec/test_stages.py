@@ -28,7 +28,7 @@ def all_cuts(config, count: int):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 9])
-def test_no_other_cut_is_more_even(name: str, count: int):
+def test_pipeline_partition_is_the_most_even(name: str, count: int):
     """Uneven models: a head worth several layers, windows in every other layer, few layers."""
     for layers, vocabulary in ((9, 499), (9, 400_000), (10, 50_000)):
         config, windowed = preset(name), preset(name).windowed_layers
@@ -48,7 +48,7 @@ def test_no_other_cut_is_more_even(name: str, count: int):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 31, 32])
-def test_stages_cover_all_layers_in_turn_and_none_is_empty(count: int):
+def test_stages_cover_all_layers_in_order_without_empty_ones(count: int):
     config = preset("llama-3-8b")
     found = stages_of(config, count, 8192)
     assert [stage.index for stage in found] == list(range(count))
@@ -65,7 +65,7 @@ def test_a_head_worth_layers_shortens_the_last_stage():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
-def test_units_of_the_stages_are_those_of_the_table(name: str):
+def test_units_of_stages_match_parameter_table(name: str):
     config = preset(name)
     table = parameter_table(config)
     assert units_of(table, whole_model(config)) == table.units

@@ -75,7 +75,7 @@ def test_span_offsets_count_characters_of_exported_text(record: dict):
     assert sorted((prodigy["text"][s["start"] : s["end"]], s["label"]) for s in prodigy["spans"]) == expected
 
 
-def test_rows_of_doccano_have_the_keys_of_its_three_projects():
+def test_rows_of_doccano_have_keys_of_its_three_projects():
     record = replace_annotation(
         ODD, Annotation((), ("commissive",), False, True, (Span("response", 0, 5, "commissive"),))
     )
@@ -193,7 +193,7 @@ def test_prodigy_span_tokens_are_dropped():
     assert record["annotation"] == {"spans": spans, "by": "prodigy"}
 
 
-def test_rejected_and_ignored_answers_change_nothing():
+def test_rejected_and_ignored_annotations_change_nothing():
     records = [{**PLAIN, "n": n} for n in range(5)]
     rows = rows_of(records, "prodigy", "classify")
     rows[0]["answer"], rows[1]["answer"] = "reject", "ignore"
@@ -207,7 +207,7 @@ def test_rejected_and_ignored_answers_change_nothing():
     assert [record["n"] for record in kept] == [1, 2, 3, 4] and summary["left_out"] == 1
 
 
-def test_a_row_without_labels_is_unlabelled_in_doccano_unless_it_went_out_with_some():
+def test_unlabelled_doccano_row_clears_only_exported_labels():
     labelled = replace_annotation(PLAIN, Annotation(("directive",), (), False, False))
     records = [PLAIN, labelled]
     rows = rows_of(records, "doccano", "classify")
@@ -218,7 +218,7 @@ def test_a_row_without_labels_is_unlabelled_in_doccano_unless_it_went_out_with_s
     assert kept[0] == PLAIN and kept[1]["annotation"]["prompt"] == []
 
 
-def test_annotator_majority_wins_and_tie_changes_nothing():
+def test_annotator_majority_wins_and_tie_keeps_labels():
     names = ["prompt:directive", "response:assertive", "refuses"]
     rows = [
         {**row, "label": held}

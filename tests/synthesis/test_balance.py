@@ -59,7 +59,7 @@ def test_effective_number_of_equal_acts_is_their_count():
     assert report([RECORDS[0]])["groups"]["all"]["prompt"]["effective"] == 1.0
 
 
-def test_refusals_are_counted_by_whether_they_are_due():
+def test_refusals_are_counted_by_being_due():
     assert report([*RECORDS, RECORDS[3], RECORDS[3]])["groups"]["all"]["refusals"] == {
         "should_refuse": 4,
         "refused": 1,
@@ -120,7 +120,7 @@ def test_target_is_parsed_as_proportions():
         assert reason in str(caught.value)
 
 
-def test_the_page_says_what_the_report_says_and_escapes_what_it_is_given():
+def test_page_matches_report_and_escapes_its_input():
     rows = [{**one, "source": "<b>"} for one in RECORDS]
     page = balance_page("a & b", report(rows, "assertive=1,directive=1", by="source"))
     assert "Speech acts of a &amp; b" in page and "<b></b>" not in page and "source=&lt;b&gt;" in page

@@ -195,7 +195,7 @@ def test_key_is_read_from_environment(monkeypatch: pytest.MonkeyPatch):
         read_key("SERVER_KEY")
 
 
-def test_a_refusal_in_place_of_content_is_its_text():
+def test_refusal_field_is_used_as_response_text():
     body = completion("")
     body["choices"][0]["message"] = {"role": "assistant", "content": None, "refusal": "I will not."}
     with served(lambda _, number: body) as server:

@@ -32,7 +32,7 @@ def test_labelling_prompt_lists_acts_and_quotes_record(tmp_path: Path):
     assert summary == {"records": 1, "labelled": 1, "kept": 0, "refused": 0, "unreadable": 0}
 
 
-def test_human_labels_are_kept_and_model_labels_replaced_on_request(tmp_path: Path):
+def test_human_labels_are_kept_and_model_labels_replaceable(tmp_path: Path):
     people = {"instruction": "a", "output": "b", "annotation": {"refuses": True, "by": "doccano"}}
     guess = {"instruction": "c", "output": "d", "annotation": {"refuses": True, "by": "model old"}}
     spans = [{"side": "prompt", "start": 0, "end": 1, "act": "directive"}]

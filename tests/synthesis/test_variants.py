@@ -79,7 +79,7 @@ def made(tmp_path: Path, model=self_instruct_model, count: int = 12, **options):
         return self_instruct(SEEDS, ask, count, **options), server
 
 
-def test_prompt_shows_eight_tasks_two_of_them_generated(tmp_path: Path):
+def test_prompt_contains_eight_tasks_with_two_generated(tmp_path: Path):
     _, server = made(tmp_path, count=100)
     prompts = [request["messages"][0]["content"] for request in server.requests]
     prompts = [prompt for prompt in prompts if prompt.startswith("Here are")]

@@ -48,7 +48,7 @@ LAYOUTS = ["dp2", "dp2 zero1", "dp2 zero2 mb2", "dp2 zero3", "dp2 zero3 mb4"]
 
 
 @pytest.mark.parametrize("name", cases.MODULES)
-def test_every_layout_computes_what_plain_torch_computes(name, two, plain):
+def test_every_layout_matches_plain_torch(name, two, plain):
     for layout in LAYOUTS:
         outcomes = two.run(cases.train_on_ranks, name, layout)
         assert_same(f"{name} {layout}", outcomes, plain(name))
@@ -64,18 +64,18 @@ def test_four_ranks_in_two_groups_too(four, plain):
         assert all(outcome["sent"] == outcome["predicted_sent"] for outcome in outcomes), layout
 
 
-def test_units_that_are_reached_into_or_used_twice_stay_for_the_pass(two):
+def test_reused_and_directly_accessed_units_stay_gathered(two):
     outcomes = two.run(cases.train_on_ranks, "outside", "dp2 zero3")
     assert outcomes[0]["units"] == tuple(f"layers.{number}" for number in range(4))
     assert outcomes[0]["held"] == {"layers.0", "layers.1", "layers.2"} == outcomes[1]["held"]
 
 
-def test_what_is_measured_may_reach_where_the_loss_does_not(two):
+def test_evaluation_may_use_units_outside_the_loss(two):
     for found, whole, held in two.run(cases.evaluated_elsewhere):
         assert found == pytest.approx(whole, rel=1e-12) and held == {"layers.2"}
 
 
-def test_a_unit_is_a_module_of_a_list_or_a_large_one_and_shares_nothing():
+def test_fsdp_units_are_list_items_or_large_modules():
     assert describe_module(cases.Tied()).table.units == ("(rest)", *(f"blocks.{number}" for number in range(4)))
     assert describe_module(cases.convolution()).table.units == ("(rest)", "0", "4")
     assert describe_module(cases.Recurrent()).table.units == ("(rest)", "lstm")
@@ -106,7 +106,7 @@ def undisturbed(two, tmp_path_factory):
     return place, two.run(cases.run, str(place), "dp2 zero3")
 
 
-def test_a_run_that_was_killed_ends_where_an_undisturbed_one_does_bit_for_bit(two, undisturbed, tmp_path):
+def test_killed_run_resumes_bit_for_bit(two, undisturbed, tmp_path):
     two.run(cases.run, str(tmp_path), "dp2 zero3", 5)  # after the checkpoint of step 4
     assert newest(tmp_path / "checkpoints").step == 4
     outcomes = two.run(cases.run, str(tmp_path), "dp2 zero3")
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_ends_where_an_undisturbed_one_does_bit_for_bit(tw
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
-def test_a_run_goes_on_on_another_layout_with_the_samples_that_follow(two, undisturbed, tmp_path):
+def test_run_resumes_on_another_layout_with_next_samples(two, undisturbed, tmp_path):
     """Dropout is drawn for a micro-batch, whose samples are the same here; sums are in another order."""
     two.run(cases.run, str(tmp_path), "dp2 zero3", 5)
     (outcome,) = [cases.run(str(tmp_path), "dp1 mb2")]
@@ -132,7 +132,7 @@ def test_a_run_goes_on_on_another_layout_with_the_samples_that_follow(two, undis
             assert torch.allclose(other, value, rtol=1e-3, atol=1e-5), (kind, name)
 
 
-def test_a_checkpoint_holds_the_whole_module(two, undisturbed):
+def test_checkpoint_contains_whole_module(two, undisturbed):
     place, outcomes = undisturbed
     checkpoint = newest(place / "checkpoints")
     verify_checkpoint(checkpoint.path)
@@ -164,7 +164,7 @@ def test_running_statistics_are_the_mean_over_the_ranks(two, undisturbed):
 # --- told and watched
 
 
-def test_its_profile_has_its_steps_and_its_trackers_its_figures(two, undisturbed, tmp_path):
+def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
     outcomes = two.run(cases.profiled_and_tracked, str(tmp_path))
     assert_equal_states(outcomes, undisturbed[1])  # it changes nothing
     [directory] = (tmp_path / "profile").iterdir()
@@ -214,7 +214,7 @@ def test_its_profile_has_its_steps_and_its_trackers_its_figures(two, undisturbed
         ({"measures": {"loss": len}}, 'call the measure other than "loss"'),
     ],
 )
-def test_what_can_be_refused_is_refused_before_anything_is_made(tables, said, tmp_path, monkeypatch):
+def test_mistakes_are_refused_before_ranks_start(tables, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = {"steps": 2, "batch": 2, "learning_rate": 0.01} | tables.get("train", {})
     wanted = {"layout": "dp1", "train": train, "track": tables.get("track", {})}
@@ -237,7 +237,7 @@ def test_a_mistake_is_one_line(change, said):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2 ac:full"])
-def test_what_only_our_own_models_can_do_is_refused(layout):
+def test_features_of_own_models_are_refused_for_other_modules(layout):
     with pytest.raises(UserError, match="a module of your own"):
         cases.refuse_for_module(cases.Layout.parse(layout), 8)
 

@@ -44,20 +44,20 @@ def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
     assert Layout.parse(search_fastest_layout(recipe, 2, said.append)).world_size == 2  # as many as were started
 
 
-def test_a_machine_that_nobody_measured_is_answered_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unmeasured_machine_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UserError, match='run "meshwright probe", or "meshwright train" without --no-probe'):
         search_fastest_layout(Recipe.from_tables(TABLES), None, print)
 
 
-def test_what_fits_nowhere_is_answered_in_a_line(measured: Path):
+def test_model_without_fitting_layout_is_one_line(measured: Path):
     measured.write_text(measured.read_text().replace("4000000000.0", "2000000.0"))
     with pytest.raises(UserError, match="none of .* layouts fits into the memory"):
         search_fastest_layout(Recipe.from_tables(TABLES), None, print)
 
 
-def test_other_commands_want_a_name(tmp_path: Path):
+def test_commands_other_than_train_need_a_layout(tmp_path: Path):
     path = tmp_path / "recipe.toml"
     path.write_text(format_toml(TABLES))
     with pytest.raises(UserError, match=r'recipe.toml: layout "auto" is chosen by `meshwright train`; here name one'):

@@ -42,7 +42,7 @@ def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
     assert validation == pytest.approx(expected_validation, abs=VALIDATION)
 
 
-def test_bf16_gradients_of_many_micro_batches_are_summed_in_float32(tmp_path: Path):
+def test_bf16_micro_batch_gradients_are_summed_in_float32(tmp_path: Path):
     """512 of one sequence each: a sum in bfloat16 is off by 3 %, ten times as far as bfloat16 products are."""
     model = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 16, "tied": True}
     found = []

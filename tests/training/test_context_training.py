@@ -32,13 +32,13 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
 
 
 @pytest.mark.parametrize("layout", ["cp4 mb2", "cp4:ulysses zero1", "dp2 cp2 zero3 ac:selective", "tp2 cp2 zero2"])
-def test_layouts_with_cp_take_the_steps_of_one_device(four, home, alone, layout):
+def test_context_parallel_steps_match_one_device(four, home, alone, layout):
     place = home / layout.replace(" ", "-").replace(":", "-")
     run(four, place, f"{layout} fp32")
     cases.assert_same_steps(place, alone, steps=4)
 
 
-def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, alone):
+def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
     """Two steps each, through checkpoints; a move that changes nothing but the layout keeps the state bit for bit."""
     place = home / "travelling"
     travels = [(two, "cp2", 2), (four, "tp2 cp2:ulysses zero1", 4), (two, "dp2 zero3", 6), (four, "cp4 zero2", 8)]
@@ -53,7 +53,7 @@ def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, al
     assert len(cases.trace(place)) == 8
 
 
-def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four, home):
+def test_interrupted_run_resumes_bit_for_bit(four, home):
     whole, broken = home / "whole", home / "broken"
     expected = cases.whole_state(run(four, whole, "dp2 cp2 zero3 bf16"))
     run(four, broken, "dp2 cp2 zero3 bf16", crash_after=3)
@@ -64,7 +64,7 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four,
 
 @cases.traced_and_generated
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_a_compiled_model_takes_the_same_steps(two, home, method, fault):
+def test_compiled_model_steps_match_eager_steps(two, home, method, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
     eager, compiled = home / f"{method} eager beside {fault}", home / f"{method} compiled {fault}"
     run(two, eager, f"cp2:{method} fp32", model=model, train_compile=False, train_steps=2)

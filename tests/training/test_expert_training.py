@@ -43,7 +43,7 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, **changes):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "dots1"])
-def test_a_run_goes_from_layout_to_layout_and_takes_the_steps_of_one_device(four, home, family):
+def test_run_changes_layouts_with_steps_of_one_device(four, home, family):
     """Two steps on each layout, through checkpoints; biases that balance experts go by the loads of all ranks."""
     still, place = home / f"still {family}", home / f"travelling {family}"
     model, often = MODELS[family], {"checkpoint_every": 2, "train_validate_every": 2}
@@ -56,7 +56,7 @@ def test_a_run_goes_from_layout_to_layout_and_takes_the_steps_of_one_device(four
     cases.assert_same_steps(place, still)
 
 
-def test_what_spread_experts_write_every_layout_reads_bit_for_bit(four, home):
+def test_expert_parallel_checkpoint_loads_bitwise_on_every_layout(four, home):
     begun, model = home / "begun", MODELS["qwen2_moe"]
     written = cases.whole_state(run(four, begun, "dp2 tp2 zero1 ep2:etp2", train_steps=2, model=model))
     for layout in ("dp1", "dp4 zero3 ep4", "tp4:nosp ep2", "dp2 tp2", "dp4 zero2 hs2 ep1:etp2"):
@@ -69,7 +69,7 @@ def test_what_spread_experts_write_every_layout_reads_bit_for_bit(four, home):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_transformers_loads_what_spread_experts_wrote_and_finds_the_same_validation_loss(four, home, family):
+def test_transformers_loads_expert_parallel_checkpoint_with_equal_validation_loss(four, home, family):
     from transformers import AutoModelForCausalLM
 
     place = home / f"transformers {family}"
@@ -101,7 +101,7 @@ def held_and_said(text: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("layout", ["dp4 zero2 ep2 mb2", "dp2 tp2 zero3 ep2 bf16", "dp4 ep4", "dp4 zero1 hs2 ep1:etp2"])
-def test_the_bytes_that_a_rank_holds_are_those_that_the_table_says(four, home, layout):
+def test_rank_memory_matches_parameter_table(four, home, layout):
     place = home / f"bytes {layout}".replace(":", "-")
     text = cases.recipe(place, layout, model=MODELS["mixtral"] | {"layers": 4}).to_toml()
     for held, said in four.run(held_and_said, text):

@@ -127,7 +127,7 @@ def _kept(x_BSH: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     return x_BSH
 
 
-def test_packed_rows_give_the_gradients_of_examples_alone(chats: Path):
+def test_packed_examples_give_gradients_of_separate_examples(chats: Path):
     made = model()
     together, alone = rows(chats), rows(chats, pack=False)
     assert together.sequences <= 15 and alone.sequences == 24
@@ -139,7 +139,7 @@ def test_packed_rows_give_the_gradients_of_examples_alone(chats: Path):
     assert not torch.allclose(gradients(made, open_rows)["embedding.weight"], single["embedding.weight"])
 
 
-def test_the_loss_is_that_of_transformers_with_labels_of_minus_100(chats: Path, tmp_path: Path):
+def test_loss_matches_transformers_with_minus_100_labels(chats: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     made = model()
@@ -175,7 +175,7 @@ def instruction(animal: str, colour: str, verb: str) -> dict[str, str]:
     return {"instruction": question, "input": story, "output": f"It is {colour}."}
 
 
-def test_a_fine_tuned_model_answers_what_its_base_cannot(shared_data: Path, tmp_path: Path):
+def test_fine_tuned_model_answers_held_out_questions(shared_data: Path, tmp_path: Path):
     """Held out: pairs of animal and colour that training never shows."""
     stories = shared_data / "stories260k"
     pairs = [(animal, colour) for animal in ANIMALS for colour in COLOURS]
@@ -215,7 +215,7 @@ def test_a_fine_tuned_model_answers_what_its_base_cannot(shared_data: Path, tmp_
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "cp2", "pp2 mb2"])
-def test_rows_of_examples_train_alike_on_every_layout(chats: Path, tmp_path: Path, two, layout: str):
+def test_packed_examples_train_equally_on_every_layout(chats: Path, tmp_path: Path, two, layout: str):
     data = {"source": str(chats / "chats.jsonl"), "tokenizer": str(chats), "records": "chat", "sequence": 96}
     changes: dict[str, Any] = {
         "data": {**data, "validation_fraction": 0.2, "cache": str(chats / "cache")},
@@ -230,7 +230,7 @@ def test_rows_of_examples_train_alike_on_every_layout(chats: Path, tmp_path: Pat
     assert len(ours) == 3 + 2 and ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_a_checkpoint_keeps_the_template_that_it_was_trained_with(chats: Path, tmp_path: Path):
+def test_checkpoint_stores_its_chat_template(chats: Path, tmp_path: Path):
     from transformers import AutoTokenizer, GenerationConfig
 
     changes = {
@@ -262,7 +262,7 @@ def test_a_checkpoint_keeps_the_template_that_it_was_trained_with(chats: Path, t
     assert theirs.eos_token_id in (ends if isinstance(ends, list) else [ends])
 
 
-def test_weights_go_on_with_their_own_tokenizer_unless_another_is_named():
+def test_loaded_weights_keep_their_tokenizer_unless_one_is_named():
     def tokenizer(model: dict[str, Any], **data: Any) -> str:
         tables = {
             "model": model,
@@ -276,9 +276,7 @@ def test_weights_go_on_with_their_own_tokenizer_unless_another_is_named():
     assert tokenizer({"from": "some/model"}) == "bpe"
 
 
-def test_a_model_whose_vocabulary_is_padded_is_trained_and_one_that_is_too_small_is_refused(
-    chats: Path, tmp_path: Path
-):
+def test_padded_vocabulary_is_trained_and_too_small_one_refused(chats: Path, tmp_path: Path):
     data = {
         "source": str(chats / "chats.jsonl"),
         "records": "chat",

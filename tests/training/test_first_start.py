@@ -21,7 +21,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.machine_profile import PROBE_VARIABLE, HardwareProfileKey, measurement_lock
 from meshwright.planner.step_time import step_time
 from meshwright.probe import ranks as probe_ranks
-from meshwright.probe.points import Effort
+from meshwright.probe.points import MeasurementPlan
 from meshwright.spec.presets import preset
 from meshwright.threads import count_available_cores
 from meshwright.toml import read_toml
@@ -112,7 +112,7 @@ def test_axes_that_price_a_layout_are_measured(asked: list[dict[str, Any]], layo
     assert asked[0]["axes"] == axes
 
 
-def test_layout_without_precision_is_measured_in_those_that_its_ranks_may_take(
+def test_layout_without_precision_is_measured_in_each_candidate_precision(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
@@ -124,7 +124,7 @@ def test_layout_without_precision_is_measured_in_those_that_its_ranks_may_take(
     assert len(asked) == 2
 
 
-def test_layout_without_precision_is_measured_in_fp32_alone_without_bf16_instructions(
+def test_cpu_without_bf16_instructions_is_measured_in_fp32_only(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: False)
@@ -139,14 +139,14 @@ def test_layout_without_precision_is_measured_in_fp32_alone_without_bf16_instruc
         ("dp2 bf16", "cpu", True, False), ("dp2", "cpu", False, False), ("fp32", "cpu", False, False),
     ],
 )  # fmt: skip
-def test_precision_without_instructions_for_it_is_warned_of(layout, device, instructions, warned, monkeypatch):
+def test_precision_without_cpu_instructions_is_warned_of(layout, device, instructions, warned, monkeypatch):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: instructions)
     warning = first_start.slow_precision_warning(Layout.parse(layout), device)
     assert (warning is not None) is warned
     assert warning is None or "takes the faster one" in warning
 
 
-def test_failed_measurement_is_a_line_and_not_kept(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+def test_failed_measurement_is_one_line_and_not_stored(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     inner, failed = probe_ranks.probe, {"rank": 1, "line": "RuntimeError: no room", "at": 0.0}
     monkeypatch.setattr(probe_ranks, "probe", lambda *args, **more: inner(*args, **more) | {"failed": failed})
     lines = started(DP2)
@@ -155,7 +155,7 @@ def test_failed_measurement_is_a_line_and_not_kept(asked: list[dict[str, Any]], 
     assert len(asked) == 2
 
 
-def test_probe_that_fits_wins_and_one_of_other_threads_does_not(asked: list[dict[str, Any]], tmp_path: Path):
+def test_probe_with_equal_threads_is_used_and_others_ignored(asked: list[dict[str, Any]], tmp_path: Path):
     cluster_file(tmp_path / "config")
     assert started(DP2) == [] and asked == []
     many = []
@@ -182,7 +182,7 @@ def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str
 
 
 @pytest.mark.parametrize("error", [RankLost("rank 1 was killed"), UserError("no room"), OSError("full"), KeyError("x")])
-def test_failure_is_a_line(monkeypatch: pytest.MonkeyPatch, error: Exception):
+def test_measurement_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception):
     monkeypatch.setattr(probe_ranks, "probe", raising(error))
     lines = started(DP2)
     assert "hardware measurement failed" in lines[1] and str(error).strip("'") in lines[1]
@@ -203,7 +203,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return probe
 
 
-def test_directory_that_takes_no_file_is_a_line(asked: list[dict[str, Any]], tmp_path: Path):
+def test_unwritable_profile_directory_is_one_line(asked: list[dict[str, Any]], tmp_path: Path):
     (tmp_path / "cache").write_text("a file")
     lines = started(DP2)
     assert len(lines) == 1 and "hardware measurement failed" in lines[0] and asked == []
@@ -224,7 +224,7 @@ def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]]):
     assert len(asked) == 1 and sum(line.startswith("measured in ") for line in waiting) == 1
 
 
-def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any]], tmp_path: Path):
+def test_run_is_predicted_from_measurement_at_its_start(asked: list[dict[str, Any]], tmp_path: Path):
     trainer: Any = SimpleNamespace(
         device=torch.device("cpu"), mesh=SimpleNamespace(world_size=2), recipe=cases.recipe(tmp_path, "dp2 bf16")
     )
@@ -235,7 +235,7 @@ def test_run_is_predicted_from_what_its_start_measured(asked: list[dict[str, Any
     assert find_training_cluster(trainer).name == f"2 x {threads}"
 
 
-def test_automatic_layout_measures_a_missing_hardware_profile_if_it_may(
+def test_automatic_layout_measures_missing_hardware_profile_if_allowed(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     from tests.training.test_automatic import TABLES, Recipe
@@ -272,7 +272,7 @@ def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory,
     ("rank", "host_ranks", "probe", "measures"),
     [(0, 2, True, True), (1, 2, True, False), (0, 1, True, False), (0, 2, False, False)],
 )
-def test_rank_that_others_started_measures_if_all_are_on_its_host(
+def test_external_ranks_measure_if_all_are_on_one_host(
     asked, measured_memory, tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
 ):
     place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
@@ -283,7 +283,7 @@ def test_rank_that_others_started_measures_if_all_are_on_its_host(
     assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
 
 
-def test_rank_with_cores_of_its_own_measures_nothing(asked, measured_memory, tmp_path: Path, monkeypatch):
+def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_path: Path, monkeypatch):
     """Other ranks' cores are not this process's to start ranks on; the run takes the threads of its own share."""
     monkeypatch.setattr(
         "meshwright.launcher.rendezvous.read_place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2)
@@ -306,16 +306,16 @@ def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
 
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
     """One rank really measures, with fewer and smaller points."""
-    short = Effort.short
+    short = MeasurementPlan.short
 
-    def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
+    def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
         found = short(precisions, axes)
-        return replace(found, shapes=found.shapes[:3], seconds=0.001, steps=1, pieces=(2**14, 2**17))
+        return replace(found, shapes=found.shapes[:3], point_seconds=0.001, steps=1, kernel_sizes=(2**14, 2**17))
 
-    monkeypatch.setattr(Effort, "short", shorter)
+    monkeypatch.setattr(MeasurementPlan, "short", shorter)
     wanted = {"precisions": ["fp32"], "axes": ["tp"]}
     found = probe_ranks._measure(
-        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "effort": {}, "short": wanted}
+        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
     )
     assert (found["kind"], found["failed"]) == ("cpu", None)
     machine = cluster(found["cluster"])
@@ -328,7 +328,7 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.exhaustive
-def test_run_keeps_every_bit_with_and_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_measurement_does_not_change_bits_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By the real launcher, whose ranks really measure."""
     weights = []
     for name, probe in (("probed", True), ("not", False)):

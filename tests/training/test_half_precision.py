@@ -51,7 +51,7 @@ def single(home):
 @pytest.mark.parametrize(
     "layout", ["dp2", "dp2 zero1 mb2", "dp2 zero2", "dp2 zero3 ac:full", "tp2", "cp2 zero2", "cp2:ulysses", "pp2 mb2"]
 )
-def test_the_steps_are_those_of_float32_but_for_rounding(two, home, single, layout):
+def test_float16_steps_match_float32_up_to_rounding(two, home, single, layout):
     """Losses, norms before clipping and masters: nothing of the scale is left in them."""
     place = home / layout
     outcomes = run(two, place, f"{layout} fp16", train_clip=0.5)
@@ -86,7 +86,7 @@ def half_alone(home):
     [("llama", "dp4 zero2 hs2"), ("llama", "dp4 zero3 hs2 mb2"), ("mixture", "dp4 zero3 hs2 ep2"),
      ("mixture", "dp2 tp2 zero1 ep2:etp2"), ("mixture", "dp4 zero2")],
 )  # fmt: skip
-def test_mixtures_and_hybrid_sharding_take_the_steps_of_one_device(four, home, half_alone, model, layout):
+def test_mixtures_and_hybrid_sharding_take_steps_of_one_device(four, home, half_alone, model, layout):
     """Both round to float16; a token whose experts are nearly equally good may be given to another one for it."""
     place = home / f"{model} {layout}"
     outcomes = run(four, place, f"{layout} fp16", train_clip=0.5, **{"model": MIXTURE} if model == "mixture" else {})
@@ -117,7 +117,7 @@ def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
     assert error["scaled"] < 0.01 and error["scaled"] < error["none"], error
 
 
-def test_a_run_whose_gradients_are_too_small_for_float16_learns_what_it_learns_in_float32_if_the_loss_is_scaled(home):
+def test_loss_scaling_makes_float16_learn_like_float32(home):
     """AdamW makes nothing of how small they are, but for those that have become zero."""
     losses = {}
     for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
@@ -137,7 +137,7 @@ def test_a_run_whose_gradients_are_too_small_for_float16_learns_what_it_learns_i
     "layout",
     ["dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2:nosp", "cp2", "cp2:ulysses zero3", "pp2 mb2"],
 )
-def test_an_overflow_of_one_rank_is_a_skip_of_all_and_all_halve_the_scale(two, home, layout):
+def test_overflow_on_one_rank_skips_step_everywhere(two, home, layout):
     place = home / f"one rank {layout}"
     outcomes = run(two, place, f"{layout} fp16", fault="infinity_on_rank_1_in_step_3", train_loss_scale=1024.0)
     for outcome in outcomes:
@@ -152,7 +152,7 @@ def test_an_overflow_of_one_rank_is_a_skip_of_all_and_all_halve_the_scale(two, h
         assert said[0] == said[1] and len(said[0]) == 4
 
 
-def test_the_scale_goes_as_that_of_torchs_own_scaler_goes():
+def test_loss_scale_follows_torch_grad_scaler():
     """`torch.amp.GradScaler` with the published factors, over the same overflows."""
     for every, seed in ((1, 0), (3, 1), (7, 2)):
         generator = random.Random(seed)
@@ -176,7 +176,7 @@ def test_the_scale_goes_as_that_of_torchs_own_scaler_goes():
             assert ours.finite_steps == theirs.state_dict()["_growth_tracker"]
 
 
-def test_masters_are_saved_in_float32_and_not_as_float16_has_them(home):
+def test_master_weights_are_saved_in_float32(home):
     place = home / "masters"
     (outcome,) = run(None, place, "dp1 fp16")
     checkpoint = newest(place / "run/checkpoints")
@@ -197,9 +197,7 @@ def test_masters_are_saved_in_float32_and_not_as_float16_has_them(home):
 @pytest.mark.parametrize(
     ("processes", "layout", "model"), [("two", "dp2 zero2", {}), ("four", "dp4 zero3 hs2 ep2", {"model": MIXTURE})]
 )
-def test_a_scale_too_large_is_halved_by_skips_that_all_ranks_make_and_that_do_not_count(
-    request, home, processes, layout, model
-):
+def test_excessive_loss_scale_is_halved_by_uncounted_skips_everywhere(request, home, processes, layout, model):
     place = home / f"search {processes}"
     changes = {"train_loss_scale": 2.0**34, "train_steps": 24, "train_maximum_skipped": 0, **model}
     outcomes = run(request.getfixturevalue(processes), place, f"{layout} fp16", fault="keep_states", **changes)
@@ -216,13 +214,13 @@ def test_a_scale_too_large_is_halved_by_skips_that_all_ranks_make_and_that_do_no
     assert outcomes[0]["result"]["skipped_steps"] == len(skipped)
 
 
-def test_a_loss_that_is_no_number_still_ends_the_run(two, home):
+def test_nan_loss_still_ends_run(two, home):
     changes = {"train_steps": 9, "train_maximum_skipped": 2, "checkpoint_every": 2}
     outcomes = run(two, home / "broken", "dp2 zero3 fp16", fault="nan_parameter_from_step_3", **changes)
     assert all("CheckFailed: 3 steps in a row, the last of them step 5" in outcome["error"] for outcome in outcomes)
 
 
-def test_the_scale_goes_on_where_it_was(two, home):
+def test_loss_scale_is_restored_on_resume(two, home):
     """It is doubled after every third finite step; the run crashes between."""
     changes = {"train_steps": 9, "train_loss_scale_every": 3, "train_loss_scale": 1024.0, "checkpoint_every": 4}
     whole, broken = home / "whole", home / "crashed"
@@ -262,7 +260,7 @@ def test_mistakes_are_one_line(tiny_recipe):
         set_matmul_precision("tf32", torch.device("cpu"))
 
 
-def test_tf32_is_chosen_for_cuda_and_taken_back():
+def test_tf32_is_enabled_for_cuda_and_restored():
     before = torch.get_float32_matmul_precision()
     try:
         set_matmul_precision("tf32", torch.device("cuda", 0))

@@ -18,7 +18,7 @@ def rates(schedule: str, steps: int = 101, **changes) -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_warm_up_rises_in_equal_parts_to_a_peak_right_after_it(schedule):
+def test_warm_up_rises_linearly_to_peak(schedule):
     found = rates(schedule, warmup=10)
     assert found[:11] == pytest.approx([PEAK * part / 11 for part in range(1, 12)])
     assert found[10] == max(found) == PEAK
@@ -39,7 +39,7 @@ def test_cosine_follows_half_a_wave():
     assert shifted[20:] == pytest.approx(found)
 
 
-def test_linear_goes_down_by_equal_parts():
+def test_linear_schedule_decreases_in_equal_steps():
     found = rates("linear", minimum_learning_rate=0.2)
     assert found == pytest.approx([PEAK * (1 - 0.8 * step / 100) for step in range(101)])
 
@@ -54,16 +54,16 @@ def test_wsd_stays_and_falls_over_its_last_decay_steps():
     )
 
 
-def test_constant_stays():
+def test_constant_learning_rate_does_not_change():
     assert rates("constant") == [PEAK] * 101
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_runs_of_one_step_or_all_warm_up_have_a_rate(schedule):
+def test_one_step_and_all_warm_up_runs_work(schedule):
     assert rates(schedule, steps=1) == [PEAK]
     assert rates(schedule, steps=3, warmup=3) == pytest.approx([PEAK / 4, PEAK / 2, PEAK * 3 / 4])
 
 
-def test_beyond_the_last_step_it_stays_at_the_minimum():
+def test_learning_rate_stays_at_minimum_after_last_step():
     train = TrainRecipe(steps=10, batch=1, learning_rate=PEAK)
     assert learning_rate(50, train) == pytest.approx(PEAK * 0.1)

@@ -30,7 +30,7 @@ def losses(place: Path) -> list[float]:
     return [line["loss"] for line in cases.metrics(place) if "loss" in line]
 
 
-def test_a_mixture_is_read_alike_on_two_ranks_and_after_a_crash_on_another_layout(home, two):
+def test_mixture_order_is_equal_across_layouts_and_crashes(home, two):
     (alone,) = cases.run(None, home / "mixture alone", "dp1 fp32", **CHANGES)
     assert alone["error"] == ""
     broken = home / "mixture broken"
@@ -45,7 +45,7 @@ def test_a_mixture_is_read_alike_on_two_ranks_and_after_a_crash_on_another_layou
     assert int((samples < first).sum()) == 16  # of 6 steps of 8
 
 
-def test_other_weights_read_other_samples_and_a_run_does_not_go_on_with_them(home):
+def test_changed_mixture_weights_change_samples_and_refuse_resume(home):
     place = home / "mixture weights"
     other = [SOURCES[0] | {"weight": 5}, SOURCES[1]]
     cases.run(None, place, "dp1 fp32", **CHANGES | {"train_steps": 2})

@@ -104,7 +104,7 @@ def test_only_matrices_decay():
     assert [shard.decay_numel for shard in shards] == [68, 16, 0]
 
 
-def test_the_gradient_scale_is_that_of_scaled_gradients():
+def test_gradient_scale_matches_scaled_gradients():
     shards = cut(torch.float64, [0.5])
     optimizer = Optimizer(shards, TRAINS["sgd with momentum"])
     for step in range(3):
@@ -116,7 +116,7 @@ def test_the_gradient_scale_is_that_of_scaled_gradients():
 
 
 @pytest.mark.parametrize("name", TRAINS)
-def test_state_filled_from_another_optimizer_goes_on_bit_for_bit(name):
+def test_copied_optimizer_state_continues_bit_for_bit(name):
     train, shards, copies = TRAINS[name], cut(torch.float32, [0.3]), cut(torch.float32, [0.3])
     undisturbed, first = Optimizer(shards, train), Optimizer(copies, train)
     for step in range(2):
@@ -136,7 +136,7 @@ def test_state_filled_from_another_optimizer_goes_on_bit_for_bit(name):
     assert resumed.step_count == undisturbed.step_count == 5
 
 
-def test_state_is_there_from_the_start_and_as_long_as_the_masters():
+def test_optimizer_state_is_allocated_at_start():
     shards = cut(torch.float32, [0.3])
     state = Optimizer(shards, recipe()).state_tensors()
     assert list(state) == ["exp_avg", "exp_avg_sq"]
@@ -144,7 +144,7 @@ def test_state_is_there_from_the_start_and_as_long_as_the_masters():
     assert Optimizer(shards, recipe(optimizer="sgd")).state_tensors() == {}
 
 
-def test_a_rank_that_owns_nothing_counts_steps_all_the_same():
+def test_rank_without_parameters_counts_steps():
     nothing = torch.zeros(0)
     optimizer = Optimizer([Shard("unit", nothing, nothing.clone(), 0, 8, 8)], recipe())
     optimizer.step(1e-3, 0.5)

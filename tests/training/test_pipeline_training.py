@@ -42,7 +42,7 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
     "layout",
     ["pp4 mb4", "dp2 zero3 pp2:zb-v mb2", "tp2 pp2:chimera mb4 ac:selective", "dp2 zero1 pp2:interleaved mb2"],
 )
-def test_layouts_with_stages_take_the_steps_of_one_device(four, home, alone, layout):
+def test_pipeline_steps_match_one_device(four, home, alone, layout):
     """Thirteen rows of validation in micro-batches of two, or of one: the last of them are filled up."""
     place = home / layout.replace(" ", "-").replace(":", "-")
     outcomes = run(four, place, f"{layout} fp32")
@@ -52,7 +52,7 @@ def test_layouts_with_stages_take_the_steps_of_one_device(four, home, alone, lay
         assert outcome["result"].get("error") is None
 
 
-def test_a_run_goes_from_layout_to_layout_with_the_same_data(four, home):
+def test_run_changes_layouts_and_reads_same_data(four, home):
     """Three steps each on stages of two kinds, replicas and one device, through checkpoints."""
     place = home / "travelling"
     travels = [(four, "dp2 pp2 mb2", 3), (four, "dp4 zero2", 6), (four, "pp4:dualpipe mb8", 9), (None, "dp1", 12)]
@@ -65,7 +65,7 @@ def test_a_run_goes_from_layout_to_layout_with_the_same_data(four, home):
     cases.assert_same_steps(place, still)
 
 
-def test_what_stages_write_every_layout_reads_bit_for_bit(four, home):
+def test_pipeline_checkpoint_loads_bitwise_on_every_layout(four, home):
     """A checkpoint of two stages is loaded by other layouts and saved by them: the bytes stay."""
     begun = home / "begun"
     written = cases.whole_state(run(four, begun, "dp2 zero3 pp2 mb2 fp32", train_steps=2, train_schedule="constant"))
@@ -84,7 +84,7 @@ def test_what_stages_write_every_layout_reads_bit_for_bit(four, home):
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 
-def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four, home):
+def test_interrupted_run_resumes_bit_for_bit(four, home):
     whole, broken = home / "whole", home / "broken"
     expected = cases.whole_state(run(four, whole, "dp2 zero2 pp2:zb-v mb2 bf16"))
     run(four, broken, "dp2 zero2 pp2:zb-v mb2 bf16", crash_after=5)
@@ -93,7 +93,7 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four,
     assert cases.same(cases.whole_state(outcomes), expected)
 
 
-def test_weights_of_a_hugging_face_model_go_to_the_stages_that_hold_them(four, home, alone):
+def test_hugging_face_weights_load_onto_their_stages(four, home, alone):
     """Training begins with the values of a checkpoint of another layout; learned positions and biases among them."""
     directory = str(alone[0] / "run/checkpoints/step-000003")
     traces = []

@@ -59,7 +59,7 @@ def ran(measured_machine, tmp_path_factory) -> dict[str, Any]:
     return cases.run_without_error(None, place, "dp1 bf16 mb2", train_steps=5, train_compile=False)[0]
 
 
-def test_time_is_predicted_where_the_machine_is_known_and_measured_beside_it(ran):
+def test_step_time_is_predicted_and_measured_on_known_machine(ran):
     predicted, measured = ran["result"]["predicted"], ran["result"]["measured"]
     assert predicted["step_seconds_low"] < predicted["step_seconds"] < predicted["step_seconds_high"]
     assert sum(predicted["seconds_by_part"].values()) == pytest.approx(predicted["step_seconds"])
@@ -72,7 +72,7 @@ def test_time_is_predicted_where_the_machine_is_known_and_measured_beside_it(ran
         assert side["seconds_by_kind"]["waiting"] == 0
 
 
-def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_pieces():
+def test_step_prediction_includes_measured_reference_step_factor():
     layout = Layout.parse("dp2 fp32")
     steps = measured(steps=(ReferenceStep("dp2 fp32", 5.0),))
     slow, plain = here(steps), here()
@@ -88,7 +88,7 @@ def test_a_run_is_told_what_the_planner_says_with_what_its_machine_takes_beyond_
     assert abs(told / without - 1) > 0.1
 
 
-def test_memory_is_itemised_and_its_states_are_what_the_trainer_holds(ran):
+def test_itemised_memory_matches_states_of_trainer(ran):
     predicted, measured = (ran["result"][which]["memory_bytes"] for which in ("predicted", "measured"))
     sums = "peak", "allocator_peak", "process_peak", "framework", "unexplained"
     parts = {name: size for name, size in predicted.items() if name not in sums}
@@ -125,13 +125,13 @@ def test_process_peak_is_predicted_by_constants_measured_here(tmp_path, monkeypa
     assert predicted == pytest.approx(measured, rel=0.10)
 
 
-def test_memory_is_that_of_the_rows_of_the_first_steps(tmp_path):
+def test_predicted_memory_uses_sequences_of_first_steps(tmp_path):
     """Where documents begin in them is what the micro-batches say."""
     told, found = cases.documents_of_steps(cases.recipe(tmp_path, "dp1 bf16 mb2").to_toml(), steps=200)
     assert told == found and any(len(row) > 1 for row in told)
 
 
-def test_keys_that_were_there_stay(ran):
+def test_result_keeps_documented_prediction_keys(ran):
     result = ran["result"]
     assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
     assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
@@ -139,7 +139,7 @@ def test_keys_that_were_there_stay(ran):
     assert result["measured"]["peak_memory_bytes"] >= result["measured"]["memory_bytes"]["peak"]
 
 
-def test_both_are_said_in_a_line(ran):
+def test_prediction_and_measurement_are_one_log_line_each(ran):
     lines = {line.partition(":")[0]: line for line in ran["said"]}
     assert " a step (" in lines["predicted"] and "; calibrated by 2 runs)" in lines["predicted"]
     assert "process memory of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
@@ -147,7 +147,7 @@ def test_both_are_said_in_a_line(ran):
     assert re.search(r" a step \(predicted .*s, error [-+][\d.]+%\)", lines["measured"])
 
 
-def test_ranks_send_on_every_axis_what_was_predicted(two: LocalRanks, tmp_path):
+def test_sent_bytes_on_every_axis_match_prediction(two: LocalRanks, tmp_path):
     result = cases.run_without_error(two, tmp_path, "dp2 zero1 fp32", train_steps=2, train_compile=False)[0]["result"]
     predicted, measured = result["predicted"], result["measured"]
     assert predicted["sent_bytes_by_axis"] == measured["sent_bytes_by_axis"]
@@ -157,7 +157,7 @@ def test_ranks_send_on_every_axis_what_was_predicted(two: LocalRanks, tmp_path):
     assert measured["memory_bytes"]["optimizer"] == predicted["memory_bytes"]["optimizer"]
 
 
-def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monkeypatch):
+def test_unknown_machine_and_failing_planner_are_one_line_each(tmp_path, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a fault")
 
@@ -176,14 +176,14 @@ def test_an_unknown_machine_and_a_failing_planner_are_a_line_each(tmp_path, monk
     ]
 
 
-def test_a_damaged_cluster_file_is_a_line_too(tmp_path, monkeypatch):
+def test_damaged_cluster_file_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     cluster_file(tmp_path).write_text("device = [")
     outcome = cases.run_without_error(None, tmp_path, "dp1 fp32", train_steps=2, train_compile=False)[0]
     assert any("cluster.toml:1: not valid TOML" in line for line in outcome["said"])
 
 
-def test_the_time_of_a_step_is_the_median_without_the_first_two():
+def test_time_of_step_is_median_without_first_two():
     times = StepTimes()
     for seconds in (90.0, 80.0, 3.0, 1.0, 2.0, 7.0):
         times.add(seconds, {"forward": seconds / 4, "backward": seconds * 3 / 4}, seconds / 8)
@@ -194,13 +194,13 @@ def test_the_time_of_a_step_is_the_median_without_the_first_two():
     assert times.to_json_dict(torch.device("cuda"))["seconds_by_kind"] is None
 
 
-def test_two_ranks_are_predicted_to_wait_as_long_as_their_steps_are_not_their_own_work():
+def test_predicted_wait_is_step_minus_own_work():
     time = StepTime(1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, simulated=True)
     said = Prediction(None, time, None, None, compiled=False).to_json_dict()
     assert said["seconds_by_kind"] == pytest.approx({"working": 0.6, "waiting": 0.4})
 
 
-def test_states_are_told_by_category():
+def test_measured_states_are_itemised_by_category():
     states = {"parameters": 2, "masters": 4, "gradients": 8, "gradient_buffers": 16, "optimizer": 32}
     memory = StepMemory(torch.device("cpu"))
     memory.growth_in_first_steps = 100
@@ -211,7 +211,7 @@ def test_states_are_told_by_category():
     assert format_comparison({}, {}) is None
 
 
-def test_a_steps_memory_is_what_came_since_the_trainer_was_made():
+def test_step_memory_counts_allocations_since_trainer_creation():
     memory, size = StepMemory(torch.device("cpu")), 64 * 2**20
     before = peak_memory_bytes(torch.device("cpu"))
     memory.start()

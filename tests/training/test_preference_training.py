@@ -96,9 +96,7 @@ LAYOUTS = ("dp2 zero3 mb2", "tp2", "cp2", "pp2:zb-h1 mb4")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_take_the_steps_and_find_the_rewards_of_one_device(
-    two: LocalRanks, home: Path, alone: Path, layout: str
-):
+def test_layouts_match_steps_and_rewards_of_one_device(two: LocalRanks, home: Path, alone: Path, layout: str):
     place = layout.replace(" ", "-").replace(":", "-")
     outcomes = run(two, home, place, f"{layout} fp32")
     assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
@@ -112,7 +110,7 @@ def test_layouts_take_the_steps_and_find_the_rewards_of_one_device(
         np.testing.assert_allclose(mine[split], other[split], rtol=1e-5)
 
 
-def test_the_reference_holds_what_each_response_has_by_itself(home: Path, alone: Path):
+def test_reference_log_probabilities_match_isolated_responses(home: Path, alone: Path):
     """Unpacked, without padding, on a model of the initial values."""
     wanted = cases.recipe(alone, "dp1 fp32", **changes(home))
     data = prepare(wanted.data, wanted.run.seed)
@@ -139,7 +137,7 @@ def test_the_reference_holds_what_each_response_has_by_itself(home: Path, alone:
 
 
 @pytest.mark.parametrize("layout", ["dp1", "cp2", "dp2 zero2"])
-def test_a_run_goes_on_with_the_reference_that_it_began_with(two: LocalRanks, home: Path, alone: Path, layout: str):
+def test_run_resumes_with_its_original_reference(two: LocalRanks, home: Path, alone: Path, layout: str):
     """Bit for bit on the same layout, within rounding on another one."""
     place = home / f"resumed-{layout.replace(' ', '-')}"
     run(None, home, place.name, "dp1 fp32", crash_after=3)
@@ -154,7 +152,7 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(two: LocalRanks, ho
         cases.assert_same_steps(place, alone)
 
 
-def test_without_held_out_pairs_training_has_its_reference_all_the_same(two: LocalRanks, home: Path):
+def test_reference_is_computed_without_validation_pairs_too(two: LocalRanks, home: Path):
     data = changes(home)["data"] | {"validation_fraction": 0.0}
     outcomes = run(two, home, "none held out", "dp2 fp32", train_steps=1, train_validate_every=0, data=data)
     assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
@@ -170,7 +168,7 @@ def broken_off(home: Path, alone: Path, name: str) -> Path:
     return place / "run" / "reference.safetensors"
 
 
-def test_what_cannot_be_the_reference_is_answered_by_name(two: LocalRanks, home: Path, alone: Path):
+def test_invalid_reference_file_is_refused_by_name(two: LocalRanks, home: Path, alone: Path):
     file = broken_off(home, alone, "wrong")
     whole = file.read_bytes()
 
@@ -195,7 +193,7 @@ def test_what_cannot_be_the_reference_is_answered_by_name(two: LocalRanks, home:
     assert error() == ""
 
 
-def test_a_run_that_begins_takes_up_what_an_earlier_start_left_and_nothing_else(home: Path):
+def test_new_run_reuses_only_reference_of_earlier_start(home: Path):
     place, seed = home / "starts", {"run": {"directory": str(home / "starts/run"), "seed": 5, "device": "cpu"}}
     file = place / "run" / "reference.safetensors"
 
@@ -223,7 +221,7 @@ def test_a_run_that_begins_takes_up_what_an_earlier_start_left_and_nothing_else(
     assert "earlier start" not in said() and "earlier start" not in said(**other), "the same weights in another model"
 
 
-def test_the_checksum_of_weights_sees_every_element_and_no_layout():
+def test_weight_checksum_covers_every_element_on_any_layout():
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(6, 8, generator=generator)
 
@@ -253,7 +251,7 @@ def test_the_checksum_of_weights_sees_every_element_and_no_layout():
     assert checksum([TensorSlice("master", "v", 0, 48, flat)]) != expected
 
 
-def test_the_checksum_in_the_file_is_the_same_on_every_layout(home: Path, alone: Path):
+def test_stored_checksum_is_equal_on_every_layout(home: Path, alone: Path):
     from safetensors import safe_open
 
     found = set()

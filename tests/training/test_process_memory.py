@@ -35,13 +35,13 @@ def key(tmp_path, monkeypatch) -> ProcessKey:
     return ProcessKey("fp32", 2, False)
 
 
-def test_constants_are_kept_for_each_key_alone(key):
+def test_constants_are_stored_per_key(key):
     others = [replace(key, precision="bf16"), replace(key, threads=1), replace(key, compiled=True)]
     key.write(CONSTANTS)
     assert key.read() == CONSTANTS and [each.read() for each in others] == [None] * 3
 
 
-def test_constants_of_two_torch_versions_stand_side_by_side(key, monkeypatch):
+def test_constants_of_two_torch_versions_are_stored_together(key, monkeypatch):
     key.write(CONSTANTS)
     with monkeypatch.context() as other:
         other.setattr(process_constants, "torch_version", lambda: "1.0")
@@ -106,19 +106,19 @@ def test_the_prediction_is_the_sum_of_its_items():
     assert items["unexplained"] == round(0.1 * (found.peak - items["unexplained"]))
 
 
-def test_the_prediction_is_never_below_what_the_process_already_took(monkeypatch):
+def test_prediction_is_at_least_memory_already_used(monkeypatch):
     monkeypatch.setattr(process_memory, "resident_bytes", lambda: 120 * MIB)
     monkeypatch.setattr(process_memory, "peak_resident_bytes", lambda: 900 * MIB)
     assert predict_process_memory(trainer(), peak_of(MIB), 100 * MIB, CONSTANTS).peak == 900 * MIB
 
 
-def test_tensors_with_pages_of_their_own_leave_nothing_on_the_heap():
+def test_large_tensors_leave_no_memory_on_heap():
     big = 2 * LARGEST_MMAP_THRESHOLD
     found = predict_process_memory(trainer(), peak_of(10 * MIB, big), 100 * MIB, CONSTANTS)
     assert found.items["heap overhead"] == round(0.4 * 10 * MIB)
 
 
-def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():
+def test_compiler_memory_counts_only_beyond_step_memory():
     small, large = (
         predict_process_memory(trainer(compiled=True), peak_of(size), 100 * MIB, CONSTANTS).items
         for size in (10 * MIB, 31 * MIB)
@@ -127,7 +127,7 @@ def test_compiling_counts_as_far_as_the_step_does_not_need_its_memory_later():
     assert (small["compiler workspace"], large["compiler workspace"]) == (30 * MIB - 14 * MIB, 0)
 
 
-def test_kernels_of_experts_are_counted_in_bf16_up_to_what_is_kept(monkeypatch):
+def test_expert_kernels_are_counted_in_bf16(monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     few, many, plain = (
         predict_process_memory(trainer(layout, experts=experts), peak_of(MIB), MIB, CONSTANTS).items

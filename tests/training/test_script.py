@@ -79,7 +79,7 @@ def losses(place: Path, run: str = "classify") -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-def test_the_launcher_answers_with_the_result_of_the_last_fit(whole, place):
+def test_launcher_returns_result_of_last_fit(whole, place):
     document, errors = json.loads(whole[1]), whole[2]
     assert document["step"] == 8 and document["layout"] == "dp2 zero3 fp32" and document["schema"] == 1
     assert errors.count("before\n") == 2
@@ -94,7 +94,7 @@ def test_the_launcher_answers_with_the_result_of_the_last_fit(whole, place):
     assert code == 2 and line.startswith("meshwright: error: ") and "meshwright run --ranks 2 classify.py" in line
 
 
-def test_a_mistake_is_one_line_and_a_fault_is_the_script_s_own(place, command_line, monkeypatch):
+def test_mistake_is_one_line_and_script_fault_keeps_traceback(place, command_line, monkeypatch):
     monkeypatch.chdir(place)
     code, _, errors = command_line("run", "--ranks", 2, "classify.py", 0, "train.stepz=5")
     assert code == 2 and errors.strip().splitlines()[-1].startswith('meshwright: error: override "train.stepz=5"')
@@ -106,7 +106,7 @@ def test_a_mistake_is_one_line_and_a_fault_is_the_script_s_own(place, command_li
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_it_goes_on_bit_for_bit(whole, place):
+def test_killed_and_stopped_script_resumes_bit_for_bit(whole, place):
     command = (*MESHWRIGHT, "run", "--ranks", 2, "classify.py", 0.3)
     run = place / "runs" / "classify"
 
@@ -130,7 +130,7 @@ def test_killed_and_stopped_it_goes_on_bit_for_bit(whole, place):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same_script(whole, place):
+def test_torchrun_starts_the_script(whole, place):
     code, output, errors = outcome(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)
     assert code == 0 and output.count("loss ") == 1, errors
     assert losses(place) == losses(whole[0])

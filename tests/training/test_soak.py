@@ -14,7 +14,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_soak_of_a_few_trials_finds_every_end_equal(repository: Path, tmp_path: Path) -> None:
+def test_short_soak_ends_bitwise_equal_in_every_trial(repository: Path, tmp_path: Path) -> None:
     result = tmp_path / "soak.json"
     command = [sys.executable, "bench/soak.py", "--count", "4", "--seed", "1", "--work", str(tmp_path / "work")]
     subprocess.run([*command, "--result", str(result)], cwd=repository, env=os.environ, check=True, timeout=600)

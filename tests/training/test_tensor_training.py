@@ -41,14 +41,14 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
     "layout",
     ["tp4", "tp4:nosp mb2 ac:selective", "dp2 zero1 tp2", "dp2 zero3 tp2:nosp mb2", "dp2 zero2 tp2 ac:full"],
 )
-def test_layouts_with_tp_take_the_steps_of_one_device(four, home, alone, layout):
+def test_tensor_parallel_steps_match_one_device(four, home, alone, layout):
     place = home / layout.replace(" ", "-").replace(":", "-")
     outcomes = run(four, place, f"{layout} fp32")
     cases.assert_same_steps(place, alone[0])
     cases.assert_same_state(outcomes, alone[1], least_norm=1e-3)
 
 
-def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, alone):
+def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
     """Three steps each on tp2, dp2 zero1, tp4:nosp and one device, through checkpoints."""
     place = home / "travelling"
     travels = [(two, "tp2", 3), (two, "dp2 zero1", 6), (four, "tp4:nosp", 9), (None, "dp1", 12)]
@@ -62,7 +62,7 @@ def test_a_run_goes_from_layout_to_layout_with_the_same_data(two, four, home, al
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_tp_writes_every_layout_reads_bit_for_bit(two, four, home, family):
+def test_tensor_parallel_checkpoint_loads_bitwise_on_every_layout(two, four, home, family):
     """A checkpoint of tp2 is loaded by other layouts and saved by them: the bytes stay."""
     model = {"family": family, "layers": 2, "hidden": 40, "heads": 4, "intermediate": 72, "vocabulary": 499}
     begun = home / f"begun {family}"
@@ -82,7 +82,7 @@ def test_what_tp_writes_every_layout_reads_bit_for_bit(two, four, home, family):
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 
-def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four, home):
+def test_interrupted_run_resumes_bit_for_bit(four, home):
     whole, broken = home / "whole", home / "broken"
     expected = cases.whole_state(run(four, whole, "dp2 zero3 tp2 bf16"))
     run(four, broken, "dp2 zero3 tp2 bf16", crash_after=5)
@@ -91,7 +91,7 @@ def test_an_interrupted_run_ends_bit_for_bit_where_an_undisturbed_one_does(four,
     assert cases.same(cases.whole_state(outcomes), expected)
 
 
-def test_transformers_loads_what_tp_wrote_and_finds_the_same_validation_loss(two, home):
+def test_transformers_loads_tensor_parallel_checkpoint_with_equal_validation_loss(two, home):
     from transformers import AutoModelForCausalLM
 
     place = home / "transformers"
@@ -123,7 +123,7 @@ def test_bf16_keeps_replicated_parameters_alike_on_all_ranks(four, home):
 
 
 @cases.traced_and_generated
-def test_a_compiled_model_takes_the_same_steps(two, home, fault):
+def test_compiled_model_steps_match_eager_steps(two, home, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
     eager, compiled = home / f"eager beside {fault}", home / f"compiled {fault}"
     run(two, eager, "tp2 fp32", model=model, train_compile=False, train_steps=3)
@@ -131,7 +131,7 @@ def test_a_compiled_model_takes_the_same_steps(two, home, fault):
     cases.assert_same_steps(compiled, eager)
 
 
-def test_weights_of_a_hugging_face_model_are_cut_as_the_table_says(two, four, home, alone):
+def test_hugging_face_weights_are_sharded_as_table_says(two, four, home, alone):
     """Training begins with the values of a checkpoint of another layout."""
     directory = str(alone[0] / "run/checkpoints/step-000003")
     traces = []

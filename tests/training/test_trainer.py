@@ -164,7 +164,7 @@ def relative_errors(mine: Values, theirs: Values) -> dict[tuple[str, str], float
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_on_one_device_is_that_of_transformers_and_torch(
+def test_single_device_step_matches_transformers_and_torch(
     name: str, steps_of: Callable[[str], tuple[Recipe, Steps]], monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences of three attention tiles, the loss in chunks of 100 tokens, which are worked on in two slices."""
@@ -180,7 +180,7 @@ def test_step_on_one_device_is_that_of_transformers_and_torch(
 @pytest.mark.parametrize(
     ("ranks", "name", "layout"), [(ranks, *case) for ranks, cases in LAYOUTS.items() for case in cases]
 )
-def test_step_of_a_layout_is_that_of_transformers_and_torch(
+def test_layout_step_matches_transformers_and_torch(
     ranks: int,
     name: str,
     layout: str,

@@ -73,7 +73,7 @@ def test_the_loss_goes_down_on_real_text(learnt):
     assert outcome["result"]["validation_loss"] == lines[-1]["validation_loss"]
 
 
-def test_transformers_loads_the_checkpoint_and_finds_the_same_validation_loss(learnt):
+def test_transformers_loads_checkpoint_and_finds_same_validation_loss(learnt):
     from transformers import AutoTokenizer
 
     place, outcome = learnt
@@ -90,7 +90,7 @@ def test_transformers_loads_the_checkpoint_and_finds_the_same_validation_loss(le
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == rows.tokens[3].tolist()
 
 
-def test_metrics_hold_what_they_promise(learnt):
+def test_metrics_lines_have_documented_values(learnt):
     place, _ = learnt
     line = steps(place)[-1]
     assert {
@@ -104,7 +104,7 @@ def test_metrics_hold_what_they_promise(learnt):
     assert events(place, "save")[-1]["step"] == 40
 
 
-def test_fewer_lines_can_be_asked_for(home):
+def test_log_interval_reduces_metrics_lines(home):
     place = home / "few lines"
     cases.run(None, place, "dp1 fp32", train_steps=8, train_log_every=3, train_validate_every=5)
     assert [line["step"] for line in steps(place)] == [3, 5, 6, 8]  # validated steps and the last one in any case
@@ -149,7 +149,7 @@ def alone(home):
         ),
     ],
 )
-def test_every_layout_takes_the_same_steps(ranks, layout, alone, home, request):
+def test_every_layout_matches_steps_of_one_device(ranks, layout, alone, home, request):
     place = home / layout.replace(" ", "-").replace(":", "-")
     servers = {1: lambda: None, 2: lambda: request.getfixturevalue("two"), 4: lambda: request.getfixturevalue("four")}
     outcomes = cases.run(servers[ranks](), place, f"{layout} fp32", train_validate_every=3)
@@ -160,7 +160,7 @@ def test_every_layout_takes_the_same_steps(ranks, layout, alone, home, request):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_takes_the_same_steps(home):
+def test_compiled_model_steps_match_eager_steps(home):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
     for name, compiled in (("eager", False), ("compiled", True)):
         (outcome,) = cases.run(None, home / name, "dp1 fp32", model=model, train_compile=compiled, train_steps=3)
@@ -179,7 +179,7 @@ DISTURBED = {
 
 
 @pytest.mark.parametrize("layout", DISTURBED)
-def test_a_run_that_crashed_ends_bit_for_bit_where_an_undisturbed_one_does(two, home, layout):
+def test_crashed_run_resumes_bit_for_bit(two, home, layout):
     changes = {"train_steps": 8, "checkpoint_every": 3, "train_validate_every": 4, **DISTURBED[layout]}
     whole, broken = home / f"whole {layout}", home / f"broken {layout}"
     expected = cases.whole_state(cases.run(two, whole, layout, **changes))
@@ -195,7 +195,7 @@ def test_a_run_that_crashed_ends_bit_for_bit_where_an_undisturbed_one_does(two, 
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "dp1 mb2"), (2, "dp2 zero3"), (4, "dp4 zero3 hs2 mb2")])
-def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(two, home, ranks, layout, request):
+def test_run_resumes_with_other_ranks_and_zero_stage(two, home, ranks, layout, request):
     changes = {"train_steps": 8, "checkpoint_every": 3, "train_validate_every": 4}
     whole, begun = home / "other whole", home / "other begun"
     if not whole.exists():
@@ -211,7 +211,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(two, home, ranks,
     cases.assert_same_steps(place, whole)
 
 
-def test_one_rank_that_is_asked_to_stop_stops_all_after_a_save(two, home):
+def test_stop_signal_to_one_rank_stops_all_after_save(two, home):
     whole, stopped = home / "not stopped", home / "stopped"
     expected = cases.whole_state(cases.run(two, whole, "dp2 zero2 fp32"))
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32", fault="stop_in_step_4")
@@ -222,7 +222,7 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_a_save(two, home):
     assert cases.same(cases.whole_state(outcomes), expected) and cases.trace(stopped) == cases.trace(whole)
 
 
-def test_a_finished_run_started_again_says_so_and_is_left_as_it_was(home, two):
+def test_restarted_finished_run_is_reported_and_unchanged(home, two):
     place = home / "finished"
     (first,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
     left = {name: (place / "run" / name).read_bytes() for name in cases.LEFT}
@@ -273,7 +273,7 @@ def test_the_newest_and_the_best_checkpoint_are_kept(home):
     assert [verify_checkpoint(directory / name) for name in kept] == [[], []]
 
 
-def test_memory_for_saving_is_there_before_the_first_step(home, monkeypatch):
+def test_memory_for_saving_is_reserved_before_first_step(home, monkeypatch):
     reserved: list[int] = []
     reserve = loop.Checkpointer.reserve
 
@@ -286,7 +286,7 @@ def test_memory_for_saving_is_there_before_the_first_step(home, monkeypatch):
     assert reserved == [3 * outcome["result"]["parameters"]]  # masters and two moments
 
 
-def test_the_state_says_where_in_the_data_the_run_is(learnt):
+def test_saved_state_has_position_in_data(learnt):
     place, _ = learnt
     state = newest(place / "run/checkpoints").state()
     assert (state["step"], state["samples"], state["optimizer_steps"], state["skipped_steps"]) == (40, 320, 40, 0)
@@ -299,7 +299,7 @@ def test_the_state_says_where_in_the_data_the_run_is(learnt):
 
 
 @pytest.mark.parametrize("layout", ["dp1 fp32", "dp2 zero3 fp32"])
-def test_a_run_can_begin_with_the_weights_of_a_hugging_face_model(home, shared_data, two, layout):
+def test_run_starts_from_hugging_face_weights(home, shared_data, two, layout):
     source, place = shared_data / "stories260k", home / f"stories {layout}"
     changes = {
         "model": {"from": str(source), "load_weights": True},
@@ -325,7 +325,7 @@ def test_a_run_can_begin_with_the_weights_of_a_hugging_face_model(home, shared_d
 
 
 @pytest.mark.parametrize(("faster", "precision"), [(True, "bf16"), (False, "fp32")])
-def test_an_omitted_precision_is_resolved_said_and_kept(home, monkeypatch, faster, precision):
+def test_omitted_precision_is_resolved_reported_and_stored(home, monkeypatch, faster, precision):
     place = home / f"omitted {precision}"
     monkeypatch.setattr(communication, "bf16_is_faster", lambda device: faster)
     (outcome,) = cases.run(None, place, "dp1", train_steps=2)
@@ -336,7 +336,7 @@ def test_an_omitted_precision_is_resolved_said_and_kept(home, monkeypatch, faste
     assert resumed["layout"] == outcome["layout"]
 
 
-def test_the_precision_is_that_of_the_checkpoint_that_is_really_loaded(home):
+def test_precision_follows_the_loaded_checkpoint(home):
     place = home / "two precisions"
     cases.run(None, place, "dp1 bf16", train_steps=2)
     cases.run(None, place, "dp1 fp32", train_steps=4)
@@ -348,7 +348,7 @@ def test_the_precision_is_that_of_the_checkpoint_that_is_really_loaded(home):
 
 
 @pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
-def test_more_steps_on_resume_are_said_to_change_the_learning_rate_curve(home, schedule, said):
+def test_more_steps_on_resume_warn_of_changed_learning_rates(home, schedule, said):
     place = home / f"longer {schedule}"
     cases.run(None, place, "dp1 fp32", train_steps=2, train_warmup=0, train_schedule=schedule)
     (longer,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
@@ -369,7 +369,7 @@ def test_bf16_keeps_float32_masters(home, two):
     assert memory == outcomes[0]["result"]["predicted"]["state_bytes"] and memory["masters"] == memory["parameters"]
 
 
-def test_deterministic_is_asked_of_torch_for_the_run_alone(home, monkeypatch):
+def test_deterministic_algorithms_are_enabled_only_during_run(home, monkeypatch):
     asked = []
     step = loop.Run._step
     monkeypatch.setattr(
@@ -388,7 +388,7 @@ def test_deterministic_is_asked_of_torch_for_the_run_alone(home, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero1 bf16", "dp2 zero3 mb2 fp32"])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(two, home, layout):
+def test_non_finite_gradient_on_one_rank_is_skipped_everywhere(two, home, layout):
     place = home / f"skip {layout}"
     outcomes = cases.run(two, place, layout, fault="skip_and_watch", train_maximum_skipped=1)  # in a row
     for outcome in outcomes:
@@ -407,7 +407,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(two, home, 
 
 
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero3 fp32"])
-def test_too_many_of_them_end_the_run_and_harm_no_checkpoint(two, home, layout):
+def test_too_many_skipped_steps_end_run_with_checkpoints_intact(two, home, layout):
     place = home / f"bad memory {layout}"
     outcomes = cases.run(
         two, place, layout, fault="nan_parameter_from_step_3", checkpoint_every=2, train_maximum_skipped=2,
@@ -427,7 +427,7 @@ def test_too_many_of_them_end_the_run_and_harm_no_checkpoint(two, home, layout):
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero1 fp32", "dp2 zero3 fp32"])
-def test_a_rank_that_is_slower_than_the_others_is_named(two, home, layout):
+def test_slow_rank_is_named(two, home, layout):
     place = home / f"slow {layout}"
     outcomes = cases.run(two, place, layout, fault="rank_1_sleeps", train_steps=20)
     for event, step in zip(events(place, "slow_rank"), (10, 20), strict=True):
@@ -459,7 +459,7 @@ FIXED = {
 }
 
 
-def test_a_run_goes_on_with_an_edited_recipe_where_that_is_allowed(home):
+def test_run_resumes_with_allowed_recipe_changes(home):
     place = home / "edited"
     cases.run(None, place, "dp1 fp32", train_steps=2)
     (outcome,) = cases.run(None, place, "dp1 mb2 fp32", **FREE)
@@ -467,7 +467,7 @@ def test_a_run_goes_on_with_an_edited_recipe_where_that_is_allowed(home):
 
 
 @pytest.mark.parametrize("key", FIXED)
-def test_what_may_not_change_is_refused_by_name_and_nothing_is_lost(home, key):
+def test_forbidden_recipe_changes_are_refused_by_name(home, key):
     place = home / "refused"
     if not place.exists():
         cases.run(None, place, "dp1 fp32", train_steps=2)

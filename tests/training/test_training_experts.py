@@ -40,7 +40,7 @@ def losses(place: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_mixture_learns_and_transformers_finds_the_same_loss(family: str, home: Path):
+def test_mixture_learns_with_loss_of_transformers(family: str, home: Path):
     transformers = pytest.importorskip("transformers")
     place = home / family
     changes = {"train_steps": 15, "train_learning_rate": 1e-2, "train_validate_every": 15}
@@ -70,7 +70,7 @@ def test_a_mixture_learns_and_transformers_finds_the_same_loss(family: str, home
 
 
 @pytest.mark.parametrize("family", ["mixtral", "dots1"])
-def test_a_mixture_goes_on_with_other_ranks_as_if_undisturbed(family: str, home: Path, two: LocalRanks):
+def test_mixture_resumes_on_other_ranks_as_if_undisturbed(family: str, home: Path, two: LocalRanks):
     changes = {"model": MODELS[family], "train_steps": 6, "checkpoint_every": 2}
     alone, broken = home / f"alone {family}", home / f"broken {family}"
     state = cases.whole_state([cases.train(cases.recipe(alone, "dp1 fp32", **changes).to_toml())])
@@ -86,7 +86,7 @@ def test_a_mixture_goes_on_with_other_ranks_as_if_undisturbed(family: str, home:
                 assert 0 < float(values.abs().max()) <= 0.006 + 1e-7
 
 
-def test_a_bias_goes_down_by_the_rate_where_there_is_too_much_and_is_no_parameter_of_adam():
+def test_router_bias_of_overloaded_expert_decreases_outside_adam():
     train = TrainRecipe(steps=1, batch=1, learning_rate=0.5, router_bias_rate=0.01, weight_decay=0.5)
     master, gradient = torch.zeros(6), torch.tensor([1.0, 1.0, 7.0, -3.0, 0.0, 1.0])
     optimizer = Optimizer([Shard("unit", master, gradient, 1, 0, 6, ((2, 5),))], train)

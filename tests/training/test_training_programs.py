@@ -25,7 +25,7 @@ def run(ranks: LocalRanks, place: Path, layout: str, **changes):
     [("dp2 fp32", OTHERS), ("dp4 zero1 fp32 mb2", RING), ("dp4 zero3 hs2 fp32", OTHERS), ("dp2 zero2 mb2 bf16", RING)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_programs_learn_what_the_native_calls_learn(
+def test_programs_train_like_native_collectives(
     two: LocalRanks, four: LocalRanks, tmp_path: Path, layout: str, table: dict[str, str]
 ):
     ranks = two if "dp2" in layout else four
@@ -57,7 +57,7 @@ def masters(text: str) -> list[torch.Tensor]:
     return found
 
 
-def test_every_rank_ends_with_the_same_bits(tmp_path: Path):
+def test_every_rank_ends_bitwise_equal(tmp_path: Path):
     with LocalRanks(3) as ranks:
         for algorithm in ("ring", "butterfly", "all-pairs"):
             text = cases.recipe(
@@ -67,7 +67,7 @@ def test_every_rank_ends_with_the_same_bits(tmp_path: Path):
             assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), algorithm
 
 
-def test_a_run_goes_on_with_another_program(two: LocalRanks, tmp_path: Path):
+def test_run_resumes_with_another_program(two: LocalRanks, tmp_path: Path):
     text = cases.recipe(tmp_path, "dp2 zero1 fp32", train_steps=4, checkpoint_every=2, collectives=RING).to_toml()
     two.run(cases.train, text, 2)
     again = run(two, tmp_path, "dp2 zero1 fp32", checkpoint_every=2, collectives=OTHERS)

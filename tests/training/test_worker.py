@@ -15,7 +15,7 @@ from meshwright.recipe import load_recipe
 from meshwright.training import worker
 
 
-def test_ranks_of_one_host_compile_in_places_of_their_own_unless_one_is_named():
+def test_ranks_of_host_use_separate_compiler_caches_unless_named():
     def place(rank: int, local_rank: int | None, **environment: str) -> str:
         with mock.patch.dict(os.environ, environment):
             if not environment:
@@ -29,7 +29,7 @@ def test_ranks_of_one_host_compile_in_places_of_their_own_unless_one_is_named():
 
 
 @pytest.mark.parametrize(("host_ranks", "refused"), [(None, True), (1, True), (2, False)])
-def test_memory_is_checked_where_a_launcher_of_another_program_starts_all_ranks_on_one_host(
+def test_memory_is_checked_when_external_launcher_fills_one_host(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, host_ranks: int | None, refused: bool
 ):
     class Passed(Exception):

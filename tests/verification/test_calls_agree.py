@@ -17,7 +17,7 @@ LAYOUTS = (
 )
 
 
-def test_ranks_that_are_well_agree_about_every_call_of_every_layout(first_case_alone: None):
+def test_healthy_ranks_agree_on_calls_of_every_layout(first_case_alone: None):
     with _Verifier("float32", lambda line: None, CollectivesRecipe(), None) as bench:
         for text in LAYOUTS:
             layout = Layout.parse(text)

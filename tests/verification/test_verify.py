@@ -91,7 +91,7 @@ def gradient(result: RankResult, step: int, name: str) -> torch.Tensor:
         *("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"),
     ],
 )
-def test_one_devices_gradients_are_those_of_transformers(name: str, wide: Callable[[], Any]):
+def test_single_device_gradients_match_transformers(name: str, wide: Callable[[], Any]):
     """The reference is not its own judge. The loss that balances experts is left out: transformers forms it over all
     rows and layers at once (tests/model/test_experts.py compares it where the two are the same)."""
     import transformers
@@ -197,7 +197,7 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, reques
 
 
 @pytest.mark.parametrize("layout", BY_LAYOUT)
-def test_every_local_fault_that_needs_ranks_is_planted_and_caught(
+def test_every_local_fault_needing_ranks_is_planted_and_caught(
     layout: str, monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None
 ):
     monkeypatch.setattr(mutations, "KINDS", ())
@@ -210,7 +210,7 @@ def test_each_local_fault_that_needs_ranks_has_a_layout():
     assert set().union(*BY_LAYOUT.values()) == NEEDS_RANKS
 
 
-def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_group_yields_different_values(monkeypatch: pytest.MonkeyPatch):
     """Ranks of neighbouring tp groups with another place there would hold the same parts of a gradient."""
     monkeypatch.setattr(mutations, "KINDS", ("wrong group",))
     monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
@@ -219,7 +219,7 @@ def test_a_wrong_group_holds_other_values_than_the_right_one(monkeypatch: pytest
     assert "tensor.gradients (all_reduce): wrong group" in {each["fault"] for each in document["mutations"]["faults"]}
 
 
-def test_the_neutral_faults_are_these():
+def test_neutral_faults_are_listed():
     """A common shift of all logits changes no softmax; what every rank agrees on is such a shift."""
     shifts = {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
     assert set(NEUTRAL) == shifts | {(site, "all_reduce", "double") for site in ("validation.loss", "start.program")}
@@ -263,7 +263,7 @@ def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
         assert first == second or pair in met, f"no layout has {pair[0]} with {pair[1]}"
 
 
-def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
+def test_grid_includes_mixtures_without_expert_parallelism():
     for axis in ("dp", "tp", "cp", "pp"):
         layout = next(layout for layout in MIXTURES if getattr(layout, axis) > 1)
         assert layout in build_layout_grid() and not layout.expert_parallel
@@ -275,7 +275,7 @@ def test_the_grid_takes_mixtures_where_no_expert_is_spread_too():
 @pytest.mark.parametrize(
     "notation", ["dp4 zero1 hs2 tp4 mb2", "cp2 pp2 mb2", "tp2 pp2 mb2", "dp2 tp2 ep4", "dp2 tp2:nosp cp2 ep2:etp2"]
 )
-def test_the_model_of_one_layout_makes_every_call_of_its_kind(notation: str):
+def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
     """Without --thorough and without a model, one of three kinds is verified."""
     layout = Layout.parse(notation)
 
@@ -290,7 +290,7 @@ def test_the_model_of_one_layout_makes_every_call_of_its_kind(notation: str):
     assert sites(only[1]) == set().union(*(sites(config) for _, config in every))
 
 
-def test_one_layout_is_verified_with_one_model_and_thoroughly_with_three(monkeypatch: pytest.MonkeyPatch):
+def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch):
     right, one = CaseBuilder.default, CaseBuilder.thorough
     monkeypatch.setattr(CaseBuilder, "default", lambda maker: right(maker)[:1])
     monkeypatch.setattr(CaseBuilder, "thorough", lambda maker: one(maker)[:1])
@@ -298,7 +298,7 @@ def test_one_layout_is_verified_with_one_model_and_thoroughly_with_three(monkeyp
         assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models
 
 
-def test_mixtures_that_nothing_balances_have_stages_too():
+def test_unbalanced_mixtures_get_pipeline_stages_too():
     config = dataclasses.replace(preset("mixtral-8x7b-v0.1"), router_loss=0.0)
     assert run_verification("pp2 mb2", model=config)["passed"]
 
@@ -351,7 +351,7 @@ def test_the_first_in_backward_order_is_named(reference):
     assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
 
 
-def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
+def test_backward_reaches_layer_from_its_output(reference):
     order = [name.removeprefix("model.").removesuffix(".weight") for name in list_in_backward_order(reference)]
     assert order[:2] == ["lm_head", "norm"] and order[-1] == "embed_tokens"
     layer = [name.removeprefix("layers.4.") for name in order if name.startswith("layers.4.")]
@@ -361,12 +361,12 @@ def test_the_backward_pass_comes_to_a_layer_from_its_end(reference):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "dots-llm1", "qwen2-moe-tiny", "qwen3-0.6b"])
-def test_the_backward_pass_comes_to_every_row_once(name):
+def test_backward_reaches_every_parameter_once(name):
     reference = Reference(Problem(scale_down_config(preset(name), layers=2), batch=2, steps=1))
     assert sorted(list_in_backward_order(reference)) == sorted(row.name for row in reference.table.rows)
 
 
-def test_a_wrong_loss_is_named_with_its_factor_beside_the_gradient(reference):
+def test_wrong_loss_is_named_with_factor_and_gradient(reference):
     results = ideal_results(reference, 2)
     for result in results:
         result.steps[1].loss *= 2
@@ -379,7 +379,7 @@ def test_a_wrong_loss_is_named_with_its_factor_beside_the_gradient(reference):
     assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(ratio to reference 0.5)")
 
 
-def test_the_gradient_of_another_layer_is_recognised_and_a_shard_that_differs(reference):
+def test_gradient_of_wrong_layer_and_differing_shard_are_recognised(reference):
     results = ideal_results(reference, 2)
     name, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
     for result in results:
@@ -400,7 +400,7 @@ def test_a_missing_part_names_its_rank(reference):
     assert failure is not None and "(contribution of rank 3 missing)" in failure
 
 
-def test_an_unsummed_gradient_says_whose_it_is(reference):
+def test_unsummed_gradient_names_contributing_ranks(reference):
     results = ideal_results(reference, 2)
     parts = reference.share_gradients(0, 2)
     for rank, result in enumerate(results):
@@ -428,7 +428,7 @@ def test_a_stale_gradient_is_recognised(reference):
     assert failure is not None and "step 2" in failure and "the gradient of the step before" in failure
 
 
-def test_parts_that_ranks_of_tp_did_not_sum_are_recognised_and_each_copy_counts(reference):
+def test_unsummed_tp_gradients_are_recognised_and_copies_count(reference):
     layout = Layout(tp=2)
     name = "model.norm.weight"
     for factors, said in (
@@ -458,7 +458,7 @@ def test_missing_and_infinite_values_fail(reference):
     assert "update of model.embed_tokens.weight" in str(compare(reference, results, Layout()).failure)
 
 
-def test_the_error_measure_has_a_floor_for_gradients_that_are_zero():
+def test_error_measure_has_floor_for_zero_gradients():
     truth = {"zero": torch.zeros(4, dtype=torch.float64), "other": torch.full((12,), 2.0, dtype=torch.float64)}
     values = {"zero": torch.full((4,), 1e-9, dtype=torch.float64), "other": truth["other"] * (1 + 1e-6)}
     errors = relative_errors(values, truth)
@@ -485,7 +485,7 @@ def test_batches_are_ragged_and_counts_differ_everywhere():
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-32b", "gpt2-xl"])
-def test_a_scaled_down_model_keeps_its_kind(name):
+def test_scaled_down_model_keeps_its_features(name):
     large = preset(name)
     small = scale_down_config(large)
     kept = ("family", "norm", "activation", "gated", "positions", "qkv_bias", "query_key_norm", "tied", "rope_theta")
@@ -530,7 +530,7 @@ def test_mistakes_are_one_line():
 # --- the command
 
 
-def test_the_command_answers_with_the_documents_keys(command_line):
+def test_command_prints_documented_keys(command_line):
     outcome = command_line("verify", "--layout", "dp2 zero1", "--model", "llama-tiny", "--json")
     assert outcome.code == 0
     document = json.loads(outcome.output)
@@ -546,7 +546,7 @@ def test_a_recipe_gives_its_layout_and_model(tiny_recipe):
     assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
 
 
-def test_what_does_not_hold_ends_with_1(command_line, monkeypatch):
+def test_failed_verification_exits_with_1(command_line, monkeypatch):
     import meshwright.verification.run as run
 
     right = Reference

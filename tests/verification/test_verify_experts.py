@@ -34,7 +34,7 @@ MORE = [
 @pytest.mark.parametrize(
     ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
 )
-def test_a_mixture_on_several_ranks_is_that_of_one_device(name: str, layout: str):
+def test_mixture_on_several_ranks_matches_one_device(name: str, layout: str):
     document = run_verification(layout, model=name)
     assert document["passed"], document["failure"]
     assert document["worst"]["relative_error"] < 1e-12
@@ -48,7 +48,7 @@ def test_every_fault_of_a_mixture_is_noticed():
 
 
 @pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
-def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
+def test_every_expert_parallel_fault_is_caught(kinds, request):
     if kinds == "fewer":
         request.getfixturevalue("fewer_kinds")
     document = run_verification("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)
@@ -63,12 +63,12 @@ def test_every_fault_of_experts_that_are_spread_is_noticed(kinds, request):
 
 
 @pytest.mark.exhaustive
-def test_every_fault_of_experts_split_both_ways_is_noticed():
+def test_every_fault_of_doubly_split_experts_is_caught():
     document = run_verification("dp2 zero2 tp2:nosp ep2:etp2", model="qwen1.5-moe-a2.7b", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
 
 
-def test_experts_of_a_small_mixture_divide_by_their_ranks_and_no_more():
+def test_small_mixture_has_just_enough_experts_for_its_ranks():
     for name in MODELS:
         small = scale_down_config(preset(name), tp=2, ep=4, etp=2)
         assert (small.experts, small.expert_intermediate) == (8, 38 if small.family == "mixtral" else 12)
@@ -76,7 +76,7 @@ def test_experts_of_a_small_mixture_divide_by_their_ranks_and_no_more():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_small_mixture_keeps_what_the_large_one_has(name: str):
+def test_small_mixture_keeps_features_of_large_one(name: str):
     config = preset(name)
     small = scale_down_config(config)
     assert (small.experts, small.experts_per_token) == (5, min(3, config.experts_per_token))

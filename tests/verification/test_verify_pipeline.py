@@ -56,7 +56,7 @@ NAMES = [name for name in SCHEDULE_CHUNKS if name not in ASYNCHRONOUS_SCHEDULES]
 
 
 @pytest.mark.parametrize(("index", "name"), enumerate(NAMES), ids=NAMES)
-def test_every_schedule_trains_as_one_device_does(two, index, name):
+def test_every_schedule_matches_one_device(two, index, name):
     """The models take turns: an untied head, a tied one, learned positions, a mixture."""
     check(two, MODELS[index % 4], f"pp2:{name} mb4")
 
@@ -70,11 +70,11 @@ def test_every_schedule_trains_as_one_device_does(two, index, name):
         ("qwen3-0.6b", "tp2:nosp pp2:zb-v mb2", 5), ("mixtral-tiny", "cp2 pp2 mb2", 5),
     ],
 )  # fmt: skip
-def test_stages_go_with_the_other_axes(four, model, layout, layers):
+def test_pipeline_combines_with_other_axes(four, model, layout, layers):
     check(four, model, layout, layers=layers)
 
 
-def test_a_schedule_from_a_file_trains_as_it_stands(two, tmp_path):
+def test_schedule_file_trains_unchanged(two, tmp_path):
     from meshwright.program.pipeline_text import format_pipeline
     from meshwright.schedules.library import generate
 
@@ -83,7 +83,7 @@ def test_a_schedule_from_a_file_trains_as_it_stands(two, tmp_path):
     check(two, "qwen3-0.6b", f"pp2:@{file} mb4")
 
 
-def test_faults_between_stages_and_in_what_they_share_are_all_caught(two, fewer_local_faults):
+def test_faults_between_stages_and_in_shared_parameters_are_caught(two, fewer_local_faults):
     """A tied embedding on both ends, split backwards, each fault at all calls and at one."""
     layout = Layout.parse("pp2:zb-h1 mb2")
     maker = CaseBuilder(layout, preset("qwen3-0.6b"), batch=4)
@@ -119,5 +119,5 @@ def test_a_copy_of_the_model_lies_on_all_stages(text, copies):
         ("pp4:@mine.txt mb64", "pp4:@mine.txt mb64"),
     ],
 )
-def test_large_layouts_stay_pipelines_when_they_are_made_small(text, scaled):
+def test_large_pipeline_layouts_stay_pipelines_when_scaled_down(text, scaled):
     assert str(scale_down_layout(Layout.parse(text))) == scaled

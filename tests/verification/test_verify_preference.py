@@ -38,12 +38,12 @@ def verified(recipe: Path, layout: str, *overrides: str, **options: Any) -> dict
         *("pp2:zb-h1 mb4", "dp2 zero3 pp2:zb-v mb4", "tp2 cp2 mb2", "cp2 pp2 mb2 ac:selective"),
     ],
 )
-def test_a_layout_computes_what_one_device_computes(tiny_recipe: Path, layout: str):
+def test_layout_matches_one_device(tiny_recipe: Path, layout: str):
     document = verified(tiny_recipe, layout)
     assert document["passed"] and document["worst"]["relative_error"] < 1e-12 and document["loss_error"] < 1e-12
 
 
-def test_other_losses_and_experts_too(tiny_recipe: Path):
+def test_other_preference_losses_and_experts_match_one_device(tiny_recipe: Path):
     assert verified(tiny_recipe, "cp2 mb2", "train.objective=ipo")["passed"]
     assert verified(tiny_recipe, "dp2", "train.preference_smoothing=0.2")["passed"]
     wanted = load_recipe(tiny_recipe, ["layout=dp2 cp2 ep2 mb2", *PAIRS])
@@ -82,7 +82,7 @@ def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, la
     assert ("loss.responses" in sites) == ("cp2" in layout)
 
 
-def test_batches_have_rows_with_no_pair_with_one_and_with_two():
+def test_batches_have_rows_with_zero_one_and_two_pairs():
     problem = Problem(scale_down_config(preset("llama-3-8b")), batch=8, preference=Preference())
     for step in range(2):
         batch = make_batch(problem, step)
@@ -98,7 +98,7 @@ def test_batches_have_rows_with_no_pair_with_one_and_with_two():
                 assert len(told) and told[-1] < here[-1] and (targets[told] == tokens[told + 1]).all()
 
 
-def test_the_command_verifies_what_the_recipe_trains(tiny_recipe: Path, command_line: Any, fewer_kinds: None):
+def test_verify_command_covers_objective_of_recipe(tiny_recipe: Path, command_line: Any, fewer_kinds: None):
     text = tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"').replace('"dp1"', '"cp2"')
     tiny_recipe.write_text(text)
     outcome = command_line("verify", tiny_recipe, "--mutate", "--json")

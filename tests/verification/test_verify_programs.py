@@ -25,9 +25,7 @@ OTHERS = (
     [("dp2 mb2", RING), ("dp4 zero1", OTHERS), ("dp4 zero3 hs2 mb2", RING), ("dp3 zero2", RING)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_layout_with_programs_computes_what_one_device_computes(
-    tiny_recipe: Path, layout: str, table: tuple[str, ...]
-):
+def test_layout_with_programs_matches_one_device(tiny_recipe: Path, layout: str, table: tuple[str, ...]):
     document = run_verification(load_recipe(tiny_recipe, [f"layout={layout}", *table]))
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10
 
@@ -41,7 +39,7 @@ def test_every_fault_planted_in_a_program_is_caught(tiny_recipe: Path, kinds: st
     assert document["mutations"]["caught"] >= 16
 
 
-def test_the_programs_of_a_recipe_are_refused_before_ranks_start(tiny_recipe: Path):
+def test_programs_of_recipe_are_refused_before_ranks_start(tiny_recipe: Path):
     wanted = load_recipe(tiny_recipe, ["layout=dp4", "collectives.all_reduce=3d-torus"])
     with pytest.raises(UserError, match='override "collectives.all_reduce=3d-torus": collectives.all_reduce: 3d-torus'):
         run_verification(wanted)

@@ -62,7 +62,7 @@ CASES = [each.name for each in maker().thorough() if each.resume_layout is None]
     "case",
     [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "loss chunks" else []) for name in CASES],
 )
-def test_the_trainer_does_what_one_device_does(case: str, tmp_path: Path):
+def test_trainer_matches_one_device(case: str, tmp_path: Path):
     (problem,) = (each.problem for each in maker().thorough() if each.name == case)
     _, found = run(problem, tmp_path)
     assert found.passed, found.failure
@@ -77,7 +77,7 @@ def test_the_case_of_float32_passes(tmp_path: Path):
     assert run(problem, tmp_path)[1].failure is None
 
 
-def test_a_run_resumed_on_another_layout_goes_on(tmp_path: Path):
+def test_run_resumed_on_another_layout_matches_one_device(tmp_path: Path):
     problem, other = maker().updates(), choose_other_layout(LAYOUT)
     assert other != LAYOUT and problem.resumed_at == (2, 3)
     for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
@@ -100,7 +100,7 @@ def test_a_resume_compares_every_key_of_the_state(key: str, tmp_path: Path, monk
     assert str(compare(reference(problem), [result], LAYOUT).failure).startswith(f"{key} is not the same")
 
 
-def test_counters_that_a_checkpoint_holds_wrongly_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_counters_in_checkpoint_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A value that is saved wrongly is restored as it was saved: the reference knows what it must be."""
     right = trainer.Trainer.state
     monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), "skipped_in_a_row": 0})
@@ -108,14 +108,14 @@ def test_counters_that_a_checkpoint_holds_wrongly_are_found(tmp_path: Path, monk
     assert result.not_restored == [] and found.failure == "skipped_in_a_row is 0 after 2 steps, not 1"
 
 
-def test_checkpoints_are_taken_where_each_counter_is_not_zero():
+def test_checkpoints_are_saved_with_every_counter_nonzero():
     right, problem = reference(PROBLEMS["updates"]), PROBLEMS["updates"]
     saved = [right.counters(steps) for steps in problem.resumed_at]
     assert any(each["skipped_in_a_row"] for each in saved) and any(each["loss_scale"]["finite_steps"] for each in saved)
     assert right.counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
 
 
-def test_a_checkpoint_that_cannot_be_saved_or_is_gone_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_or_missing_checkpoint_is_one_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Checkpointer, "failed", lambda self: "no space left on device")
     line = f"verify cannot save its checkpoint in {tmp_path}: no space left on device"
     with pytest.raises(UserError, match=re.escape(line)):
@@ -136,7 +136,7 @@ def test_a_fault_in_local_code_is_found(name: str, tmp_path: Path):
     assert found.passed == (name in NEEDS_RANKS), found.failure
 
 
-def test_an_object_is_met_again_only_if_it_is_the_same_one():
+def test_fault_counter_recognises_only_identical_objects():
     """Each object is freed before the next is made, whose id would be the same."""
     strikes = FaultCounter()
     assert not any(strikes.seen_before([]) for _ in range(50))
@@ -185,20 +185,20 @@ def test_mathematics_that_no_layout_changes_is_proved_too(
 # --- the problems are as hard as they claim
 
 
-def test_clipping_is_active_in_one_case_and_not_in_the_other():
+def test_clipping_is_active_in_exactly_one_case():
     updates, long = reference(maker().updates()), reference(PROBLEMS["long sequences"])
     assert all(norm > 2 * updates.problem.training.clip > 0 for norm in updates.norms)
     assert all(0 < norm < long.problem.training.clip for norm in long.norms)
 
 
-def test_a_step_crosses_the_end_of_an_epoch_and_the_loss_scale_changes():
+def test_steps_cross_epoch_end_and_change_loss_scale():
     problem = maker().updates()
     assert 2 * problem.batch < problem.train_sequences < 3 * problem.batch
     assert len(set(reference(problem).scales)) > 1 and len(set(reference(problem).losses)) == problem.steps
 
 
 @pytest.mark.parametrize("layout", ["dp1", "cp2", "cp4", "dp2 tp2 cp2:ulysses"])
-def test_long_sequences_span_several_tiles_with_one_document_and_with_many(layout: str):
+def test_long_sequences_span_several_tiles_and_document_counts(layout: str):
     problem = maker(layout=Layout.parse(layout)).long()
     parsed = Layout.parse(layout)
     piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
@@ -210,14 +210,14 @@ def test_long_sequences_span_several_tiles_with_one_document_and_with_many(layou
     assert 1 in documents and max(documents) > 10
 
 
-def test_the_loss_of_the_large_vocabulary_takes_several_chunks():
+def test_large_vocabulary_loss_uses_several_chunks():
     for layout in (LAYOUT, Layout.parse("tp2"), Layout.parse("cp2 tp2")):
         problem = maker(layout=layout).loss_chunks()
         tokens = problem.sequence // layout.cp
         assert len(loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
 
 
-def test_the_references_order_and_learning_rates_are_the_documented_ones():
+def test_reference_order_and_learning_rates_match_documentation():
     order = SampleOrder(11, 19)
     assert order.sample(range(60)).tolist() == [shuffled_sample_index(number, 19, 11) for number in range(60)]
     for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
@@ -227,6 +227,6 @@ def test_the_references_order_and_learning_rates_are_the_documented_ones():
             assert learning_rate(step, 7, training) == pytest.approx(trainer.learning_rate(step, recipe.train))
 
 
-def test_every_case_has_a_name_of_its_own():
+def test_every_case_has_unique_name():
     cases: list[Case] = maker().thorough()
     assert len({case.name for case in cases}) == len(cases) == 7

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import answering, is_standard_output, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.plumbing import is_standard_output, json_option, result_printer, write_file
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option with `collectives.quantities.<parser>`, imported on use."""
+    """Return a click callback that parses an option's text with the function `parser` of `collectives.quantities`,
+    which is imported on use."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-        """Parse the option's text; None stays None."""
+        """Parse the option's text; None (not given) stays None."""
         from meshwright.collectives import quantities
 
         return None if text is None else getattr(quantities, parser)(text, option.opts[0])
@@ -30,7 +31,7 @@ def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | 
 
 
 def _parse_dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Click callback of --dims: parse `4x4` into the sides (4, 4)."""
+    """Click callback of --dims: parse `4x4` into the grid's sides (4, 4); None (not given) stays None."""
     if text is None:
         return None
     try:
@@ -108,13 +109,22 @@ def command(
     text: bool,
     as_json: bool,
 ) -> None:
-    """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and time it on a network.
+    """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and simulate its time on a network.
 
-    auto simulates every algorithm that can do it and takes the fastest. Exit code 1 when a program does not hold: a
-    line names rank, step and reason.
+    auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if a program is not valid: a line
+    names rank, step and reason.
+
+    \f
+    ranks: None for a program file. total_bytes: of the full vector. topology, root, reduction: as in
+        `comm.api.collective`.
+    latency: seconds for each link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per
+        second.
+    segments: pieces of a pipelined vector. groups: ranks of a node. dims: sides of the grid. run: also execute the
+        program.
+    svg, html, trace, program_file: files to write. text: print the buffers. as_json: print the report as JSON.
     """
     printed = is_standard_output(program_file, "--program", as_json)
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         from meshwright.comm.api import collective
 
         report = collective(
@@ -138,7 +148,7 @@ def command(
             if html is not None:
                 write_file(html, draw_page(report, picture))
         if trace is not None:
-            write_file(trace, json.dumps(_chrome_trace(report)))
+            write_file(trace, json.dumps(_make_chrome_trace(report)))
         program_text = None
         if program_file is not None:
             from meshwright.program.load import format_program
@@ -153,8 +163,8 @@ def command(
         answer(document, "\n\n".join(part.rstrip("\n") for part in parts), alone=program_text if printed else None)
 
 
-def _chrome_trace(report: CollectiveReport) -> dict[str, Any]:
-    """Return the simulated transfers as a Chrome trace, which ui.perfetto.dev opens."""
+def _make_chrome_trace(report: CollectiveReport) -> dict[str, Any]:
+    """Return the simulated transfers in Chrome's trace event format, which ui.perfetto.dev opens."""
     from meshwright.program.timeline import build_collective_timeline
     from meshwright.program.trace import build_chrome_trace
 

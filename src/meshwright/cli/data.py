@@ -1,4 +1,4 @@
-"""`meshwright data`: prepare a recipe's data, show a batch of it, report its cleaning and what its tokenizer does."""
+"""`meshwright data`: prepare a recipe's data, show samples, report on cleaning and on the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshwright.cli import data_records
-from meshwright.cli.plumbing import answering, json_option, overrides_argument, write_file
 from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.tokenizer_text import tables, tokens_line
+from meshwright.cli.plumbing import json_option, overrides_argument, result_printer, write_file
+from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _LINES = 10  # of one document, in the picture of a batch
     group=True,
 )
 def command() -> None:
-    """Prepare a recipe's data, show what a batch looks like and what its tokenizer does, report what cleaning did.
-    Label, balance, annotate and extend records of instruction and chat data.
+    """Prepare a recipe's data, show samples of them, report on cleaning and on the tokenizer. Label, balance, annotate
+    and extend records of instruction and chat data.
 
     Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
     """
@@ -42,14 +42,14 @@ def command() -> None:
 @overrides_argument
 @json_option
 def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Read, clean, tokenize and pack the data of RECIPE; check what is there already, byte for byte.
+    """Read, clean, tokenize and pack the data of RECIPE; check prepared data that exist already, byte for byte.
 
-    Killed and started again, it goes on where it was.
+    If it was killed, the same command continues where it stopped.
     """
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         data, samples = _load_prepared(recipe, overrides, check=True)
         summary = data.summary(samples)
-        answer(summary, render_tables([_summary_tables(summary)]))
+        answer(summary, render_tables([_make_summary_tables(summary)]))
 
 
 @a_command("show", "meshwright data show recipe.toml --rows 4")
@@ -58,17 +58,19 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option("--rows", default=2, show_default=True, type=click.IntRange(0, 1000), help="Rows of a batch to show.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
-    """Show documents, tokens, what was dropped and why, and rows that training reads, one with a document boundary.
+    """Show documents, tokens, what was dropped and why, and samples as training reads them, one with a document
+    boundary.
 
     Data that are not prepared yet are prepared first.
     """
     from meshwright.data.description import describe_samples
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         data, samples = _load_prepared(recipe, overrides, check=False)
         summary, described = data.summary(samples), describe_samples(data, rows)
         answer(
-            {**summary, "rows": described}, render_tables([_summary_tables(summary), *map(_sample_table, described)])
+            {**summary, "rows": described},
+            render_tables([_make_summary_tables(summary), *map(_make_sample_table, described)]),
         )
 
 
@@ -80,13 +82,13 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
 )
 @json_option
 def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json: bool) -> None:
-    """Write one HTML page about the cleaning of RECIPE's data: counts by rule, samples, distributions.
+    """Write an HTML page about the cleaning of RECIPE's data: counts by rule, samples, distributions.
 
     Data that are not prepared yet are prepared first.
     """
     from meshwright.data.cleaning.report import cleaning_page
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         data, _ = _load_prepared(recipe, overrides, check=False)
         page = output or data.directory / "report.html"
         write_file(page, cleaning_page(Path(recipe).name, data.cleaning))
@@ -104,7 +106,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page.")
 @json_option
 def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: Path | None, as_json: bool) -> None:
-    """Show what RECIPE's tokenizer makes of its data: bytes per token by source, which tokens are used and how often.
+    """Report how RECIPE's tokenizer encodes its data: bytes per token by source, which tokens are used and how often.
 
     Data that are not prepared yet are prepared first.
     """
@@ -112,12 +114,14 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
     from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer
     from meshwright.recipe import load_recipe
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         data, _ = _load_prepared(recipe, overrides, check=False)
         report = measure_tokenizer(load_recipe(recipe, list(overrides)).data, data)
         shown = None if text is None else describe_tokens(data.tokenizer, text)
         document = report if shown is None else {**report, "shown": shown}
-        parts = [tables(report)] if shown is None else [tokens_line(shown), "", tables(report)]
+        parts = (
+            [make_report_tables(report)] if shown is None else [make_token_lines(shown), "", make_report_tables(report)]
+        )
         if html is not None:
             write_file(html, page(report, shown))
             document = {**document, "files": {"page": str(html)}}
@@ -130,9 +134,10 @@ for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
 
 
 def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
-    """Return the recipe's prepared data (prepared now if missing), and how many samples its run reads.
+    """Return the recipe's prepared data (prepared now if missing), and the number of samples that its training run
+    reads.
 
-    check: verify the prepared files byte by byte.
+    overrides: KEY=VALUE for fields of the recipe. check: verify the prepared files byte by byte.
     """
     from meshwright.data import prepare as prepare_data
     from meshwright.recipe import load_recipe
@@ -142,8 +147,8 @@ def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[
     return data, loaded.train.steps * loaded.train.batch
 
 
-def _summary_tables(summary: Mapping[str, Any]) -> Any:
-    """Return the summary of prepared data as rich tables: splits, sources, dropped and masked text, vocabulary."""
+def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
+    """Format `PreparedData.summary` as rich tables: splits, sources, dropped and masked text, vocabulary."""
     from rich.console import Group
     from rich.table import Table
 
@@ -175,12 +180,12 @@ def _summary_tables(summary: Mapping[str, Any]) -> Any:
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
     facts.add_row("prepared in", escape_control_characters(summary["directory"]))
-    return Group(splits, "", *_source_table(summary), facts)
+    return Group(splits, "", *_make_source_table(summary), facts)
 
 
-def _source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Return a table with one row for each data source: its size, share of the samples, epochs; empty for a single
-    source."""
+def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
+    """Format the data sources of `PreparedData.summary` as a rich table with one line for each: size, share of the
+    samples, epochs. Returns [] if there is only one source."""
     from rich.table import Table
 
     if len(summary["sources"]) == 1:
@@ -206,8 +211,8 @@ def _source_table(summary: Mapping[str, Any]) -> list[Any]:
     return [table, ""]
 
 
-def _sample_table(row: Mapping[str, Any]) -> Any:
-    """Return one sample as a rich table: each document beside a bar, with its token positions in the sample."""
+def _make_sample_table(row: Mapping[str, Any]) -> Any:
+    """Format one sample of `describe_samples` as a rich table: the text of each document beside its token positions."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -224,9 +229,9 @@ def _sample_table(row: Mapping[str, Any]) -> Any:
         colour = ("cyan", "yellow")[number % 2]
         place = f"{document['start']}-{document['stop'] - 1}"
         for line in (
-            _trained_lines(document)
+            _format_example_lines(document)
             if "parts" in document
-            else map(Text, _shortened_lines(escape_control_characters(document["text"])))
+            else map(Text, _shorten_lines(escape_control_characters(document["text"])))
         ):
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
@@ -237,9 +242,9 @@ def _sample_table(row: Mapping[str, Any]) -> Any:
     return Group(title, table)
 
 
-def _trained_lines(document: Mapping[str, Any]) -> list[Text]:
-    """Return the lines of an instruction example, with the trained text between ⟦ and ⟧; the middle of a long one is
-    cut."""
+def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
+    """Return an instruction example as lines of text, with the tokens that are trained on between ⟦ and ⟧; the middle
+    of a long one is left out. document: with "parts", each with "text" and "trained"."""
     from rich.text import Text
 
     whole = Text()
@@ -252,8 +257,8 @@ def _trained_lines(document: Mapping[str, Any]) -> list[Text]:
     return [*lines[:_LINES], Text(f"⋯ {len(lines) - 2 * _LINES} more lines ⋯"), *lines[-_LINES:]]
 
 
-def _shortened_lines(text: str) -> list[str]:
-    """Return the lines of `text`; the middle of a long one is cut."""
+def _shorten_lines(text: str) -> list[str]:
+    """Return the lines of `text`; the middle of a long text is left out."""
     lines = text.split("\n")
     if len(lines) <= _LINES:
         return lines

@@ -1,4 +1,4 @@
-"""`meshwright data label, balance, export, import, vary`: helpers for records of instruction and chat data."""
+"""`meshwright data label, balance, export, import, vary`: tools for records of instruction and chat data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.plumbing import json_option, result_printer, write_file
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.terminal import escape_control_characters, print_message, render_tables
@@ -22,14 +22,15 @@ _FILE = click.Path(path_type=Path)
 
 
 def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the required option --output to a command."""
+    """Decorator that adds the required option --output to a click command."""
     return click.option("--output", required=True, type=_FILE, metavar="F", help="The JSON Lines file to write.")(
         function
     )
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the options of a served model: URL, name, key, journal, retries, seed, prices."""
+    """Decorator that adds the options of a served model to a click command: URL, name, key, journal, retries, seed,
+    prices."""
     options = (
         click.option(
             "--url",
@@ -79,20 +80,20 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--again", is_flag=True, help="Replace what a model guessed before.")
 @json_option
 def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any) -> None:
-    """Have a served model guess the speech acts and refusals of RECORDS that nobody has judged yet.
+    """Let a served model label the speech acts and refusals of RECORDS that no person has labelled yet.
 
-    The guesses are marked as such. Killed and started again, no answered request is asked again.
+    Its labels are marked as guesses. If it was killed, the same command continues; no answered request is sent again.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.labelling import label_records
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         rows = read_records(records)
         with _make_client(served, output) as asker:
             labelled, summary = label_records(rows, asker, served["seed"], again)
             summary |= {"usage": _measure_usage(asker, served), "output": output}
             write_records(output, labelled)
-        answer(summary, render_tables([_summary_table(summary)]))
+        answer(summary, render_tables([_make_summary_table(summary)]))
 
 
 @a_command(
@@ -108,7 +109,7 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 @click.option("--html", type=_FILE, metavar="F", help="Write a page.")
 @json_option
 def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: Path | None, as_json: bool) -> None:
-    """Report how labelled records are balanced over the six speech acts, what is missing, and what they refuse.
+    """Report how labelled records are distributed over the six speech acts, what is missing, and refusals.
 
     Each FILE is a group of its own.
     """
@@ -116,11 +117,11 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
     from meshwright.synthesis.balance import measure_balance, parse_target
     from meshwright.synthesis.balance_page import balance_page
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         wanted = parse_target(target)
         records = ((str(file), where, record) for file in files for where, record in iterate_records(file))
         report = measure_balance(records, wanted, by)
-        parts = [_balance_table(name, group) for name, group in report["groups"].items()]
+        parts = [_make_balance_table(name, group) for name, group in report["groups"].items()]
         if html is not None:
             write_file(html, balance_page(", ".join(file.name for file in files), report))
             report = {**report, "files": {"page": str(html)}}
@@ -141,14 +142,14 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
 @_output_option
 @json_option
 def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> None:
-    """Write RECORDS as an annotation tool reads them, with the labels that they carry as a suggestion.
+    """Write RECORDS in an annotation tool's format, with the labels that they have as suggestions.
 
-    classify: labels of a record; spans: stretches that perform an act; rewrite: a better response.
+    classify: labels of a record; spans: passages that perform a speech act; rewrite: a better response.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.annotation import check_tool_and_task, export_rows
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         check_tool_and_task(tool, task)
         rows = list(export_rows(read_records(records), tool, task))
         write_records(output, rows)
@@ -169,19 +170,19 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
 def import_(
     files: tuple[Path, ...], tool: str, records: Path, leave_out_rejected: bool, output: Path, as_json: bool
 ) -> None:
-    """Write the records with what annotators made of them: labels, spans, rewritten responses.
+    """Add to the records what annotators made of them: labels, spans, rewritten responses.
 
-    Of several annotators (several FILEs, or several rows of a record) the majority holds.
+    With several annotators (several FILEs, or several rows for a record) the majority decides.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.annotation import TASKS, check_tool_and_task, import_rows
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         check_tool_and_task(tool, TASKS[0])
         rows = [row for file in files for row in read_records(file)]
         labelled, summary = import_rows(read_records(records), rows, tool, leave_out_rejected)
         write_records(output, labelled)
-        answer({**summary, "output": output}, render_tables([_summary_table({**summary, "output": output})]))
+        answer({**summary, "output": output}, render_tables([_make_summary_table({**summary, "output": output})]))
 
 
 @a_command(
@@ -219,16 +220,16 @@ def vary(
     as_json: bool,
     **served: Any,
 ) -> None:
-    """Have a served model write further instructions, with responses, from those of SEEDS.
+    """Let a served model write new instructions with responses, from the seed instructions in SEEDS.
 
-    Killed and started again, no answered request is asked again.
+    If it was killed, the same command continues; no answered request is sent again.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.endpoint import Sampling
     from meshwright.synthesis.evol_instruct import evol_instruct
     from meshwright.synthesis.self_instruct import self_instruct
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         if method not in _METHODS:
             raise UserError(f"--method: {unknown('method', method, _METHODS)}")
         rows = read_records(seeds)
@@ -242,15 +243,15 @@ def vary(
                 records, summary = evol_instruct(rows, asker, rounds, sampling, log=print_message)
             summary |= {"usage": _measure_usage(asker, served), "output": output}
             write_records(output, records)
-        answer(summary, render_tables([_summary_table(summary)]))
+        answer(summary, render_tables([_make_summary_table(summary)]))
 
 
 COMMANDS = (label, balance, export, import_, vary)
 
 
 def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
-    """Return a client of the served model. served: values of `_served_model_options`; output: names the default
-    journal."""
+    """Return a client of the served model. served: values of `_served_model_options`. output: file of the command; the
+    default journal of answers is named after it."""
     from meshwright.synthesis.asking import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
 
@@ -261,12 +262,12 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
 
 
 def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens used by the client's requests, and their price."""
+    """Return the tokens that the client's requests used, and their price. served: values of `_served_model_options`."""
     return asker.usage(served["price_in"], served["price_out"])
 
 
-def _summary_table(summary: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a summary as a rich table of one key a line; zero counts inside a value are left out."""
+def _make_summary_table(summary: Mapping[str, Any]) -> Any:
+    """Format a result summary as a rich table with one line for each key; zero counts inside a value are left out."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -283,8 +284,9 @@ def _summary_table(summary: Mapping[str, Any], prefix: str = "") -> Any:
     return table
 
 
-def _balance_table(name: str, group: Mapping[str, Any]) -> Any:
-    """Return one group of a balance report as rich text: counts and shares by speech act, and refusals."""
+def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
+    """Format one group of the balance report as rich text: counts and shares by speech act, and refusals. name: of the
+    group."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

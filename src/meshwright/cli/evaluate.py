@@ -9,12 +9,12 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
-    answering,
     device_option,
     json_option,
     overrides_argument,
     reading_layout_option,
     refuse_overrides,
+    result_printer,
 )
 from meshwright.terminal import print_message
 
@@ -47,13 +47,18 @@ def command(
     layout: str | None,
     as_json: bool,
 ) -> None:
-    """Evaluate CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face directory.
+    """Evaluate CHECKPOINT on held-out text. CHECKPOINT: a run directory (its newest complete checkpoint), a checkpoint,
+    or a Hugging Face directory.
 
     KEY=VALUE overrides one field of the recipe that --data names.
+
+    \f
+    data: a recipe, or text (path or glob). sequence: tokens of context. xz: also compress the text with `xz -9`.
+        layout: local ranks that share the model. as_json: print JSON.
     """
     from meshwright.evaluation.api import evaluate
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         refuse_overrides(overrides, data)
         result = evaluate(
             checkpoint, data, overrides, sequence=sequence, layout=layout, device=device, with_xz=xz,
@@ -63,13 +68,13 @@ def command(
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Print the progress of an evaluation on one terminal line. done, total: units of work."""
+    """Print on one terminal line the share of an evaluation that is done. done, total: sequences."""
     if sys.stderr.isatty():
         print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _format_result(result: Evaluation) -> str:
-    """Format an evaluation as lines of text."""
+    """Format an evaluation as text: loss in nats per token, perplexity, bits per byte."""
     lines = [
         f"checkpoint     {result.checkpoint}",
         f"loss           {result.loss:.4f} nats per token ({result.tokens:,} tokens)",

@@ -7,7 +7,7 @@ import sys
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, device_option, json_option, reading_layout_option
+from meshwright.cli.plumbing import device_option, json_option, reading_layout_option, result_printer
 from meshwright.errors import UserError
 from meshwright.terminal import escape_on_terminal, print_message
 
@@ -44,12 +44,18 @@ def command(
     layout: str | None,
     as_json: bool,
 ) -> None:
-    """Continue a prompt with CHECKPOINT: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
-    directory. The text is written as it comes."""
+    """Continue a prompt with CHECKPOINT: a run directory (its newest complete checkpoint), a checkpoint, or a Hugging
+    Face directory. The text is printed as it is generated.
+
+    \f
+    prompt: "-" for standard input. chat: the prompt is a user's turn. max_tokens: new tokens. temperature, top_k,
+        top_p, seed: of sampling; temperature 0 is greedy. layout: local ranks that share the model. as_json: print
+        JSON.
+    """
     from meshwright.serving.api import load
     from meshwright.serving.sampling import Sampling
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # refused before a model is loaded
         if prompt == "-":
             prompt = _read_standard_input()
@@ -72,8 +78,8 @@ def command(
 
 
 def _read_standard_input() -> str:
-    """Return all of standard input as text, without one trailing newline (the shell's). `UserError` if
-    it is not UTF-8."""
+    """Return standard input as text, without the newline at its end. Raises `UserError` if it is closed or not
+    UTF-8."""
     if sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; give the text as --prompt TEXT")
     try:

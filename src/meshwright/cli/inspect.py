@@ -1,4 +1,4 @@
-"""`meshwright inspect`: shards, tensors, statistics of a model's files, and which device would hold what."""
+"""`meshwright inspect`: files, tensors and statistics of a model, and which rank of a layout holds what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import json_option, result_printer
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 _WIDTH = 160
@@ -37,30 +37,36 @@ _WIDTH = 160
 def command(
     path: Path, names: tuple[str, ...], layout: str | None, sequence: int, values: int, statistics: bool, as_json: bool
 ) -> None:
-    """Show what PATH holds: a run directory (its newest whole checkpoint), a checkpoint, a Hugging Face directory, or
-    one file of it. Tensors are read one at a time and in blocks."""
+    """Show what PATH contains: a run directory (its newest complete checkpoint), a checkpoint, a Hugging Face
+    directory, or one file of it. Tensors are read one at a time and in blocks.
+
+    \f
+    names: globs of tensor names. layout: show which rank holds what. sequence: tokens, for which stages are balanced.
+        values: first values of each tensor to show. statistics: read all values. as_json: print JSON.
+    """
     from meshwright.inspection.report import inspect_model
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         document = inspect_model(
             path, names=names, layout=layout, sequence=sequence, values=values if statistics else None,
             progress=_print_progress, log=print_message,
         )  # fmt: skip
-        parts = [_totals_table(document), "", _tensor_table(document["tensors"])]
+        parts = [_make_totals_table(document), "", _make_tensor_table(document["tensors"])]
         if layout is not None:
-            parts += ["", _placement_table(document["placement"])]
+            parts += ["", _make_placement_table(document["placement"])]
         answer(document, render_tables(parts, _WIDTH))
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Print on one terminal line which share of the bytes has been read."""
+    """Print on one terminal line the share of bytes that has been read. done, total: bytes."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\rreading {done / max(1, total):.0%} of {_format_bytes(total)}", end=end, file=sys.stderr, flush=True)
 
 
-def _totals_table(document: Mapping[str, Any]) -> Any:
-    """Return a rich table of the totals: architecture, files, tensors, values that are not finite."""
+def _make_totals_table(document: Mapping[str, Any]) -> Any:
+    """Format the totals of `inspect_model` as a rich table: architecture, files, tensors, values that are not
+    finite."""
     from rich.table import Table
     from rich.text import Text
 
@@ -89,8 +95,8 @@ def _totals_table(document: Mapping[str, Any]) -> Any:
     return facts
 
 
-def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a rich table with one row for each tensor: type, shape, size, statistics."""
+def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
+    """Format the tensors of `inspect_model` as a rich table with one line for each: type, shape, size, statistics."""
     from rich.table import Table
     from rich.text import Text
 
@@ -119,8 +125,9 @@ def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
-def _placement_table(placement: Mapping[str, Any]) -> Any:
-    """Return a rich table of a placement, with one row for each set of ranks that hold the same."""
+def _make_placement_table(placement: Mapping[str, Any]) -> Any:
+    """Format the placement of a model under a layout as a rich table, one line for each set of ranks with equal
+    contents."""
     from rich.table import Table
 
     title = f"layout {placement['layout']}, parameters in {placement['precision']}"
@@ -131,14 +138,15 @@ def _placement_table(placement: Mapping[str, Any]) -> Any:
         table.add_column(name, justify="right", no_wrap=True)
     alike: dict[tuple[str, str, int, int], list[int]] = {}
     for rank in placement["ranks"]:
-        alike.setdefault(_rank_contents(rank), []).append(rank["rank"])
+        alike.setdefault(_describe_rank_contents(rank), []).append(rank["rank"])
     for (layers, also, size, training), ranks in alike.items():
         table.add_row(_format_ranges(ranks), layers, also, _format_bytes(size), _format_bytes(training))
     return table
 
 
-def _rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
-    """Return what a rank holds, to group equal ranks: layers, other modules, parameter bytes, bytes in training."""
+def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    """Return a rank's contents in a placement: layers, other modules, bytes of parameters, bytes in training with
+    AdamW."""
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:
         also.append(f"experts {_format_ranges(rank['experts'])}")
@@ -146,14 +154,14 @@ def _rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format ascending numbers as ranges: `0-3, 8`."""
+    """Format ascending integers as ranges: `0-3, 8`."""
     cuts = [0, *(at for at, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1), len(numbers)]
     runs = [(numbers[first], numbers[stop - 1]) for first, stop in pairwise(cuts) if stop > first]
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _format_number(value: float | int | bool | None) -> str:
-    """Format a statistic with four digits; None as `-`."""
+    """Format a statistic with four significant digits; None as `-`."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

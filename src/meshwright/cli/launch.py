@@ -1,4 +1,4 @@
-"""`meshwright launch`: prints a script that starts a recipe's ranks on one or several hosts."""
+"""`meshwright launch`: print a script that starts a recipe's ranks on one or several hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
+from meshwright.cli.plumbing import json_option, overrides_argument, result_printer, trust_option
 from meshwright.terminal import print_message
 
 
@@ -51,13 +51,19 @@ def command(
 ) -> None:
     """Print a script that trains RECIPE with one rank for each device.
 
-    The layout says how many ranks there are. The script starts again from the newest whole checkpoint where ranks are
-    lost, and lets them save when it is told to end. It works in this directory and with this Python.
+    The layout determines the number of ranks. The script restarts the run from the newest complete checkpoint if a rank
+    is lost, and forwards a stop signal so that ranks save. It uses this working directory and this Python.
+
+    \f
+    overrides: KEY=VALUE for the recipe. kind: launcher of the ranks. nodes, devices_per_node: None to follow from the
+        layout.
+    restarts: after a lost rank. cpus_per_device: cores of each rank. time: SLURM limit, such as "24:00:00". sbatch:
+        more options for sbatch. trust: the recipe may run code that it names. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launch_script import Resources, launch_script
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         if kind is None:
             raise UserError("launch: say by whom the ranks are started, --torchrun or --slurm")
         resources = Resources(nodes, devices_per_node, cpus_per_device, restarts, time, sbatch)

@@ -1,4 +1,4 @@
-"""The `meshwright` command: finds a command's file, runs it, and turns what went wrong into a line and an exit code."""
+"""The `meshwright` command: imports and runs the file of a command, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from meshwright import __version__
-from meshwright.cli.plumbing import CONTEXT, Group, usage_line
+from meshwright.cli.plumbing import CONTEXT, Group, format_usage_error
 from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory_message
 from meshwright.terminal import escape_control_characters, print_message
 from meshwright.threads import prepare_process
@@ -41,33 +41,33 @@ LONGEST_LINE = 2000  # characters of an error
 
 
 class _Interrupted(Exception):
-    """Ctrl-C inside a command; its text is the message to print."""
+    """Ctrl-C inside a command. Its text is the message to print."""
 
 
 class Commands(Group):
-    """The top-level command group: lists all commands, and imports only the one that runs."""
+    """Top-level click group: lists all commands, and imports only the one that runs."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Import and return the command of this name, None if unknown."""
+        """Import and return the click command of this name; None if there is none."""
         if name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"meshwright.cli.{name}").command
         return command
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command; `_Interrupted` in place of KeyboardInterrupt, which click would answer with
-        an empty line."""
+        """Run the command. KeyboardInterrupt is replaced by `_Interrupted`, since click would print an empty line for
+        it."""
         try:
             return super().invoke(context)
         except KeyboardInterrupt as error:  # click would answer it with an empty line
             raise _Interrupted(str(error)) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for --help without importing them."""
+        """Write the list of commands for --help, from `COMMANDS` and without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -77,19 +77,19 @@ class Commands(Group):
 def meshwright() -> None:
     """Train language models on any number of devices, and prove first that the layout computes the right thing.
 
-    One recipe says what to train and on what. `meshwright COMMAND --help` shows an example of each command.
+    One recipe describes the model, the data and the layout. `meshwright COMMAND --help` shows examples of each command.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (sys.argv unless given) and return its exit code. Internal errors keep their
-    traceback."""
+    """Run the command line `arguments` (default: sys.argv) and return the exit code. Errors for the user are printed as
+    one line; internal errors keep their traceback."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
         for argument in given:
             _refuse_undecodable(argument)
         prepare_process()  # before any command loads torch
-        with _model_warnings_as_lines():
+        with _print_model_warnings():
             code = meshwright.main(given, prog_name="meshwright", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.format_message())
         return 0
     except click.UsageError as error:
-        return _print_error(usage_line(error), 2)
+        return _print_error(format_usage_error(error), 2)
     except click.ClickException as error:
         return _print_error(error.format_message(), 2)
     except Terminated as error:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_undecodable(argument: str) -> None:
-    """Raise UserError for an argument with bytes that are not UTF-8, which Python holds as lone surrogates.
+    """Raise `UserError` if an argument has bytes that are not UTF-8, which Python represents by lone surrogates.
 
     Recipes, manifests, results and pages store paths as UTF-8 text.
     """
@@ -135,9 +135,9 @@ def _refuse_undecodable(argument: str) -> None:
 
 
 @contextmanager
-def _model_warnings_as_lines() -> Iterator[None]:
-    """Print each `ModelWarning` inside the with block once, as one line on standard error; other warnings as Python
-    does."""
+def _print_model_warnings() -> Iterator[None]:
+    """Context in which each distinct `ModelWarning` is printed once, as one line on standard error; other warnings are
+    shown as Python does."""
     printed: set[str] = set()
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -156,7 +156,7 @@ def _model_warnings_as_lines() -> Iterator[None]:
 
 
 def _print_error(reason: str, code: int, kind: str = "error: ") -> int:
-    """Print one error line (`kind` before the reason) on standard error and return the exit code `code`."""
+    """Print `reason` as one line on standard error, after `kind`, and return the exit code `code`."""
     line = escape_control_characters(" ".join(reason.split()))  # it may quote a file that holds anything
     line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
     click.echo(f"meshwright: {kind}{line}", err=True)

@@ -1,4 +1,4 @@
-"""`meshwright plan`: time, memory and the best layout, before a run."""
+"""`meshwright plan`: predict step time and memory of a layout, or search for the best layout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from meshwright.cli.plumbing import command as a_command
 from meshwright.cli.plumbing import (
-    answering,
-    json_document,
+    format_json_document,
     json_option,
     refuse_overrides,
+    result_printer,
     split_overrides,
     write_file,
 )
-from meshwright.cli.plumbing import command as a_command
 from meshwright.errors import UserError
 from meshwright.limits import limit_of
 
@@ -86,11 +86,19 @@ def command(
     calibrate: bool,
     as_json: bool,
 ) -> None:
-    """Say what training MODEL costs on a cluster: time and memory of one layout, or the fastest layouts that fit.
+    """Predict time and memory of training MODEL on a cluster: of one layout, or of the fastest layouts that fit.
 
-    MODEL is a preset, a Hugging Face directory, a config.json or a recipe, of which KEY=VALUE overrides one field.
-    Memory is that of the fullest rank; times come with bounds between which published runs lie. With --serve, say what
-    a server takes instead.
+    MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe.
+    Memory is that of the fullest rank; times come with bounds between which published runs lie. With --serve, predict
+    the memory of a server instead.
+
+    \f
+    names: MODEL, then overrides; run directories with `calibrate`. cluster: device count and kind, a cluster file, or
+        "this". sequence: tokens. batch: sequences per step over all devices. layout: to price instead of a search.
+    top: how many layouts to show. engine: whose kernels are priced. compiled: with torch.compile. documents: per
+        sequence, on average. explained: add operation times. every_tensor: add the memory ledger. html: page to write.
+    jobs: JSON Lines file of requests. serves: plan a server, of `memory`, `dtype` and `max_length` (tokens). as_json:
+        print JSON.
     """
     if calibrate:
         context = click.get_current_context()
@@ -130,7 +138,7 @@ def command(
         if value is None and recipe is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")
     parsed = _parse_layout(layout)
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         found = plan(
             model if recipe is None else recipe, cluster, parsed, sequence=sequence, batch=batch, engine=engine,
             compile=compiled or None, optimizer=optimizer, precision=precision, documents=documents, top=top,
@@ -149,8 +157,8 @@ def command(
 
 
 def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
-    """Format a plan as paragraphs of text. width: columns; every_tensor: add the memory ledger; explained: add the
-    operations."""
+    """Format a plan as paragraphs of text. model: name as the user wrote it. width: columns of a line. every_tensor:
+    add the memory ledger of all tensors. explained: add the time of each operation."""
     from meshwright.planner.text import (
         estimate_text,
         explain_text,
@@ -180,10 +188,10 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
 
 
 def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """Run `plan --calibrate`: write measured / predicted factors of finished runs into the cluster file, and print
-    them.
+    """Run `plan --calibrate`: compute factors measured / predicted from finished runs, write them into the cluster
+    file, and print them.
 
-    runs: run directories; where: cluster file, None or "this" for this machine's.
+    runs: run directories. where: cluster file; None or "this" for the one of this machine.
     """
     from meshwright.planner.calibrate import cluster_file_with, read_run
     from meshwright.planner.cluster import this_machine
@@ -195,7 +203,7 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
     path = this_machine() if this else Path(str(where)).expanduser()
     if not this and not path.exists() and path.suffix != ".toml":
         raise UserError(f"--calibrate: a cluster file keeps what runs say, and --cluster {where} is none")
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         figures = [read_run(run) for run in {Path(run).resolve(): run for run in runs}.values()]
         text, found = cluster_file_with(path, figures)
         write_file(path, text)
@@ -209,7 +217,7 @@ _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences
 
 
 def _parse_layout(text: str | None) -> Any:
-    """Parse the option --layout, None if not given; `UserError` names the option."""
+    """Parse the text of --layout into a `Layout`; None (not given) stays None. `UserError` names the option."""
     from meshwright.layout import Layout
 
     if text is None:
@@ -221,7 +229,8 @@ def _parse_layout(text: str | None) -> Any:
 
 
 def _refuse_others(allowed: set[str], option: str) -> None:
-    """Raise UserError if the command line has an option that does not go with `option`."""
+    """Raise `UserError` if the command line has an option that cannot be combined with `option`. allowed: parameter
+    names that can."""
     context = click.get_current_context()
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -233,7 +242,8 @@ def _run_serve(
     names: tuple[str, ...], layout: str | None, memory: str | None, dtype: str | None, max_length: int | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run `plan --serve`: print the memory bill of a server of MODEL, and how many sequences fit."""
+    """Run `plan --serve`: print the memory that a server of MODEL takes, by item, and the number of sequences that fit.
+    names: MODEL as the only item; the others: as on the command line."""
     from meshwright.planner.models import model_of
     from meshwright.planner.serving_ledger import BLOCK_TOKENS, bill_text, parse_dtype
     from meshwright.serving.memory import plan_memory
@@ -241,7 +251,7 @@ def _run_serve(
 
     if len(names) != 1:
         raise UserError("--serve: takes one MODEL: a preset such as llama-3-8b, a directory or a config.json")
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         config = model_of(names[0])
         parsed = serving_layout(layout or "", config)
         ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length)
@@ -258,20 +268,21 @@ def _run_serve(
 
 
 def _run_jobs(path: str) -> None:
-    """Run `plan --jobs`: price each request line of a JSON Lines file (`-`: standard input), print one JSON answer a
-    line.
+    """Run `plan --jobs`: predict time and memory for each request, a line of a JSON Lines file (`-`: standard input),
+    and print one JSON answer a line, in the same order.
 
-    Answers are in order; a request that cannot be priced is answered by {"error": ...}.
+    A request for which this fails is answered by {"error": ...}.
     """
     from meshwright.planner.jobs import answer
 
     for line in _read_lines(path):
-        text = json_document(answer(line))
+        text = format_json_document(answer(line))
         print(text.encode("utf-8", "replace").decode(), flush=True)  # a request may hold half a character
 
 
 def _read_lines(path: str) -> Iterator[str]:
-    """Yield the non-empty lines of a file (`-`: standard input). `UserError` if unreadable or a line is too long."""
+    """Yield the non-empty lines of a file (`-`: standard input). Raises `UserError` if it cannot be read or a line is
+    too long."""
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
             longest = limit_of("config_bytes")

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: examples in --help, --json with nothing else on standard output, error lines."""
+"""Shared code of the commands: click classes, common options, --json output, error lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def _check_device(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device: return the name, or raise for an unknown one."""
+    """Click callback of --device: return the name; raise if it is unknown or contradicts --layout."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
     _check_device_of_layout(context, option, name)
@@ -29,7 +29,7 @@ def _check_device(context: click.Context, option: click.Parameter, name: str) ->
 
 
 def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Click callback of --device and --layout: return the value, or raise if they contradict each other."""
+    """Click callback of --device and --layout: return the option's value; raise if the two contradict each other."""
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -57,17 +57,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def command(name: str, *examples: str, group: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that makes a function a click command (or, with `group`, a group) whose --help ends with `examples`."""
+    """Decorator that turns a function into a click command (with `group` a click group) whose --help ends with
+    `examples`, command lines."""
     epilog = "\n".join(["\b", "Example:" if len(examples) == 1 else "Examples:", *(f"  {line}" for line in examples)])
     return click.command(name, cls=Group if group else Command, epilog=epilog, context_settings=CONTEXT)
 
 
 class Command(click.Command):
-    """A click command whose usage errors always name the command."""
+    """Click command whose usage errors always name the command."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Parse the arguments; sets the context of a usage error where click leaves it out (an option
-        without a value)."""
+        """Parse the arguments; set the context of a usage error where click omits it (an option without a value)."""
         try:
             return super().parse_args(context, arguments)
         except click.UsageError as error:
@@ -76,21 +76,23 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A click group that answers an unknown command with the nearest name."""
+    """Click group that suggests the nearest name for an unknown command."""
 
     command_class = Command
 
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return name, command and remaining arguments; a usage error suggests the nearest name."""
+        """Return name, click command and remaining arguments; raise a usage error with the nearest name for an unknown
+        one."""
         name = arguments[0]
         if not name.startswith("-") and self.get_command(context, name) is None:
             raise click.UsageError(unknown("command", name, self.list_commands(context)), context)
         return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each command with the first paragraph of its help, which click's own list cuts to a line."""
+        """Write the commands for --help, each with the first paragraph of its help, which click would cut to one
+        line."""
         rows = []
         for name in self.list_commands(context):
             command = self.get_command(context, name)
@@ -100,32 +102,32 @@ class Group(click.Group):
             formatter.write_dl(rows)
 
 
-def usage_line(error: click.UsageError) -> str:
-    """Return one line for a wrong command line: what is wrong, and which --help shows the right usage."""
+def format_usage_error(error: click.UsageError) -> str:
+    """Return one line for a wrong command line: what is wrong, and which --help shows correct usage."""
     reason = error.format_message().removesuffix(".")
     if isinstance(error, click.NoSuchOption):
         options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
         close = nearest(error.option_name, [*options, "--help"])
         reason = f"unknown option {error.option_name}" + (f"; did you mean {close}?" if close else "")
     elif isinstance(error, click.MissingParameter) and error.param is not None:
-        reason = f"{_parameter_name(error.param)} is missing" + _help_as_suffix(error.param)
+        reason = f"{_format_parameter_name(error.param)} is missing" + _format_help_suffix(error.param)
     elif isinstance(error, click.BadOptionUsage) and error.ctx and error.message.endswith("requires an argument."):
         option = next(option for option in error.ctx.command.params if error.option_name in option.opts)
-        reason = f"{_parameter_name(option)} needs a value" + _help_as_suffix(option)
+        reason = f"{_format_parameter_name(option)} needs a value" + _format_help_suffix(option)
     elif isinstance(error, click.BadParameter) and error.param is not None:
-        reason = f"{_parameter_name(error.param)}: {error.message.removesuffix('.')}"
+        reason = f"{_format_parameter_name(error.param)}: {error.message.removesuffix('.')}"
     path = error.ctx.command_path if error.ctx else "meshwright"
     where = path.removeprefix("meshwright").strip()
     return f"{f'{where}: ' if where else ''}{reason} ({path} --help shows an example)"
 
 
-def _parameter_name(parameter: click.Parameter) -> str:
-    """Return a parameter as it is typed: `--option`, or an argument's name in the usage line."""
+def _format_parameter_name(parameter: click.Parameter) -> str:
+    """Return a parameter as the user types it: `--option`, or the name of an argument in the usage line."""
     return max(parameter.opts, key=len) if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
-def _help_as_suffix(parameter: click.Parameter) -> str:
-    """Return the option's help text, as the end of an error line; empty without one."""
+def _format_help_suffix(parameter: click.Parameter) -> str:
+    """Return the parameter's help text as the end of an error line (": ..."); empty without one."""
     said = (getattr(parameter, "help", None) or "").rstrip(".")
     return f": {said[:1].lower()}{said[1:]}" if said else ""
 
@@ -134,9 +136,9 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split command-line arguments into leading names (at most `names`) and KEY=VALUE overrides.
+    """Split command-line arguments into leading names (recipe or model; at most `names`) and KEY=VALUE overrides.
 
-    Raises UserError for more names, and for a name after an override.
+    Raises `UserError` for more names, and for a name after an override.
     """
     first = next((number for number, each in enumerate(arguments) if is_override(each)), len(arguments))
     named, overrides = tuple(arguments[:first]), tuple(arguments[first:])
@@ -149,41 +151,41 @@ def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str
 
 
 def is_override(argument: str) -> bool:
-    """Return True if an argument is written as KEY=VALUE and no file has that name."""
+    """Return True if an argument has the form KEY=VALUE and is not the name of an existing file."""
     return re.match(r"[A-Za-z_][A-Za-z0-9_.]*\s*=", argument) is not None and not os.path.exists(argument)
 
 
 def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
-    """Raise UserError if overrides are given for a `name` that is no recipe (.toml)."""
+    """Raise `UserError` if overrides are given although `name` is not a recipe (.toml)."""
     if overrides and not (name or "").endswith(".toml"):
         raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
-class Answer(Protocol):
-    """Prints a command's result: `document` as JSON or `text`, whichever was asked for.
+class ResultPrinter(Protocol):
+    """Function that prints a command's result: `document` as JSON with --json, else `text`.
 
-    alone: output that has standard output to itself; `text` then goes to standard error.
+    alone: output that has standard output to itself, such as a program; `text` is then printed on standard error.
     """
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
 
 @contextmanager
-def answering(as_json: bool) -> Iterator[Answer]:
-    """Context that yields the function with which a command prints its result, once: the JSON document or the text.
+def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
+    """Context that yields the function with which a command prints its result, once (see `ResultPrinter`).
 
-    With `as_json`, standard output carries that JSON document only; other output inside the block, of child processes
-    too, goes to standard error.
+    With `as_json`, standard output gets that one JSON document only; other output inside the context, of child
+    processes too, goes to standard error.
     """
     answered = False
 
     def answer(document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
-        """Print the document (with `as_json`) or the text; see `Answer`."""
+        """Print the document (with `as_json`) or the text; see `ResultPrinter`."""
         nonlocal answered
         assert not answered, "a command answers once"
         answered = True
         if as_json:
-            print(json_document(document), file=output, flush=True)
+            print(format_json_document(document), file=output, flush=True)
         elif text:
             click.echo(text, err=alone is not None)
         if alone is not None:
@@ -216,7 +218,8 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 
 def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
-    """Return True if the path of `option` is `-`. Raises UserError together with --json, which owns standard output."""
+    """Return True if `path` is `-`. Raises `UserError` if --json is given too, which needs standard output for itself.
+    option: name of the option that took `path`, for the error."""
     if str(path) != "-":
         return False
     if as_json:
@@ -225,7 +228,7 @@ def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` to a file atomically. Raises UserError if it cannot be written."""
+    """Write `text` to a file atomically, as UTF-8. Raises `UserError` if that fails."""
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -238,6 +241,6 @@ def write_file(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def json_document(document: Mapping[str, Any]) -> str:
-    """Return `document` with `"schema": 1` as one line of JSON; numbers that are not finite become null."""
+def format_json_document(document: Mapping[str, Any]) -> str:
+    """Format `document`, with `"schema": 1` added, as one line of JSON; nan and inf become null."""
     return json.dumps(to_json_dict(document), allow_nan=False, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""`meshwright probe`: measures this machine and writes the cluster file that plans for it read."""
+"""`meshwright probe`: measure this machine and write the cluster file that `plan` reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from meshwright.cli.plumbing import answering, device_option, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.plumbing import device_option, json_option, result_printer, write_file
 from meshwright.errors import UserError
 
 
@@ -32,10 +32,14 @@ from meshwright.errors import UserError
 def command(ranks: int | None, device: str, output: Path | None, directory: Path, as_json: bool) -> None:
     """Measure this machine, compare its ranks, and write its cluster file.
 
-    Matrix products, memory, copies, collectives, the disk, what starting costs: in a minute or two. A rank or node that
-    is slower than the others is named. Started by torchrun or SLURM, it measures all hosts together.
+    Measured are matrix products, memory, copies, collectives, the disk, and start-up, in a minute or two. A rank or
+    node that is slower than the others is reported. Started by torchrun or SLURM, it measures all hosts together.
+
+    \f
+    ranks: processes, None for one a GPU or 2. output: cluster file to write. directory: on the disk to measure.
+        as_json: print JSON.
     """
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         from meshwright.launcher.rendezvous import join_if_started_by_others, read_place
         from meshwright.planner.cluster import this_machine
         from meshwright.probe import report
@@ -54,12 +58,12 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         if not first:  # the first rank says it for all
             return
         tables = report.make_cluster_tables(found, found["kind"])
-        write_file(path, report.format_cluster_file(tables, _file_header(found["seconds"])))
+        write_file(path, report.format_cluster_file(tables, _format_file_header(found["seconds"])))
         answer(report.make_document(found, tables, str(path)), report.format_summary(found, tables, str(path)))
 
 
 def _check_writable(path: Path, make: bool) -> None:
-    """Raise UserError if the cluster file could not be written, before anything is measured. make: create its
+    """Raise `UserError` if the cluster file `path` cannot be written, before anything is measured. make: create its
     directory."""
     try:
         if make:
@@ -72,7 +76,7 @@ def _check_writable(path: Path, make: bool) -> None:
         raise UserError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
 
 
-def _file_header(seconds: float) -> list[str]:
+def _format_file_header(seconds: float) -> list[str]:
     """Return the comment lines at the top of a cluster file. seconds: duration of the measurement."""
     import datetime
 

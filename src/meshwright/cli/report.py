@@ -1,4 +1,4 @@
-"""`meshwright report`: the page of a run."""
+"""`meshwright report`: write the HTML page of a training run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import json_option, result_printer
 
 
 @plumbing.command(
@@ -24,7 +24,7 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
     """Write RUN_DIRECTORY/report.html: loss curve, throughput, recipe, evaluation, sample, in one file."""
     from meshwright.monitoring.report import write_report
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         page = write_report(
             run_directory,
             evaluation=_read_document(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
@@ -34,8 +34,8 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
 
 
 def _read_document(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """Read a JSON file printed by `meshwright <command> --json`; None for no file. `UserError` unless it has all
-    `keys`."""
+    """Read the JSON file that `meshwright COMMAND --json` printed, of the command `command`; None if `path` is None.
+    Raises `UserError` unless it has all `keys`."""
     from meshwright.errors import UserError
     from meshwright.untrusted import read_json
 

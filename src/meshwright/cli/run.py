@@ -1,4 +1,4 @@
-"""`meshwright run`: starts a script of the user's as several ranks on this machine."""
+"""`meshwright run`: start a user's script as several ranks on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import json_option, result_printer
 from meshwright.terminal import print_message
 
 
@@ -27,9 +27,13 @@ def command(
 ) -> None:
     """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.training.module.fit.
 
-    What comes after SCRIPT is for the script. SIGTERM and Ctrl-C end the step under way, save and stop, with exit code
-    143 or 130; the same command then goes on. Standard output is the script's own; with --json it carries the result of
-    the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
+    Arguments after SCRIPT are passed to the script. SIGTERM and Ctrl-C finish the current step, save and stop, with
+    exit code 143 or 130; the same command then resumes. Standard output is the script's own; with --json it carries the
+    result of the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
+
+    \f
+    ranks: processes to start. directory: run directory, None for runs/NAME. restarts: after a lost rank. arguments: of
+        the script. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault
@@ -40,7 +44,7 @@ def command(
         what = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"script {path} {what}")
     where = Path(directory) if directory else Path("runs") / path.stem
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         try:
             result = run_script(path, list(arguments), ranks, where, restarts=restarts, aside=as_json)
         except RankFault as fault:  # of the script, which is not ours: its own traceback says it all

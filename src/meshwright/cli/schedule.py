@@ -1,4 +1,4 @@
-"""`meshwright schedule`: a pipeline schedule, checked, timed and drawn."""
+"""`meshwright schedule`: check, simulate and draw a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import click
 
-from meshwright.cli.plumbing import answering, is_standard_output, json_option, write_file
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.plumbing import is_standard_output, json_option, result_printer, write_file
 from meshwright.errors import UserError
 from meshwright.names import SCHEDULES
 
 
 def _parse_durations(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
-    """Click callback: parse one duration, or several separated by commas."""
+    """Click callback: parse one duration as a float, or several separated by commas as a list; None (not given) stays
+    None."""
     if text is None:
         return None
     try:
@@ -30,7 +31,7 @@ def _parse_durations(context: click.Context, option: click.Parameter, text: str 
 
 
 def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the option `name`, which takes durations. what: its help text."""
+    """Return a decorator that adds the click option `name`, which takes durations. what: its help text."""
     shown = default is not None
     return click.option(
         name, callback=_parse_durations, metavar="T[,T...]", default=default, show_default=shown, help=what
@@ -91,11 +92,18 @@ def command(
     text: bool,
     as_json: bool,
 ) -> None:
-    """Check a pipeline SCHEDULE (a name, or @FILE), put it on a clock, and draw it.
+    """Check a pipeline SCHEDULE (a name, or @FILE), simulate its timing, and draw it.
 
-    Durations are per rank and micro-batch, in any unit; a model chunk takes its part of them. The bubble, peak
-    activations (in micro-batches), weight copies and messages of every rank are reported. Exit code 1 when a program
-    does not hold: a line names rank, step and reason.
+    Durations are per rank and micro-batch, in any unit; a model chunk takes its part of them. Reported are the bubble,
+    and each rank's peak of saved activations (in micro-batches), weight copies and messages. Exit code 1 if a program
+    is not valid: a line names rank, step and reason.
+
+    \f
+    stages: pipeline ranks. microbatches: per step. chunks: stages on a rank. These three are None for a program file.
+    forward ... overlapped: one duration, or one for each rank or stage (transfer: each boundary). parts: durations of
+    attention, dispatch, MLP and combine, instead of these. layers: of the model, to show their placement.
+    memory: for schedule auto, the most micro-batches of activations on a rank.
+    svg, html, trace, program_file: files to write. text: print the chart. as_json: print the report as JSON.
     """
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)
@@ -112,7 +120,7 @@ def command(
         durations |= StepDurations(
             forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient, overlapped=overlapped
         )
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         report = report_of(schedule, stages, microbatches, chunks=chunks, memory=memory, parts=parts, **durations)
         document, lines = report.to_json_dict(), [report.summary()]
         if layers is not None:
@@ -149,7 +157,8 @@ def command(
 
 
 def _require_counts(schedule: str, stages: int | None, micro_batches: int | None) -> None:
-    """Raise UserError if a named schedule lacks --stages or --microbatches; a program file has its own."""
+    """Raise `UserError` if a schedule is given by name without --stages or --microbatches; a program file contains
+    both."""
     if schedule not in SCHEDULES:
         return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]
@@ -158,7 +167,7 @@ def _require_counts(schedule: str, stages: int | None, micro_batches: int | None
 
 
 def _refuse_beside_parts() -> None:
-    """Raise UserError if --parts is combined with another duration, which it replaces."""
+    """Raise `UserError` if --parts is combined with another option for durations, which it replaces."""
     context = click.get_current_context()
     for name in ("forward", "input_gradient", "weight_gradient", "overlapped"):
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
@@ -169,13 +178,13 @@ def _refuse_beside_parts() -> None:
 def _list_files(
     svg: Path | None, html: Path | None, trace: Path | None, program: Path | None
 ) -> list[tuple[str, Path]]:
-    """Return (kind, path) of each file that was written."""
+    """Return (kind, path) for each file that was written: those of the arguments that are not None."""
     named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
     return [(what, path) for what, path in named if path is not None]
 
 
 def _format_program(program: object, path: Path) -> str:
-    """Format a program for the file `path`: PyTorch's CSV for `.csv`, JSON for `.json`, else text."""
+    """Format a pipeline program for the file `path`: PyTorch's CSV for `.csv`, JSON for `.json`, else text."""
     from meshwright.program.load import format_program
     from meshwright.program.pipeline import PipelineProgram
     from meshwright.schedules.pytorch_csv import to_csv

@@ -1,4 +1,4 @@
-"""`meshwright serve`: an HTTP server for a checkpoint."""
+"""`meshwright serve`: serve a checkpoint over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option
+from meshwright.cli.plumbing import json_option, result_printer
 
 
 @plumbing.command(
@@ -53,14 +53,17 @@ from meshwright.cli.plumbing import answering, json_option
 )
 @json_option
 def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None:
-    """Serve CHECKPOINT over HTTP: a run directory (its newest whole checkpoint), a checkpoint, or a Hugging Face
+    """Serve CHECKPOINT over HTTP: a run directory (its newest complete checkpoint), a checkpoint, or a Hugging Face
     directory.
 
     The API is OpenAI's (/v1/completions, /v1/chat/completions) and llama.cpp's (/completion). SIGTERM and Ctrl-C finish
-    the requests in flight and stop, with exit code 143 or 130; a second one does not wait for them. --json prints one
-    document when requests are taken.
+    the requests in flight and stop, with exit code 143 or 130; a second signal stops at once. --json prints one
+    document as soon as requests are accepted.
+
+    \f
+    layout: ranks. options: keyword arguments of `serving.serve.serve`. as_json: print a JSON document when ready.
     """
     from meshwright.serving.serve import serve
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         serve(checkpoint, layout, on_ready=answer, **options)

@@ -10,8 +10,9 @@ from meshwright.terminal import escape_control_characters
 _ROWS = 10
 
 
-def tables(report: Mapping[str, Any]) -> Any:
-    """Return a tokenizer report as rich tables: by source, use of the vocabulary, most frequent and longest tokens."""
+def make_report_tables(report: Mapping[str, Any]) -> Any:
+    """Format a tokenizer report (`measure_tokenizer`) as rich tables: by source, use of the vocabulary, most frequent
+    and longest tokens."""
     from rich.console import Group
     from rich.table import Table
 
@@ -56,9 +57,8 @@ def tables(report: Mapping[str, Any]) -> Any:
     return Group(sources, "", facts, "", both)
 
 
-def tokens_line(shown: Mapping[str, Any]) -> Any:
-    """Return the tokens of one text as rich text, and the decoded text where it differs. shown: from
-    `describe_tokens`."""
+def make_token_lines(shown: Mapping[str, Any]) -> Any:
+    """Format the tokens of a text (`describe_tokens`) as rich text; followed by the decoded text if it differs."""
     from rich.text import Text
 
     lines = [f"{len(shown['tokens'])} tokens: {_format_tokens([token['text'] for token in shown['tokens']])}"]
@@ -68,10 +68,10 @@ def tokens_line(shown: Mapping[str, Any]) -> Any:
 
 
 def _format_tokens(tokens: Sequence[str]) -> str:
-    """Format tokens in one line, each quoted."""
+    """Format tokens as one line of text, each between ‹ and ›."""
     return " ".join(map(_quote_token, tokens))
 
 
 def _quote_token(token: str) -> str:
-    """Format a token between ‹ and ›, with newlines visible."""
+    """Format a token between ‹ and ›, with newlines and control characters escaped."""
     return f"‹{escape_control_characters(token).replace(chr(10), chr(92) + 'n')}›"

@@ -1,4 +1,5 @@
-"""`meshwright train`: starts the ranks of a recipe on this machine, or joins in when torchrun or SLURM started it."""
+"""`meshwright train`: train a recipe, on ranks that it starts on this machine or as one that torchrun or SLURM
+started."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import answering, json_option, overrides_argument, trust_option
+from meshwright.cli.plumbing import json_option, overrides_argument, result_printer, trust_option
 from meshwright.errors import Terminated
 
 
@@ -30,14 +31,18 @@ from meshwright.errors import Terminated
 @trust_option
 @json_option
 def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bool, trust: bool, as_json: bool) -> None:
-    """Train RECIPE, or go on from its newest whole checkpoint.
+    """Train RECIPE, or resume from its newest complete checkpoint.
 
-    Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C end the step under
-    way, save and stop, with exit code 143 or 130; the same command then goes on. A second one does not wait for that.
+    Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C finish the current
+    step, save and stop, with exit code 143 or 130; the same command then resumes. A second signal stops at once.
+
+    \f
+    restarts: after a lost rank. no_probe: skip the hardware measurement. trust: the recipe may run code that it names.
+        as_json: print JSON.
     """
     from meshwright.training.api import reports_result, train
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         try:
             result = train(recipe, overrides, restarts=restarts, probe=not no_probe, trust=trust)
         except (Terminated, KeyboardInterrupt) as stopped:
@@ -49,7 +54,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
 
 
 def _format_result(result: Mapping[str, Any]) -> str:
-    """Format the result document of a training run as text."""
+    """Format the result document of a training run as text for the terminal."""
     lines = [f"done: step {result['step']}"]
     if result["loss"] is not None:
         lines[0] += f", loss {result['loss']:.4f}"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import answering, json_option, refuse_overrides, split_overrides
 from meshwright.cli.plumbing import command as a_command
+from meshwright.cli.plumbing import json_option, refuse_overrides, result_printer, split_overrides
 from meshwright.errors import CheckFailed, UserError
 from meshwright.terminal import print_message
 
@@ -50,11 +50,14 @@ def command(
 ) -> None:  # fmt: skip
     """Train a small model of the recipe's kind under its layout and on one device, and compare.
 
-    Losses, gradients, norms, updates, optimizer state and counters must agree to 1e-10 (--dtype float32: 1e-5);
-    cases in lower precision have the tolerances of docs/verify.md. A skipped step, a resume, short and long sequences
-    are covered. Without a recipe and a layout, a grid over every
-    axis is run. Needs no GPU and no data; a layout of many ranks is made small first. KEY=VALUE overrides one field of
-    the recipe. Exit code 1 when something does not agree.
+    Losses, gradients, norms, updates, optimizer state and counters must agree to 1e-10 (--dtype float32: 1e-5); cases
+    in lower precision have the tolerances of docs/verify.md. A skipped step, a resume, short and long sequences are
+    included. Without recipe and layout, a grid over every axis is verified. Needs no GPU and no data; a layout of many
+    ranks is made smaller first. KEY=VALUE overrides one field of the recipe. Exit code 1 if anything differs.
+
+    \f
+    arguments: RECIPE, then overrides. layout: to verify instead of the recipe's. model: preset, directory or recipe.
+        dtype: of the parameters. mutate: also plant faults. thorough: more cases. as_json: print JSON.
     """
     names, overrides = split_overrides(arguments)
     recipe = names[0] if names else None
@@ -73,7 +76,7 @@ def command(
         asked = loaded if asked == (recipe or model) else asked
     from meshwright.verification.api import verify
 
-    with answering(as_json) as answer:
+    with result_printer(as_json) as answer:
         found = verify(wanted, model=asked, dtype=dtype, mutate=mutate, thorough=thorough, log=print_message)
         answer(found.to_json_dict(), _format_summary(found))
     if not found.passed:
@@ -81,7 +84,7 @@ def command(
 
 
 def _format_summary(found: Verification) -> str:
-    """Format a verification as text."""
+    """Format a verification as text: layouts that passed, the worst errors, planted faults that were found."""
     worst, layouts = found.worst, found.layouts
     held = sum(entry["passed"] for entry in layouts)
     lines = [

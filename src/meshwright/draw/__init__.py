@@ -1,1 +1,1 @@
-"""Every picture, chart and HTML page: one writer of markup, the charts made of it, one page shell. Free of torch."""
+"""Pictures, charts and HTML pages, written as SVG, HTML or text. Free of torch."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic axis over the values from `low` to `high`. ticks: (value, label)."""
+    """Linear or logarithmic axis of a chart over the values from `low` to `high`. ticks: (value, label) of each tick
+    mark."""
 
     low: float
     high: float
@@ -18,7 +19,8 @@ class Axis:
     logarithmic: bool = False
 
     def share(self, value: float) -> float:
-        """Return the position of `value` on the axis as a fraction: 0 at `low`, 1 at `high`."""
+        """Return the position of `value` along the axis as a fraction: 0 at `low`, 1 at `high`; outside for values
+        beyond. On a logarithmic axis values below `low` are put at 0."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -27,29 +29,31 @@ class Axis:
 def linear_axis(
     low: float, high: float, title: str = "", *, below: float = 0.0, above: float = 0.0, most: int = 5
 ) -> Axis:
-    """Return a linear axis with at most `most` steps between its ticks; a range of one value is widened.
+    """Return a linear axis from `low` to `high` with ticks at round numbers; if the two are equal, `high` is raised.
 
-    below, above: space added at the ends, as a fraction of the range.
+    below, above: space added at the low and the high end, as a fraction of the range.
+    most: maximum number of intervals between ticks.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
-    return Axis(low, high, [(tick, f"{tick:,.9g}") for tick in round_numbers(low, high, most)], title)
+    return Axis(low, high, [(tick, f"{tick:,.9g}") for tick in choose_ticks(low, high, most)], title)
 
 
 def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
-    """Return a logarithmic axis over all `values` (above 0), with 4 % of its length free at each end.
+    """Return a logarithmic axis that contains all `values` (each above 0), with 4 % of its length free at each end.
 
-    unit: ticks are round multiples of it; show: formats such a multiple.
+    unit: ticks are round multiples of this value. show: formats a tick's label, given the tick divided by `unit`.
     """
     low, high = min(values), max(values)
     air = max(1.02, (high / low) ** 0.04, 1.5 * low / high)
     low, high = low / air, high * air
-    ticks = [(number * unit, show(number)) for number in log_numbers(low / unit, high / unit)]
+    ticks = [(number * unit, show(number)) for number in choose_log_ticks(low / unit, high / unit)]
     return Axis(low, high, ticks, title, logarithmic=True)
 
 
-def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return the multiples of 1, 2 or 5 times a power of ten in [low, high], with at most `most` steps between them."""
+def choose_ticks(low: float, high: float, most: int) -> list[float]:
+    """Return the ticks of a linear axis: multiples of 1, 2 or 5 times a power of ten in [low, high]. most: maximum
+    number of intervals between them."""
     raw = max(high - low, 1e-300) / max(most, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * (1 - 1e-9))
@@ -57,10 +61,11 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
 
 
-def log_numbers(low: float, high: float) -> list[float]:
-    """Return the powers of ten in [low, high], with 2 and 5 or more between them where the range is short."""
+def choose_log_ticks(low: float, high: float) -> list[float]:
+    """Return the ticks of a logarithmic axis: powers of ten in [low, high], with multiples such as 2 and 5 in between
+    where the range is at most 10,000-fold."""
     if high < 4 * low:
-        return round_numbers(low, high, 8)
+        return choose_ticks(low, high, 8)
     mantissas = (1,) if high > 1e4 * low else (1, 2, 5) if high > 20 * low else (1, 2, 3, 4, 6, 8)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [part * 10.0**power for power in powers for part in mantissas if low <= part * 10.0**power <= high]

@@ -1,4 +1,4 @@
-"""Bar charts: bars of parts, and groups of bars side by side."""
+"""Bar charts as SVG: horizontal stacked bars and vertical grouped bars."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def draw_stacked_bars(
     label: str,
     limit: tuple[float, str] | None = None,
 ) -> Markup:
-    """Return one stacked horizontal bar for each of `rows` (name, size by part), with its total formatted by `show`.
+    """Return an SVG picture with one horizontal stacked bar for each of `rows`: (name, size of each part).
 
-    colours: style-sheet colour of each part. limit: (size, text) of a vertical line to compare with.
+    colours: style-sheet colour of each part, such as "blue". show: formats a size, for the totals and on hover.
+    label: description of the picture for screen readers.
+    limit: (size, text) of a vertical line to compare the bars with; only written if beyond `FAR` times the longest bar.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]
@@ -61,8 +63,11 @@ def draw_stacked_bars(
 def draw_grouped_bars(
     names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str, *, height: int = 240
 ) -> Markup:
-    """Return vertical bars side by side at each of `names`. groups: (name, style-sheet colour, one value for each of
-    `names`)."""
+    """Return an SVG picture with a cluster of vertical bars above each of `names`, one bar for each group.
+
+    groups: (name, style-sheet colour, value at each of `names`). title: of the x axis. height: of the picture in
+        pixels.
+    """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]
     plot = Plot(Axis(0, len(names), ticks, title), linear_axis(0, highest, most=4), right=744, bottom=height - 46)

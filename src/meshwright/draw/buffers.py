@@ -1,4 +1,4 @@
-"""The buffers of all ranks round by round: a picture a round, ranks side by side, arrows for what moves."""
+"""Buffers of all ranks after each round of a collective program, as SVG: ranks side by side, arrows for transfers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, betwe
 
 
 def draw_buffers(checked: CheckedCollective) -> Markup:
-    """Return the pictures of all buffers round by round, with their legend. Raises `UserError` for a
-    program too large."""
+    """Return HTML with a picture of all ranks' buffers after each round of a collective program, and a legend. Raises
+    `UserError` if the program has too many ranks, slots or rounds to draw."""
     program, drawn = checked.program, build_frames(checked)
     longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
     cell_width = max(64, round(longest) + 20)
@@ -39,19 +39,20 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
         for frame, picture in zip(drawn, pictures, strict=True)
     ]
     columns = f"repeat(auto-fill,minmax(min(100%,{round(width * 0.9)}px),1fr))"
-    stripes = [_origin_stripes(origins, program.ranks, cell_width) for origins in sorted(held)]
+    stripes = [_make_origin_stripes(origins, program.ranks, cell_width) for origins in sorted(held)]
     parts = (
-        paragraph(_cost_sentence(checked), muted=True),
+        paragraph(_format_cost(checked), muted=True),
         paragraph(format_legend(program), muted=True),
-        element("p", join(_legend_spans(program), " "), class_="muted cells"),
+        element("p", join(_make_legend(program), " "), class_="muted cells"),
         element("div", join(sections, "\n"), class_="frames", style=f"grid-template-columns:{columns}"),
         element("svg", element("defs", join(stripes, "\n")), class_="stripes"),
     )
     return join(parts, "\n")
 
 
-def _cost_sentence(checked: CheckedCollective) -> str:
-    """Return one sentence on rounds and traffic: `6 rounds; every rank sends 1.5 times the vector.`"""
+def _format_cost(checked: CheckedCollective) -> str:
+    """Return a sentence on the program's rounds and traffic, such as `6 rounds; every rank sends 1.5 times the
+    vector.`"""
     sent = checked.bytes_sent(1.0)
     least, most = (f"{float(value):.4g}" for value in (sent.min(), sent.max()))
     rounds = f"{checked.rounds} round{'s' * (checked.rounds != 1)}"
@@ -61,8 +62,9 @@ def _cost_sentence(checked: CheckedCollective) -> str:
     return f"{rounds}; {who} times the vector."
 
 
-def _legend_spans(program: CollectiveProgram) -> list[Markup]:
-    """Return the legend: what colours, frames, stripes and arrows mean."""
+def _make_legend(program: CollectiveProgram) -> list[Markup]:
+    """Return the entries of the legend: colours, frames and stripes of cells, and arrows. A cell is coloured more
+    strongly the more contributions it has where the operation reduces."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "as the operation promises"),
@@ -76,9 +78,12 @@ def _legend_spans(program: CollectiveProgram) -> list[Markup]:
     return [*spans, *(element("span", words) for words in more)]
 
 
-def _origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
-    """Return the stripes of a cell, one for each rank, coloured if the rank's contribution is in it; cells share them
-    by id."""
+def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
+    """Return the row of stripes below a cell, one for each of `ranks` ranks: coloured for those in `origins`, whose
+    contributions the cell holds, grey for others. width: of the cell in pixels.
+
+    Cells with equal origins refer to one such element by its id.
+    """
     bit = (width - 12) / ranks
     stripes = (
         element(
@@ -91,20 +96,23 @@ def _origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
 
 
 def _stripes_id(origins: tuple[int, ...]) -> str:
-    """Return the id of the stripes of these ranks: `parts-abd` for ranks 0, 1 and 3."""
+    """Return the element id of the stripes for these ranks: `parts-abd` for ranks 0, 1 and 3."""
     return "parts-" + "".join(LETTERS[rank] for rank in origins)
 
 
 def _rank_hue(rank: int, ranks: int) -> int:
-    """Return the hue of a rank in degrees; those of neighbours differ most."""
+    """Return the hue of a rank's colour in degrees, [0, 360); neighbouring ranks get distant hues."""
     step = 7 if ranks > 10 else 3
     return (20 + 360 * (rank * step % ranks if ranks % step else rank) // ranks) % 360
 
 
 @dataclass
 class _FramePicture:
-    """Picture of one frame. Arrows between neighbours are straight; others take a lane above the row of the slot they
-    leave."""
+    """Picture of the buffers after one round: a column for each rank, a row for each slot. Lengths are in pixels.
+
+    Arrows between neighbouring ranks are drawn straight; longer ones run in a lane above the row of the slot that they
+    start from.
+    """
 
     program: CollectiveProgram
     frame: Frame
@@ -153,7 +161,7 @@ class _FramePicture:
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
-        """Draw the cell of a slot on a rank."""
+        """Draw one slot of a rank's buffer: its content as text, coloured by the share of ranks that contributed."""
         x, y, width = self._rank_left(rank), self.top[slot], self.cell_width
         share = len(cell.origins) / self.ranks if is_reduction(self.program) else 0.5
         kind = "none" if not cell.label else "whole" if cell.whole else "part"
@@ -166,7 +174,8 @@ class _FramePicture:
             picture.add("use", href=f"#{_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
-        """Draw an arrow. number: its index in the frame."""
+        """Draw the arrow of a transfer from slots of one rank to slots of another. number: its index in
+        `frame.arrows`."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target
@@ -196,12 +205,12 @@ class _FramePicture:
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
     def _slots_middle(self, slot: int, count: int) -> float:
-        """Return the vertical middle in pixels of `count` slots from `slot` on."""
+        """Return the vertical middle, in pixels, of `count` consecutive slots from `slot` on."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 
 def _rounded_path(points: list[tuple[float, float]]) -> str:
-    """Return an SVG path through `points` along horizontal and vertical lines, with rounded corners."""
+    """Return an SVG path through `points` (x, y) along horizontal and vertical lines, with rounded corners."""
     text = f"M{points[0][0]} {points[0][1]}"
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         before = min(5.0, (abs(x1 - x0) + abs(y1 - y0)) / 2)

@@ -1,4 +1,4 @@
-"""The buffers of all ranks round by round as text, as textbooks print them: a0 -> a0+b0 -> a0+b0+c0 ..."""
+"""Buffers of all ranks after each round of a collective program, as text: a0 -> a0+b0 -> a0+b0+c0 ..."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """Return the buffers as text, one table a round: a line for each rank, a column for each slot, transfers above.
+    """Return the buffers as text, with one table for each round: a line for each rank, a column for each slot; the
+    round's transfers above it. Slots written in the round are in brackets.
 
-    Slots written in the round are in brackets. last_rounds: draw only this many rounds from the end. Raises `UserError`
-    for a program too large.
+    last_rounds: number of rounds to draw, from the end (None: all). Raises `UserError` if the program has too many
+        ranks, slots or rounds to draw.
     """
     program, drawn = checked.program, build_frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {format_legend(program)}"]
@@ -28,14 +29,15 @@ def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None
 
 
 def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the transfers of a frame as wrapped lines."""
+    """Return the transfers of a round as lines of text, wrapped to `_WIDTH` characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
 
 
 def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
-    """`0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]`, `0 → 1` for a signal."""
+    """Describe a transfer as `0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]`, or `0 → 1` for
+    a signal without data."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"
@@ -46,7 +48,8 @@ def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
 
 
 def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the cells of a frame as aligned lines."""
+    """Return the slot contents of all ranks after a round as aligned lines of text, one for each rank, below a
+    header."""
     heads = [""] + [format_slot_title(program, slot) for slot in range(len(frame.cells[0]))]
     rows = [[f"rank {rank} {LETTERS[rank]}", *map(_format_cell, cells)] for rank, cells in enumerate(frame.cells)]
     width = max(len(text) for row in rows for text in row[1:]) + 2
@@ -57,6 +60,6 @@ def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _format_cell(cell: Cell) -> str:
-    """Format a cell: `[a0]` if written in this round, else ` a0 `."""
+    """Format the content of a slot: `[a0]` if written in this round, else ` a0 `; `·` if empty."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

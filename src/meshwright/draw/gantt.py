@@ -1,11 +1,11 @@
-"""Gantt charts of programs: a row a track, time to the right."""
+"""Gantt charts of simulated programs as SVG: one row for each track (a rank), time to the right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from meshwright.draw.axis import linear_axis
-from meshwright.draw.markup import Markup, element, number
+from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.page import page, paragraph, table
 from meshwright.draw.picture import Picture
 from meshwright.draw.text_width import text_width
@@ -26,10 +26,11 @@ ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows i
 
 
 def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True) -> Markup:
-    """Return the chart as SVG; hovering over a step names it.
+    """Return the Gantt chart of a timeline as SVG; hovering over a step shows its name and times.
 
     width: in pixels; long programs are drawn as wide as legible labels need, up to eight times that.
-    arrows: draw the transfers too. alone: as a file of its own, with the title above the chart.
+    arrows: True to draw the transfers between tracks too.
+    alone: True for an SVG file of its own, with the title above the chart; False to embed it in a page.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
@@ -59,10 +60,8 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone:
 
 
 def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> Markup:
-    """Return a long program as SVG, `width` pixels wide and about `height` high, with low rows and no labels.
-
-    All steps of a colour are one path, so that a hundred thousand steps can be shown.
-    """
+    """Return a Gantt chart of a long program as SVG, `width` pixels wide and about `height` high, with low rows and
+    without labels. Steps of one colour share one path, so that 100,000 steps can be shown."""
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
     row = pitch - (GAP if pitch > 12 else 1)
@@ -74,18 +73,20 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
     paths: dict[str, list[str]] = {}
     for span in spans:
         fraction = row / span.lanes
-        above = number(chart.y(span.track) + span.lane * fraction, 1)
-        wide = number(max((span.end - span.start) * chart.scale - 0.3, 0.3), 1)
-        path = f"M{number(chart.x(span.start), 1)} {above}h{wide}v{number(fraction, 1)}h-{wide}z"
-        paths.setdefault(_colour(span)[0], []).append(path)
+        above = format_number(chart.y(span.track) + span.lane * fraction, 1)
+        wide = format_number(max((span.end - span.start) * chart.scale - 0.3, 0.3), 1)
+        path = f"M{format_number(chart.x(span.start), 1)} {above}h{wide}v{format_number(fraction, 1)}h-{wide}z"
+        paths.setdefault(_choose_colour(span)[0], []).append(path)
     for fill, steps in paths.items():
         chart.picture.add("path", style=f"fill:{fill}", d="".join(steps))
     return chart.picture.svg(width, chart.draw_axis(), timeline.title)
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
-    """Return an HTML page with the chart, one line of summary, and a table. rows: header first; arrows:
-    draw transfers."""
+    """Return an HTML page with the Gantt chart, a paragraph of summary, and a table.
+
+    rows: cells of the table, header first; no table if empty. arrows: True to draw the transfers between tracks.
+    """
     return page(
         timeline.title,
         element("h1", timeline.title),
@@ -95,16 +96,19 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
     )
 
 
-def _colour(span: Span) -> tuple[str, bool]:
-    """Return the CSS fill of a step, and True if its label must be dark."""
+def _choose_colour(span: Span) -> tuple[str, bool]:
+    """Return the CSS colour of a step, and True if its label must be dark to be legible on it."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
     return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
 
 
 class _Chart:
-    """A Gantt chart being drawn. pitch: pixels from row to row; left: pixel of time 0; plot: pixels of
-    the time axis."""
+    """Gantt chart that is being drawn into `picture`. spans: steps to draw. width: of the whole picture in pixels.
+    pitch: pixels from one track's row to the next.
+
+    left: x of time 0 in pixels. plot: length of the time axis in pixels.
+    """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
         self.timeline, self.spans, self.pitch = timeline, spans, pitch
@@ -114,21 +118,22 @@ class _Chart:
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend at `baseline` (pixels), up to the pixel `right`; the rows begin below it."""
+        """Draw the legend between the time axis's start and the pixel `right`, its first line at y = `baseline`, and
+        place the first row below it. level_name: quantity of the level strips, empty if there are none."""
         self.scale = self.plot / self.end
-        self.top = self.picture.legend(self._legend(level_name), self.left, right, baseline) + 11
+        self.top = self.picture.legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
 
     def x(self, time: float) -> float:
-        """Return the pixel of a time."""
+        """Return the x coordinate, in pixels, of a time."""
         return self.left + time * self.scale
 
     def y(self, track: int) -> float:
-        """Return the top pixel of a track's row."""
+        """Return the y coordinate, in pixels, of the top of a track's row. track: its index."""
         return self.top + track * self.pitch
 
-    def _legend(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the legend as (text, attributes of the swatch), one entry for each kind of step, one for the level
-        strips."""
+    def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
+        """Return the legend's entries as (text, SVG attributes of the swatch): one for each kind of step, and one for
+        the level strips if `level_name` is not empty."""
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:
             seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
@@ -138,21 +143,21 @@ class _Chart:
             chunks = sorted({key[1] for key in seen if key[0] == kind and key[2] == mirrored})
             if len(chunks) > 1:
                 words += f", chunk {chunks.index(shade) + 1}"
-            entries.append((words, {"style": f"fill:{_colour(seen[kind, shade, mirrored])[0]}"}))
+            entries.append((words, {"style": f"fill:{_choose_colour(seen[kind, shade, mirrored])[0]}"}))
         return entries + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
-        """Draw the background of a track's row, `height` pixels high, and its name."""
+        """Draw the background of a track's row, `height` pixels high, and the track's name beside it."""
         if name:
             self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
-        """Draw a step as a rectangle, with its label where it fits."""
+        """Draw a step as a rectangle, with its label if that fits into it."""
         height = ROW / span.lanes
         x, width = self.x(span.start), (span.end - span.start) * self.scale
         y = self.y(span.track) + span.lane * height
-        fill, dark = _colour(span)
+        fill, dark = _choose_colour(span)
         self.picture.add(
             "rect", title=f"{span.name}: {span.start:g} to {span.end:g}", x=x, y=y, width=max(width - 0.8, 0.3),
             height=height, rx=2, style=f"fill:{fill}",
@@ -162,7 +167,8 @@ class _Chart:
             self.picture.text(*place, span.label, "middle", class_="on dark" if dark else "on")
 
     def draw_levels(self) -> None:
-        """Draw a strip below each row with the level over time (such as activations), scaled to the highest of all."""
+        """Draw a strip below each track's row with its level over time (such as saved activations), all scaled to the
+        highest level of any track."""
         levels = self.timeline.levels
         highest = max((value for points in levels.values() for _, value in points), default=0.0)
         for track, points in levels.items() if highest else ():
@@ -173,12 +179,13 @@ class _Chart:
                 before = value
             most = max((value for _, value in points), default=0.0)
             self.picture.add(
-                "polygon", class_="level", points=" ".join(f"{number(x, 1)},{number(y, 1)}" for x, y in path),
+                "polygon", class_="level",
+                points=" ".join(f"{format_number(x, 1)},{format_number(y, 1)}" for x, y in path),
                 title=f"{self.timeline.level_name} of {self.timeline.tracks[track]}: at most {most:g}",
             )  # fmt: skip
 
     def draw_axis(self) -> float:
-        """Draw the time axis below the rows, and return the height of the picture in pixels."""
+        """Draw the time axis below the rows; return the height of the whole picture in pixels."""
         y = self.y(len(self.timeline.tracks))
         self.picture.line((self.left, y), (self.x(self.end), y), "line")
         for tick, _ in linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:

@@ -1,4 +1,5 @@
-"""A timeline as text for a terminal: a line a track, time to the right, in bands as wide as the terminal."""
+"""Gantt charts of simulated programs as text: one line for each track, time to the right, wrapped to the terminal's
+width."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ MOST_COLUMNS = 200_000
 
 
 def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) -> str:
-    """Return the timeline as text, one line for each track, in bands as wide as the terminal.
+    """Return a timeline as text: one line for each track (a rank), repeated for each section of the time axis that fits
+    in `width` columns.
 
     A step is its label (F3: forward of micro-batch 3; f3: of the rank's second model chunk; F3': of the second
-    replica), filled to its length; idle time is blank; overlapping steps have a line each. width: columns of a line.
-    bands: draw at most this many pieces of the time axis (None: all).
+    replica), filled to the step's duration; idle time is blank; overlapping steps have a line each.
+    bands: maximum number of sections to draw, from time 0 (None: all).
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:
         return f"{timeline.title}: nothing to draw"
-    labels = max(len(_label(span)) for span in spans)
+    labels = max(len(_format_label(span)) for span in spans)
     shortest = min(span.end - span.start for span in spans)
     # Columns a unit of time: the shortest step shows its label, unless that makes the picture endless.
     scale = min((labels + 1) / shortest, MOST_COLUMNS / timeline.end)
@@ -31,7 +33,7 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
     rows = {(track, lane): [" "] * columns for track, count in enumerate(lanes) for lane in range(count)}
     for span in spans:
         first, last = round(span.start * scale), round(span.end * scale)
-        text = _label(span)
+        text = _format_label(span)
         cells = text[: last - first].ljust(last - first, "-")[: last - first]
         if last - first > len(text):
             cells = cells[:-1] + "|"
@@ -52,6 +54,6 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
     return "\n".join(lines)
 
 
-def _label(span: Span) -> str:
-    """Return a step's label, with ' for the second replica."""
+def _format_label(span: Span) -> str:
+    """Return a step's label, followed by ' for the second replica of a bidirectional schedule."""
     return span.label + ("'" if span.mirrored else "")

@@ -1,4 +1,4 @@
-"""Line charts: series over two axes, named in a legend or where they end."""
+"""Line charts as SVG: curves over two axes, named in a legend or at their ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.draw.axis import Axis
-from meshwright.draw.markup import Markup, number
+from meshwright.draw.markup import Markup, format_number
 from meshwright.draw.picture import Picture, paint
 from meshwright.draw.text_width import text_width
 
@@ -21,8 +21,11 @@ STRIP = 20
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y) joined by a line. colour, kind: of the style sheet (kind: thin, thick, named, dashed); dots: mark
-    the points."""
+    """Curve of a line chart: `points` (x, y) joined by a line.
+
+    colour: style-sheet colour, such as "blue". kind: line style (empty, "thin", "thick", "named" or "dashed"); "thick"
+        and "named" emphasize the name. dots: True to mark the points.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -33,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at `x` with a text; with `y`, a dot on it."""
+    """Vertical line at `x` with the text `words` beside it; if `y` is given, a dot on the line at that value."""
 
     x: float
     words: str
@@ -42,7 +45,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """A named stretch of the x axis, from the end of the one before to `end`. until: label of its end, if any."""
+    """Named section of the x axis, drawn as part of a coloured strip: from the previous band's end to `end`.
+
+    title: text on hover. until: label written at its end, if not empty.
+    """
 
     end: float
     name: str
@@ -53,7 +59,8 @@ class Band:
 
 @dataclass
 class Plot:
-    """A picture with two axes: `left` to `right` and `top` to `bottom` in pixels."""
+    """Picture with two axes. left, right, top, bottom: edges of the plotting area in pixels; `left` 0 means as much
+    space as the labels of the y axis need."""
 
     x_axis: Axis
     y_axis: Axis
@@ -83,19 +90,19 @@ class Plot:
             self.picture.text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")
 
     def x(self, value: float) -> float:
-        """Return the pixel of a value on the x axis."""
+        """Return the x coordinate, in pixels, of a value on the x axis."""
         return self.left + self.x_axis.share(value) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Return the pixel of a value on the y axis."""
+        """Return the y coordinate, in pixels, of a value on the y axis."""
         return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
 
     def draw_line(self, series: Series) -> None:
-        """Draw the finite points of a series as a line, thinned out to the chart's resolution."""
+        """Draw a series as a line through its finite points, downsampled to the chart's resolution."""
         places = [
-            (self.x(x), self.y(y)) for x, y in thin_out([point for point in series.points if math.isfinite(point[1])])
+            (self.x(x), self.y(y)) for x, y in downsample([point for point in series.points if math.isfinite(point[1])])
         ]
-        points = " ".join(f"{number(x, 1)},{number(y, 1)}" for x, y in places)
+        points = " ".join(f"{format_number(x, 1)},{format_number(y, 1)}" for x, y in places)
         kind = series.kind or None
         self.picture.add(
             "polyline", title=series.name, points=points, class_=kind, style=f"stroke:{paint(series.colour)}"
@@ -104,7 +111,7 @@ class Plot:
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
-        """Draw a mark, with its text on the side of the line that has more space."""
+        """Draw a vertical line with its text, on the side of the line that has more space."""
         x = self.x(mark.x)
         self.picture.line((x, self.top), (x, self.bottom), "mark")
         if mark.y is not None:
@@ -115,16 +122,14 @@ class Plot:
         self.picture.text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
 
     def draw_names(self, series: Sequence[Series]) -> None:
-        """Write the series' names at the right end, moved apart where lines end close together.
-
-        A line that ends earlier shows its name on hover.
-        """
+        """Write the name of each series to the right of its last point, moved apart where lines end close together.
+        Series that end before the right edge get no name there (hovering shows it)."""
         ends = sorted(
             (self.y(one.points[-1][1]), index)
             for index, one in enumerate(series)
             if math.isfinite(one.points[-1][1]) and one.points[-1][0] >= self.x_axis.high * (1 - 1e-9)
         )
-        for (at, index), place in zip(ends, spread_apart([at for at, _ in ends], self.bottom), strict=True):
+        for (at, index), place in zip(ends, spread_labels([at for at, _ in ends], self.bottom), strict=True):
             one = series[index]
             self.picture.line((self.right + 1, at), (self.right + 16, place), "lead")
             strong = one.kind in ("thick", "named")
@@ -132,7 +137,8 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
-        """Draw the bands as a strip below the x axis, each with its name where it fits. name: of the strip."""
+        """Draw `bands` as a strip below the x axis, each with its name if that fits. name: of the whole strip, at its
+        left."""
         top, start, last = self.bottom + 32, self.left, -math.inf
         self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
@@ -151,7 +157,8 @@ class Plot:
 def draw_lines(
     x_axis: Axis, y_axis: Axis, series: Sequence[Series], marks: Sequence[Mark] = (), *, height: int = 280
 ) -> Markup:
-    """Return a line chart, 760 pixels wide, with a legend for several series and the y axis's title below."""
+    """Return a line chart as SVG, 760 pixels wide and `height` high, with a legend if there are several series, and the
+    y axis's title at the bottom right. marks: vertical lines with texts."""
     plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
     for one in series:
         plot.draw_line(one)
@@ -163,8 +170,9 @@ def draw_lines(
     return plot.picture.svg(760, height, y_axis.title or x_axis.title)
 
 
-def spread_apart(places: Sequence[float], limit: float) -> list[float]:
-    """Return ascending label heights (pixels) at least a line apart, close to `places`, none beyond `limit`."""
+def spread_labels(places: Sequence[float], limit: float) -> list[float]:
+    """Return vertical positions of labels, in pixels: ascending, at least `LINE` apart, close to the wanted positions
+    `places` (ascending), and none beyond `limit`."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)
@@ -174,8 +182,9 @@ def spread_apart(places: Sequence[float], limit: float) -> list[float]:
     return apart
 
 
-def thin_out(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return at most twice `BUCKETS` points that look the same: the extremes of every bucket, and both ends."""
+def downsample(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return at most 2 x `BUCKETS` of the points (x, y), which draw the same line: the minimum and maximum of each
+    bucket of consecutive points, and both ends."""
     if len(points) <= 2 * BUCKETS:
         return points
     kept = {0, len(points) - 1}

@@ -1,4 +1,4 @@
-"""The writer of HTML and SVG elements; the one place where text is escaped."""
+"""HTML and SVG elements as strings; the only place where text is escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 class Markup(str):
-    """Text that is markup already: `element` inserts it as it is and escapes every other string."""
+    """String that is HTML or SVG already: `element` inserts it unchanged, and escapes every other string."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ Content: TypeAlias = "str | Iterable[Content] | None"
 
 
 def escape_text(text: str) -> Markup:
-    """Return `text` escaped, as content of an element or a quoted attribute.
+    """Return `text` escaped for use inside an element or a quoted attribute.
 
     Control characters, which XML forbids, become their symbols (U+2400 on); lone surrogates, noncharacters and
     bidirectional overrides become U+FFFD.
@@ -33,21 +33,23 @@ def escape_text(text: str) -> Markup:
 
 
 def element(name: str, /, *children: Content, **attributes: str | float | None) -> Markup:
-    """Return one HTML or SVG element. Strings among `children` are escaped, `Markup` is not.
+    """Return one HTML or SVG element with the tag `name`. Plain strings among `children` are escaped, `Markup` is not.
 
-    attributes: `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01, None is left out.
+    attributes: `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01; those that are None
+        are omitted.
     """
     head = name + "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape_text(value if isinstance(value, str) else number(value))}"'
-        for key, value in attributes.items()
-        if value is not None
+        f' {key.rstrip("_").replace("_", "-")}="{escape_text(one if isinstance(one, str) else format_number(one))}"'
+        for key, one in attributes.items()
+        if one is not None
     )
     inside = join(children)
     return Markup(f"<{head}/>" if name in EMPTY and not inside else f"<{head}>{inside}</{name}>")
 
 
 def join(content: Content, between: str = "") -> Markup:
-    """Return content as one `Markup`, with `between` between its parts."""
+    """Concatenate strings (escaped), `Markup` and nested sequences of these into one `Markup`. between: inserted
+    between the items, unescaped."""
     if content is None:
         return Markup()
     if isinstance(content, Markup):
@@ -57,14 +59,15 @@ def join(content: Content, between: str = "") -> Markup:
     return Markup(between.join(map(join, content)))
 
 
-def number(value: float, digits: int = 2) -> str:
-    """Format a number with at most `digits` decimals."""
+def format_number(value: float, digits: int = 2) -> str:
+    """Format a number with at most `digits` decimals, without trailing zeros."""
     text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no negative zero
     return text.rstrip("0").rstrip(".") if digits else text
 
 
 def _replace_invisible(found: re.Match[str]) -> str:
-    """Return the visible replacement of an invisible character: a control symbol (U+2400 on) or U+FFFD."""
+    """Return the visible replacement of a matched control or bidirectional character: its symbol (U+2400 on) or
+    U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

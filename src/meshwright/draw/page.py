@@ -1,4 +1,4 @@
-"""The shell of every HTML page, and what pages are made of: tables, keys, bars. One file each, nothing to download."""
+"""HTML pages in one file without external resources, and their tables, paragraphs, legends and bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _QUANTITY = re.compile(r"[-–+<]?[\d.,]+( ?[^\W\d_]{0,3}|%)( / [\d.,]+)?|[-–]
 
 
 def page(title: str, *parts: Content, narrow: bool = False) -> str:
-    """Return a whole HTML page for light and dark mode; its heading is one of the `parts`."""
+    """Return a complete HTML page with the body `parts`, for light and dark mode. title: of the browser tab; `parts`
+    hold the heading. narrow: True for the style sheet's narrow text column."""
     style = picture_style() + (files("meshwright.draw") / "page.css").read_text(encoding="utf-8")
     head = (
         element("meta", charset="utf-8"),
@@ -28,44 +29,46 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
 
 
 def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
-    """Return an HTML table, scrollable where too wide; the first cell of a row is its header. head: empty for none.
+    """Return an HTML table that scrolls horizontally if too wide. head: cells of the header line, empty for none. rows:
+    cells of each line, of which the first is a row header.
 
-    Columns of quantities are aligned to the right.
+    Columns that hold only quantities are aligned to the right.
     """
     rows = list(rows)
     kinds = ["n" if _holds_quantities([row[at] for row in rows]) else None for at in range(len((*rows, head)[0]))]
     kinds[:1] = [None]
-    lines = [element("thead", _table_row(head, kinds, "th"))] if head else []
-    lines += [_table_row(row, kinds, "td") for row in rows]
+    lines = [element("thead", _make_table_row(head, kinds, "th"))] if head else []
+    lines += [_make_table_row(row, kinds, "td") for row in rows]
     return element("div", element("table", join(lines, "\n")), class_="wide")
 
 
-def _table_row(cells: Sequence[Content], kinds: Sequence[str | None], name: str) -> Markup:
-    """Return a table row. kinds: class of each cell; name: tag of the cells after the first."""
+def _make_table_row(cells: Sequence[Content], kinds: Sequence[str | None], name: str) -> Markup:
+    """Return a table row. kinds: CSS class of each cell, None for none; name: tag ("td" or "th") of the cells after the
+    first."""
     tags = ["th", *[name] * len(cells)]
     return element("tr", [element(tag, cell, class_=kind) for tag, cell, kind in zip(tags, cells, kinds, strict=False)])
 
 
 def _holds_quantities(column: Sequence[Content]) -> bool:
-    """Return True if all cells of a column are quantities or empty, and not all are empty."""
+    """Return True if every cell of a column is a number with an optional unit, or empty, and not all are empty."""
     texts = [cell for cell in column if isinstance(cell, str) and not isinstance(cell, Markup)]
     return len(texts) == len(column) and any(texts) and all(_QUANTITY.fullmatch(text) for text in texts)
 
 
 def paragraph(*words: Content, muted: bool = False) -> Markup:
-    """Return an HTML paragraph."""
+    """Return an HTML paragraph; `muted` sets it in a paler colour."""
     return element("p", *words, class_="muted" if muted else None)
 
 
 def key(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Return a legend of (text, style-sheet colour) entries."""
+    """Return the legend of a chart as HTML. entries: (text, style-sheet colour such as "blue")."""
     swatches = ((element("i", style=f"background:{paint(colour)}"), words) for words, colour in entries)
     return element("p", join([element("span", swatch) for swatch in swatches], " "), class_="muted key")
 
 
 def bar(*shares: float, colours: Sequence[str] = ("blue",), mark: float | None = None) -> Markup:
-    """Return horizontal bars for a table cell, one below the other. shares: lengths, 0 to 1; mark: a
-    position to mark."""
+    """Return horizontal bars for a table cell, one below the other. shares: lengths as fractions of the cell's width, 0
+    to 1; colours: style-sheet colour of each; mark: position of a vertical mark, 0 to 1, None for none."""
     bars = [
         element("i", style=f"width:{share:.1%};background:{paint(colour)}")
         for share, colour in zip(shares, colours, strict=True)

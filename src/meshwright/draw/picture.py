@@ -1,4 +1,4 @@
-"""A picture as one SVG element, alone or in a page."""
+"""SVG pictures that are drawn shape by shape, for a file of their own or for a page."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from meshwright.draw.text_width import text_width
 
 
 class Picture:
-    """Collects the elements of an SVG picture in drawing order. Lengths are in pixels."""
+    """SVG picture under construction: collects elements in drawing order. All lengths are in pixels."""
 
     def __init__(self) -> None:
         self.parts: list[Markup] = []
 
     def add(self, name: str, /, *, title: str = "", **attributes: str | float | None) -> None:
-        """Draw a shape (an `element` with these attributes), which shows `title` on hover."""
+        """Append a shape: the SVG element `name` with these attributes (see `element`). title: text shown on hover."""
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
     def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:
-        """Write text at (x, y); anchor: the `middle` or the `end` of the text lies there instead of its start."""
+        """Append the text `words` at (x, y). anchor: which point of the text lies there: its start (None), "middle" or
+        "end"."""
         self.parts.append(element("text", words, x=x, y=y, text_anchor=anchor, **attributes))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
-        """Draw a line from `start` to `end`. kind: class of the style sheet."""
+        """Append a line from (x, y) `start` to `end`. kind: class of the style sheet, such as "grid". title: text shown
+        on hover."""
         self.add("line", title=title, x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=kind)
 
     def legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:
-        """Draw a legend between the pixels `left` and `right`, wrapped; return the baseline of its last line.
+        """Append a legend between x = `left` and `right`, wrapped into lines from y = `y` on; return the y of its last
+        line.
 
-        entries: (text, attributes of the swatch).
+        entries: (text, SVG attributes of the swatch).
         """
         x = left
         for words, paint in entries:
@@ -44,8 +47,11 @@ class Picture:
         return y
 
     def svg(self, width: float, height: float, label: str, *, alone: bool = False) -> Markup:
-        """Return the SVG element. label: description for screen readers; alone: with style sheet and namespace, for a
-        file."""
+        """Return the complete <svg> element of `width` x `height` pixels.
+
+        label: description for screen readers. alone: True to include style sheet and XML namespace, for a file of its
+            own.
+        """
         own = {"xmlns": "http://www.w3.org/2000/svg"} if alone else {}
         style = element("style", picture_style()) if alone else None
         return Markup(
@@ -58,11 +64,11 @@ class Picture:
 
 
 def paint(colour: str) -> str:
-    """Return the CSS value of a style-sheet colour (blue, dim, ...)."""
+    """Return the CSS value of a style-sheet colour: `var(--blue)` for "blue"."""
     return f"var(--{colour})"
 
 
 @cache
 def picture_style() -> Markup:
-    """Return the style sheet of pictures: named colours as CSS variables, for light and dark mode."""
+    """Return the style sheet of pictures as CSS text: named colours as variables, for light and dark mode."""
     return Markup((files("meshwright.draw") / "picture.css").read_text(encoding="utf-8"))

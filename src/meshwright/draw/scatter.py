@@ -1,4 +1,4 @@
-"""Points over two axes."""
+"""Scatter plots as SVG."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def draw_scatter(
     marked: Iterable[tuple[float, float, str]],
     limit: tuple[float, str],
 ) -> Markup:
-    """Return a scatter plot. marked: (x, y, title) of highlighted points; limit: (value on the y axis,
-    text) of a line."""
+    """Return a scatter plot of `points` (x, y) as SVG. marked: (x, y, text on hover) of highlighted points. limit: (y
+    value, text) of a horizontal line."""
     plot = Plot(x_axis, y_axis, right=WIDTH - 16, bottom=HEIGHT - 46)
     for x, y in points:
         plot.picture.add("circle", cx=round(plot.x(x), 1), cy=round(plot.y(y), 1), r=2, class_="dot")

@@ -1,4 +1,4 @@
-"""Widths of texts, estimated without a font: so that labels neither overlap nor are cut off."""
+"""Estimates of text widths without a font, so that labels neither overlap nor are cut off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
 
 
 def _character_width(one: str) -> float:
-    """Return the estimated width of a character, in units of the font size."""
+    """Return the estimated width of one character, in multiples of the font size."""
     if unicodedata.east_asian_width(one) in ("W", "F"):
         return 1.0
     if unicodedata.combining(one):

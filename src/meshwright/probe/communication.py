@@ -1,4 +1,4 @@
-"""Timing of collectives between ranks over message size, by the calls that training makes."""
+"""Timing of collectives between ranks as a function of message size, with the calls that training makes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Return (scope, axis) of every group that is measured; collective call.
+    """Return (scope, axis) for every kind of process group whose collectives are timed; collective call.
 
-    Scopes: "inside", groups of consecutive ranks of a host, of every size that divides their number; "across", one rank
-    of each host; "world". The mesh has tp ranks on each of dp hosts.
+    Scopes: "inside" for groups of consecutive ranks of a host, of each size that divides the host's ranks; "across" for
+    groups of one rank of each host; "world". mesh: from `probe.rank.make_probe_mesh`.
     """
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
     axes = [("inside", mesh.make_block_axis("tp", size)) for size in inside]
@@ -36,10 +36,11 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 
 
 def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
-    """Return the seconds per call, [BATCHES], on this rank, of a collective ("all-reduce", "all-gather",
-    "reduce-scatter", "all-to-all", "send-receive") on a float32 vector of `size` bytes (the whole vector).
+    """Time a collective on a float32 vector and return this rank's seconds per call in each of `BATCHES` batches.
 
-    seconds: time budget. Collective call with equal arguments; all groups of the axis run at once.
+    operation: of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of the
+        full vector, as in `planner.measured.Collective`. seconds: time budget.
+    All ranks call this with equal arguments, and all groups of the axis run the collective at once.
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
@@ -64,23 +65,22 @@ def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: 
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Return the default precision: "bf16" if rank 0 measures it faster than fp32, else "fp32". Collective call."""
+    """Return "bf16" if rank 0 measures that its matrix products are faster in bf16 than in fp32, else "fp32".
+    Collective call."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
 
 
 def slowest_median(by_rank: list[list[float]]) -> float:
-    """Return a collective's duration in seconds: the slowest rank's in each batch, and of these the median. by_rank:
-    seconds per call, [ranks][batches].
-    """
+    """Return a collective's duration in seconds: the median over batches of the slowest rank's time. by_rank: seconds
+    per call, [ranks][batches]."""
     return statistics.median(max(batch) for batch in zip(*by_rank, strict=True))
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return a function that runs the collective `operation` on a float32 vector of `size` bytes with equal shares,
-    and the number of transfers that it makes one after another (2 for send-receive, else 1).
-    """
+    """Return a function that runs the collective `operation` once on a float32 vector of `size` bytes, and the number
+    of messages that it sends one after another: 2 for send-receive, else 1."""
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]
@@ -99,7 +99,7 @@ def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> t
 
 
 def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
-    """Send a message from the first rank of each neighbouring pair to the second, and back."""
+    """Send a message from the first rank of each pair of neighbours (0 and 1, 2 and 3 ...) to the second, and back."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
     if peer >= axis.size:  # the last of an odd number
         return

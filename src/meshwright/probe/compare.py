@@ -16,9 +16,8 @@ THRESHOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """A rank or node that is slower than the others. what: "products" or "memory". host: its name. rank: None for a
-    whole node. ratio: its time over that of the others.
-    """
+    """Rank or node that is slower than the others. what: "products" (matrix products) or "memory" (passes over memory).
+    host: name of its host. rank: None for a whole node. ratio: its time divided by that of the others."""
 
     what: str
     host: str
@@ -27,15 +26,17 @@ class SlowRank:
 
     @property
     def line(self) -> str:
-        """One line for the user."""
+        """Warning about it for the user, one line."""
         named = f"node {self.host}" if self.rank is None else f"rank {self.rank} (on {self.host})"
         doing = "matrix products take" if self.what == "products" else "passes over memory take"
         return f"{named} is slow: its {doing} {self.ratio:.2f} times as long as the others' (limit {THRESHOLD:g})"
 
 
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
-    """Return the nodes and ranks that are slower than the others. what: "products" or "memory". seconds
-    [ranks][points]: duration of the same measurements on each rank. hosts [ranks]: name of each rank's host.
+    """Return the nodes and ranks whose time is more than `THRESHOLD` times that of the others.
+
+    what: kind of measurement, "products" or "memory". seconds: duration of each measurement point on each rank,
+        [ranks][points]. hosts: name of each rank's host, [ranks].
     """
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
@@ -56,9 +57,8 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowdown of each rank or node, [n]: its time over the median of the others', and of these ratios the
-    median over the points; 1 for a single one. seconds [n][points]: duration of the same measurements on each.
-    """
+    """Return the slowdown of each of n ranks or nodes, [n]: its time divided by the median of the others' times, and of
+    these ratios the median over points; 1 if n is 1. seconds: duration of each measurement point, [n][points]."""
     if len(seconds) < 2:
         return [1.0] * len(seconds)
     points = list(zip(*seconds, strict=True))

@@ -1,4 +1,4 @@
-"""Disk bandwidth of a directory."""
+"""Write and read bandwidth of the disk that holds a directory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _PIECE = 2**22
 
 
 def measure_disk(directory: Path, size: int) -> tuple[float, float] | None:
-    """Measure write and read bandwidth in bytes per second with a file of `size` bytes; None if no file can be created.
+    """Return (write, read) bandwidth in bytes per second, measured on a temporary file of `size` bytes in `directory`;
+    None if the file cannot be created or written.
 
-    Writes are synced; reads follow a request to drop the page cache.
+    Writing includes fsync; before reading, the kernel is asked to drop the file from the page cache.
     """
     piece = os.urandom(min(_PIECE, size))
     pieces = max(1, size // len(piece))

@@ -1,4 +1,4 @@
-"""Matrix product rate of this process's device: the reference for MFU where no published peak exists."""
+"""Matrix product rate of a device: the peak that MFU refers to where the vendor publishes none."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ TURNS = 4
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
-    """Return the best sustained FLOP/s of `torch.nn.functional.linear` in `dtype` over a few shapes, measured in
-    about `seconds`.
+    """Return the sustained FLOP/s of `torch.nn.functional.linear` in `dtype`: the best of a few shapes, each with its
+    median time, so that MFU is not flattered.
 
-    Best of the shapes' medians, so that MFU is not flattered. Uses this process's present number of threads.
+    seconds: duration of the whole measurement. It uses the process's current number of threads.
     """
     products = _time_products(dtype, torch.device(device), SHAPES, seconds)
     return max(flops / statistics.median(times) for flops, times in products)
 
 
 def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
-    """Measure whether bf16 products reach 1.2 times the float32 rate on this device, which pays for the casts.
+    """Measure matrix products and return True if bf16 reaches 1.2 times the FLOP/s of float32, which pays for the
+    casts.
 
-    CPUs without bf16 instructions return False unmeasured. The shortest times of several turns are compared: other load
-    only lengthens them.
+    Without measurement: True on GPUs, False on CPUs without bf16 instructions. The shortest times of several turns are
+    compared, since other load only lengthens them.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -48,9 +49,8 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
 def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """Time products of each shape (tokens, out, in) in about `seconds` altogether; returns for each shape its FLOP
-    and the seconds of each repetition.
-    """
+    """Time matrix products of each shape (tokens, out, in); return for each shape its FLOP and the seconds of each
+    repetition. seconds: duration of the whole measurement."""
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)
@@ -69,6 +69,6 @@ def _time_products(
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for queued CUDA kernels."""
+    """Wait until the kernels queued on a CUDA device have finished; nothing on CPUs."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

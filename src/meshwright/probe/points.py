@@ -1,4 +1,4 @@
-"""Measurement points of a rank: matrix products, elementwise passes over memory, and kernels of a layer."""
+"""Measurement points of a probe: matrix products, elementwise passes over memory, and kernels of a layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ PASSES = {"copy": 2, "add": 3, "silu": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One call to time.
+class MeasurementPoint:
+    """One kernel at one size and precision, whose duration is measured.
 
-    ``kind``: "product", "pass" or "piece" (a kernel of a layer). ``name``: form of the product, or name of the pass or
-    kernel. ``sizes``: (tokens, out, in), or (elements,). For a piece, ``make`` creates the call on a device; it runs
-    ``kernels`` kernels that read and write ``kernel_bytes`` each.
+    kind: "product" (matrix product), "pass" (elementwise kernel over memory) or "kernel" (of a transformer layer).
+    name: form of the product ("forward", "input-gradient", "weight-gradient"), or name of the pass or kernel.
+    sizes: (tokens, out, in) of a product, else (elements,). precision: such as "bf16".
+    make: for a layer's kernel, allocates its inputs on a device and returns a function that runs it once, as `kernels`
+        kernels that read and write `kernel_bytes` bytes each.
     """
 
     kind: str
@@ -38,45 +40,45 @@ class Point:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written by a pass, or by one kernel of a piece."""
+        """Bytes read and written by a pass, or by one kernel of a layer's call."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """Measurement plan of a probe.
+class MeasurementPlan:
+    """What a probe measures, at which sizes and for how long.
 
-    shapes: (m, n, k) of matrix products
-    passes, pieces: elements of the tensors of elementwise kernels and of parts of a step
-    vectors: bytes of the whole vector of a collective
-    precisions: dtypes of products and pieces
-    disk: bytes written (0: not measured)
-    seconds: time for each point
-    steps: training steps of a reference model under each layout
-    rounds: repetitions in which reference layouts alternate
-    axes: tp/cp axes measured
-    single_rank: also measure a single rank
-    compare: seconds for which the ranks are compared with each other (0: not at all)
+    shapes: (tokens, out, in) of matrix products
+    pass_sizes: elements of the tensors of passes over memory
+    vector_bytes: bytes of the full vector of collectives, and of copies between host and GPU
+    precisions: of products, passes and kernels, such as "bf16"
+    disk_bytes: bytes written to the disk (0: not measured)
+    point_seconds: time for each measurement point
+    kernel_sizes: elements of the tensors of a layer's kernels
+    steps: training steps of the reference model under each layout; rounds: repetitions in which the layouts alternate
+    axes: of "tp" and "cp", those with reference steps; without "cp" no ring attention
+    single_rank: also measure one rank alone
+    compare_seconds: time for comparing the ranks with each other (0: not compared)
     """
 
     shapes: tuple[tuple[int, int, int], ...]
-    passes: tuple[int, ...]
-    vectors: tuple[int, ...]
+    pass_sizes: tuple[int, ...]
+    vector_bytes: tuple[int, ...]
     precisions: tuple[str, ...]
-    disk: int = 2**26
-    seconds: float = 0.04
-    pieces: tuple[int, ...] = ()
+    disk_bytes: int = 2**26
+    point_seconds: float = 0.04
+    kernel_sizes: tuple[int, ...] = ()
     steps: int = 12
     rounds: int = 3
     axes: tuple[str, ...] = ("tp", "cp")
     single_rank: bool = True
-    compare: float = 4.0
+    compare_seconds: float = 4.0
 
     @classmethod
-    def of(cls, device: str) -> Effort:
-        """Return the default plan for "cpu" (sizes of small models) or "cuda" (of large ones)."""
+    def default(cls, device: str) -> MeasurementPlan:
+        """Return the plan of `meshwright probe` for "cpu" (sizes of small models) or "cuda" (of large ones)."""
         sides: tuple[tuple[int, int], ...] = (
             (64, 64),
             (256, 64),
@@ -94,7 +96,7 @@ class Effort:
                 _list_powers(8, 24, 2),
                 _list_powers(10, 24, 2),
                 ("fp32", "bf16"),
-                pieces=(2**12, 2**16, 2**18, 2**20, 2**21),
+                kernel_sizes=(2**12, 2**16, 2**18, 2**20, 2**21),
             )
         sides += ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
         shapes = [(tokens, *side) for tokens in (256, 2048, 8192) for side in sides]
@@ -102,11 +104,11 @@ class Effort:
         return cls(tuple(shapes), _list_powers(8, 28, 4), _list_powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
 
     @classmethod
-    def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> Effort:
-        """Return the plan for predicting one run on CPUs, about 10 seconds.
+    def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
+        """Return the plan for predicting a single run on CPUs, which takes about 10 seconds.
 
-        precisions: of the run. axes: those of its tp and cp axes whose ranks synchronize in every layer, for reference
-        steps.
+        precisions: of the run. axes: of "tp" and "cp", those that the run uses and whose ranks synchronize in every
+            layer.
         """
         sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
         shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]
@@ -115,20 +117,21 @@ class Effort:
             _list_powers(12, 22, 5),
             _list_powers(10, 25, 5),
             precisions,
-            disk=0,
-            seconds=0.012,
-            pieces=(2**14, 2**17, 2**20),
+            disk_bytes=0,
+            point_seconds=0.012,
+            kernel_sizes=(2**14, 2**17, 2**20),
             steps=4,
             rounds=1,
             axes=axes,
             single_rank=False,
-            compare=0.0,
+            compare_seconds=0.0,
         )
 
-    def points(self) -> list[Point]:
-        """Return the products and passes in order. fp32 copies are always included, since they price the optimizer."""
+    def list_points(self) -> list[MeasurementPoint]:
+        """Return the measurement points of matrix products and memory passes. fp32 copies are always among them, since
+        they price the optimizer."""
         products = [
-            Point("product", form, precision, shape)
+            MeasurementPoint("product", form, precision, shape)
             for precision in self.precisions
             for form in FORMS
             for shape in self.shapes
@@ -138,15 +141,17 @@ class Effort:
         ]
         passes += [] if ("copy", "fp32") in passes else [("copy", "fp32")]
         return products + [
-            Point("pass", name, precision, (elements,)) for name, precision in passes for elements in self.passes
+            MeasurementPoint("pass", name, precision, (elements,))
+            for name, precision in passes
+            for elements in self.pass_sizes
         ]
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed beside every measurement to correct it for
-    the processor's present speed: cores shared with other tenants lose a third of their speed for seconds.
+    """Small matrix product (256 x 512 by 512 x 512, float32) timed beside every measurement to correct it for the
+    processor's current speed: cores shared with other tenants lose a third of theirs for seconds.
 
-    device: on any but a CPU nothing is timed.
+    device: of the measurements; on any but a CPU nothing is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,9 +159,8 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Measure the present duration of the small product in seconds (median of five calls); return 1.0,
-        unmeasured, on devices other than CPUs.
-        """
+        """Measure the current duration of the product in seconds, median of five calls; 1.0 without measurement on
+        devices other than CPUs."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -164,12 +168,12 @@ class ReferenceKernel:
 
 
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
-    """Return the powers of two with exponents `first`, `first` + `step` ... up to `last`."""
+    """Return the powers of two with exponents `first`, `first + step` ... up to `last`."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
 
 
-def make_call(point: Point, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs the kernel of `point` once, on tensors that it allocates on `device` now."""
+def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any]:
+    """Allocate the tensors of a measurement point on `device` and return a function that runs it once."""
     dtype = DTYPES[point.precision]
     if point.make is not None:
         return point.make(device)
@@ -193,7 +197,7 @@ def make_call(point: Point, device: torch.device) -> Callable[[], Any]:
 
 @contextmanager
 def use_precision(precision: str) -> Iterator[None]:
-    """Allow tf32 for float32 products inside the context if the precision is "tf32", else forbid it."""
+    """Context in which float32 matrix products use TF32 if `precision` is "tf32", and full float32 otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -202,20 +206,16 @@ def use_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def time_point(point: Point, device: torch.device, seconds: float) -> float:
-    """Return the seconds of one call of the point (for a piece, of one of its kernels): median of batches within
-    about `seconds`.
-    """
+def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
+    """Return the seconds of one run of a measurement point (of one of its kernels for a layer's call), as `time_call`
+    measures them in about `seconds`."""
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the seconds of one call of `call`: median of at least three batches within about `seconds`, or a single
-    call if it takes longer.
-
-    A batch repeats the call to fill the time between synchronizations.
-    """
+    """Return the seconds per call of `call`: median of at least three batches in about `seconds`; a single call if it
+    takes longer than that. A batch repeats the call between two synchronizations with the device."""
     call()  # kernels are chosen and packed here
     once = _time_batch(call, device, 1)
     if once > seconds:
@@ -226,7 +226,7 @@ def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> 
 
 
 def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Time `calls` repetitions between synchronizations; returns seconds per call."""
+    """Run `call` `calls` times between two synchronizations with the device; return the seconds per call."""
     synchronize(device)
     begun = time.perf_counter()
     for _ in range(calls):
@@ -236,6 +236,6 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for queued CUDA kernels."""
+    """Wait until the kernels queued on a CUDA device have finished; nothing on CPUs."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

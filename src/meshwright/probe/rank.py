@@ -1,4 +1,4 @@
-"""Measurement of a machine on one rank, synchronously with all others; rank 0 has the result.
+"""Measurement of a machine on one rank, synchronously with all other ranks.
 
 Phases: all ranks compute at once, as in training; then one rank of each host alone with its own threads; then that rank
 with all cores of the host. The differences show how processes on one machine slow each other down.
@@ -28,22 +28,31 @@ from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass
 from meshwright.probe.communication import OPERATIONS, make_axes, slowest_median, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
-from meshwright.probe.points import Effort, Point, ReferenceKernel, synchronize, time_call, time_point
+from meshwright.probe.points import (
+    MeasurementPlan,
+    MeasurementPoint,
+    ReferenceKernel,
+    synchronize,
+    time_call,
+    time_point,
+)
 
 _SITE = "probe"
 _NAME_BYTES = 256
 
 
 def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: float = 120.0) -> Mesh:
-    """Create the mesh for `measure` over the running world: consecutive ranks of a host on axis tp, hosts on dp."""
+    """Create the mesh for `measure` over the initialized process group: ranks of a host on axis tp, hosts on axis dp.
+
+    ranks: world size. host_ranks: ranks on each host, consecutive. timeout_seconds: of a collective call.
+    """
     return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host of a rank. cores: shared by its ranks. directory: for the disk measurement. starts: known start-up
-    seconds by name.
-    """
+    """Host of a rank. cores: CPU cores shared by its ranks. directory: where the disk is measured. starts: start-up
+    durations that are already known, name -> seconds."""
 
     cores: int
     directory: Path
@@ -52,28 +61,28 @@ class Host:
 
 def measure(
     mesh: Mesh,
-    effort: Effort,
+    plan: MeasurementPlan,
     host: Host,
-    say: Callable[[str], None] = lambda line: None,
-    pieces: Sequence[Point] = (),
+    log: Callable[[str], None] = lambda line: None,
+    kernels: Sequence[MeasurementPoint] = (),
     steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
-    """Measure the machine; collective call.
+    """Measure the machine as `plan` says; collective call of all ranks.
 
-    say: receives progress on rank 0. pieces: kernels of a layer, timed with all ranks at once. steps: measures
-    reference training steps, given the reference kernel and its usual seconds.
+    log: receives progress lines on rank 0. kernels: measurement points of a layer's kernels, timed with all ranks at
+        once. steps: measures reference training steps, given the reference kernel and its usual seconds.
 
-    Returns "measured" (`Measured.tables`), "hosts" [ranks], "ratios" (slowdown of each rank at products and at memory),
-    "slow" (fields of `SlowRank`), "device" (name and memory) and "seconds"; equal on all ranks but for the disk's
-    rates, which rank 0 measures.
+    Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
+    rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
+    of the whole measurement. Equal on all ranks, except for the disk, which only rank 0 measures.
     """
     begun = time.perf_counter()
     leader = mesh.rank == 0
     threads = torch.get_num_threads()
     hosts = _gather_hosts(mesh)
-    points = [*effort.points(), *pieces]
+    points = [*plan.list_points(), *kernels]
     phases = [(mesh.tp.size, threads)]
-    if mesh.device.type == "cpu" and effort.single_rank:
+    if mesh.device.type == "cpu" and plan.single_rank:
         phases += [phase for phase in ((1, threads), (1, host.cores)) if phase not in phases]
     products: list[Products] = []
     passes: list[Pass] = []
@@ -81,10 +90,10 @@ def measure(
     for busy, each in phases:
         if leader:
             who = f"{busy} ranks at once" if busy > 1 else "one rank"
-            say(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
+            log(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
         if (busy, each) != phases[0]:
-            points = effort.points()
-        by_rank, usual = _time_points(mesh, points, busy, each, effort.seconds, kernel)
+            points = plan.list_points()
+        by_rank, usual = _time_points(mesh, points, busy, each, plan.point_seconds, kernel)
         usual_seconds = usual_seconds or usual
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
         products += _group_products(points, seconds, busy, each)
@@ -96,24 +105,24 @@ def measure(
         threads=threads,
         products=tuple(products),
         passes=tuple(passes),
-        collectives=tuple(_time_collectives(mesh, effort, say if leader else lambda line: None)),
-        copies=tuple(_time_copies(mesh.device, effort)),
+        collectives=tuple(_time_collectives(mesh, plan, log if leader else lambda line: None)),
+        copies=tuple(_time_copies(mesh.device, plan)),
         yardstick=usual_seconds if mesh.device.type == "cpu" else None,
-        starts=tuple({**host.starts, **_measure_launch_overhead(mesh.device, effort.seconds)}.items()),
+        starts=tuple({**host.starts, **_measure_launch_overhead(mesh.device, plan.point_seconds)}.items()),
     )
-    if leader and effort.steps:
-        say("steps of a reference model")
+    if leader and plan.steps:
+        log("steps of a reference model")
     measured = replace(measured, steps=tuple(steps(kernel, usual_seconds)))
-    if leader and effort.compare and mesh.world.size > 1:
-        say("ranks compared")
+    if leader and plan.compare_seconds and mesh.world.size > 1:
+        log("ranks compared")
     slow, compared_as = [], {}
-    for what, by_rank in _time_comparison(mesh, effort).items():
+    for what, by_rank in _time_comparison(mesh, plan).items():
         slow += find_slow(what, by_rank, hosts)
         compared_as[what] = compute_ratios(by_rank)
     rates = None
-    if leader and effort.disk:
-        say("the disk")
-        rates = measure_disk(host.directory, effort.disk)
+    if leader and plan.disk_bytes:
+        log("the disk")
+        rates = measure_disk(host.directory, plan.disk_bytes)
     tables = measured.tables()
     if rates is not None:
         tables["disk_write"], tables["disk_read"] = rates
@@ -132,12 +141,12 @@ def measure(
 
 
 def _time_points(
-    mesh: Mesh, points: list[Point], busy: int, threads: int, seconds: float, kernel: ReferenceKernel
+    mesh: Mesh, points: list[MeasurementPoint], busy: int, threads: int, seconds: float, kernel: ReferenceKernel
 ) -> tuple[list[list[float]], float]:
-    """Time every point while the first `busy` ranks of each host compute with `threads` threads each; returns the
-    seconds of one call, [ranks][points], and the reference kernel's usual seconds.
+    """Time every measurement point while the first `busy` ranks of each host compute with `threads` threads each.
 
-    seconds: time for each point. Idle ranks have no times. Times are scaled to the reference kernel's usual speed.
+    seconds: time for each point. Returns the seconds of one call, [ranks][points], empty for idle ranks, scaled to the
+        reference kernel's usual speed; and the reference kernel's usual seconds.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -156,43 +165,41 @@ def _time_points(
     return found, statistics.mean(levels)
 
 
-def _time_comparison(mesh: Mesh, effort: Effort) -> dict[str, list[list[float]]]:
-    """Time products ("products") and memory passes ("memory") on all ranks, to compare the ranks; returns seconds,
-    [ranks][points] each; empty if `effort.compare` is 0.
+def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
+    """Time matrix products and memory passes on all ranks, to find slow ones. Returns "products" and "memory" ->
+    seconds, [ranks][points]; {} if `plan.compare_seconds` is 0.
 
-    Short rounds over all points repeat for `effort.compare` seconds: a shared machine slows one rank after another
-    for half a second at a time, which would fall on one long visit to a point.
+    Short rounds over all points repeat for `plan.compare_seconds`: a shared machine slows one rank after another for
+    half a second at a time, which would fall on one long measurement of a point.
     """
-    if not effort.compare:
+    if not plan.compare_seconds:
         return {}
     kinds = {"products": "product", "memory": "pass"}
     found: dict[str, list[list[float]]] = {what: [[] for _ in range(mesh.world.size)] for what in kinds}
-    points = effort.points()
+    points = plan.list_points()
     begun = time.perf_counter()
     while mesh.world.size > 1:
         times = []
         for point in points:
             collectives.barrier(mesh.world, _SITE)
-            times.append(time_point(point, mesh.device, effort.seconds / 4))
+            times.append(time_point(point, mesh.device, plan.point_seconds / 4))
         for rank, taken in enumerate(_all_gather(mesh, times)):
             for what, kind in kinds.items():
                 found[what][rank] += [one for one, point in zip(taken, points, strict=True) if point.kind == kind]
-        if max(rank[0] for rank in _all_gather(mesh, [time.perf_counter() - begun])) >= effort.compare:
+        if max(rank[0] for rank in _all_gather(mesh, [time.perf_counter() - begun])) >= plan.compare_seconds:
             break
     return found
 
 
 def _smooth(times: list[float]) -> list[float]:
-    """Return the running median over five consecutive times of the reference kernel: other load lasts for seconds, a
-    sample for milliseconds.
-    """
+    """Return the running median of five consecutive times of the reference kernel (seconds): other load lasts for
+    seconds, one time is measured in milliseconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
-def _group_products(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Products]:
-    """Group timed products by precision and form for the hardware profile. seconds: of each point. ranks: that
-    computed at once on a host; threads: of each.
-    """
+def _group_products(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Products]:
+    """Group timed matrix products by precision and form for the hardware profile. seconds: of each point. ranks:
+    computing at once on a host. threads: of each rank."""
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -208,10 +215,9 @@ def _group_products(points: list[Point], seconds: list[float], ranks: int, threa
     return found
 
 
-def _group_passes(points: list[Point], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
-    """Group timed passes and kernels by precision and name for the hardware profile. seconds: of each point. ranks:
-    that computed at once on a host; threads: of each.
-    """
+def _group_passes(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
+    """Group timed memory passes and layer kernels by precision and name for the hardware profile. seconds: of each
+    point. ranks: computing at once on a host. threads: of each rank."""
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -229,42 +235,43 @@ def _group_passes(points: list[Point], seconds: list[float], ranks: int, threads
 # --- what is between ranks, and beside them
 
 
-def _time_collectives(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> list[Collective]:
-    """Time every collective on every group of ranks over message size."""
+def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
+    """Time every collective, on every kind of process group, at every size of the plan. log: receives progress
+    lines."""
     found = []
     for place, axis in make_axes(mesh):
-        say(f"collectives among {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
+        log(f"collectives among {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
         for operation in OPERATIONS:
             seconds = []
-            for size in effort.vectors:
-                times = time_collective(mesh, axis, operation, size, effort.seconds * 4)
+            for size in plan.vector_bytes:
+                times = time_collective(mesh, axis, operation, size, plan.point_seconds * 4)
                 seconds.append(slowest_median(_all_gather(mesh, times)))
             found.append(
-                Collective(operation, axis.size, place, Curve(tuple(map(float, effort.vectors)), tuple(seconds)))
+                Collective(operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds)))
             )
     return found
 
 
-def _time_copies(device: torch.device, effort: Effort) -> list[tuple[str, Curve]]:
-    """Time copies between pinned host memory and the device over size; empty on CPUs."""
+def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str, Curve]]:
+    """Time copies between pinned host memory and a GPU. Returns ("to-device" or "to-host", seconds over bytes); [] on
+    CPUs."""
     if device.type != "cuda":
         return []
     found = []
     for name in ("to-device", "to-host"):
         seconds = []
-        for size in effort.vectors:
+        for size in plan.vector_bytes:
             there = torch.empty(size, dtype=torch.uint8, device=device)
             here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             target, source = (there, here) if name == "to-device" else (here, there)
-            seconds.append(time_call(partial(target.copy_, source, non_blocking=True), device, effort.seconds))
-        found.append((name, Curve(tuple(map(float, effort.vectors)), tuple(seconds))))
+            seconds.append(time_call(partial(target.copy_, source, non_blocking=True), device, plan.point_seconds))
+        found.append((name, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds))))
     return found
 
 
 def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return the launch overhead in seconds of one operation, by name, in inference and with its backward pass.
-    seconds: time for each.
-    """
+    """Return the seconds that launching one elementwise operation takes: "operation" without autograd,
+    "differentiated_operation" with its backward pass. seconds: time for each measurement."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
 
@@ -279,7 +286,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Return name and memory in bytes of the device this rank computes on, as JSON."""
+    """Return {"name", "memory_bytes"} of the device on which this rank computes; on a CPU, its share of the host's
+    memory."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
@@ -290,7 +298,7 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
 
 
 def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
-    """All-gather equally many floats from each rank, [ranks][values]."""
+    """All-gather a list of floats, of equal length on each rank; return [ranks][values]."""
     mine = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     everybody = torch.empty(mesh.world.size * len(values), dtype=torch.float64, device=mesh.device)
     collectives.all_gather(everybody, mine, mesh.world, _SITE).wait()
@@ -299,7 +307,7 @@ def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
 
 
 def _gather_hosts(mesh: Mesh) -> list[str]:
-    """All-gather the host names, [ranks]."""
+    """All-gather the name of each rank's host; return [ranks]."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"

@@ -1,4 +1,4 @@
-"""Start of the ranks that measure a machine, by the run launcher or inside torchrun or SLURM."""
+"""Start of the ranks that measure a machine: by Meshwright's launcher, or by torchrun, Kubernetes or SLURM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.threads import count_available_cores
 
 if TYPE_CHECKING:
     from meshwright.planner.measured import ReferenceStep
-    from meshwright.probe.points import Effort, ReferenceKernel
+    from meshwright.probe.points import MeasurementPlan, ReferenceKernel
 
 TIMEOUT_SECONDS = 120.0
 MOST_RANKS = 64  # processes on one machine
@@ -37,19 +37,19 @@ def probe(
     ranks: int | None = None,
     device: str = "auto",
     directory: Path = Path(),
-    effort: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
     *,
     threads: int | None = None,
     short: dict[str, Any] | None = None,
     log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
-    """Measure this machine with `ranks` processes (default: one per GPU, two without GPUs) and return the result.
+    """Measure this machine with `ranks` processes (default: one for each GPU, two without GPUs) and return the result.
 
-    Returns that of `meshwright.probe.rank.measure` with "kind", "cpu" or "cuda". directory: for the disk measurement.
-    effort: fields that override the default `Effort`. threads: of each process. short: {"precisions", "axes"}, to
-    measure on CPUs only what one run needs (`Effort.short`); the result then has "cluster", the tables of the hardware
-    profile.
-
+    directory: where the disk is measured. plan: fields of the default `MeasurementPlan` to override. threads: of each
+        process. log: receives progress lines.
+    short: {"precisions", "axes"} to measure on CPUs only what one run needs (`MeasurementPlan.short`).
+    Returns the result of `probe.rank.measure` with "kind" ("cpu" or "cuda"), "rank", "failed" (None, or the rank and
+    error line of failed reference steps), and with `short` "cluster", the tables of the hardware profile.
     Raises `UserError` for a device or number of ranks that this machine does not have.
     """
     kind = one_device(device)
@@ -67,7 +67,7 @@ def probe(
     description = {
         "device": kind,
         "disk": str(directory.absolute()),
-        "effort": effort or {},
+        "plan": plan or {},
         "short": short,
         "began": time.monotonic(),
     }
@@ -81,21 +81,24 @@ def probe(
 
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure as one rank that torchrun, Kubernetes or SLURM started; every rank returns the result and its "rank"."""
-    start = rendezvous.read_place()
-    return _measure(start, {"device": device, "disk": str(directory.absolute()), "effort": {}}, started_by_others=True)
+    """Measure as one of the ranks that torchrun, Kubernetes or SLURM started; every rank returns the result (see
+    `probe`), with its own "rank"."""
+    start = rendezvous.place()
+    return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
 
 def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
-    """Initialize the process group, measure the machine on this rank and return the result. start: this rank and its
-    rendezvous. description: the launcher's ("device", "disk", "effort", "short" ...). started_by_others: by torchrun,
-    Kubernetes or SLURM.
+    """Initialize the process group, measure the machine on this rank, and return the result (see `probe`).
+
+    start: this rank and its rendezvous. description: what to measure, from `probe`: "device", "disk" (directory),
+        "plan", "short", "began" (time at which the launcher started). started_by_others: by torchrun, Kubernetes or
+        SLURM.
     """
     import torch
     import torch.distributed as dist
 
-    from meshwright.probe.pieces import list_layer_points
-    from meshwright.probe.points import Effort
+    from meshwright.probe.layer_kernels import list_layer_points
+    from meshwright.probe.points import MeasurementPlan
     from meshwright.probe.rank import Host, make_probe_mesh, measure
     from meshwright.probe.report import make_cluster_tables
     from meshwright.probe.steps import measure_reference_steps
@@ -125,15 +128,15 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = make_probe_mesh(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        short, tables, say = description.get("short"), {}, _print_progress
+        short, tables, log = description.get("short"), {}, _print_progress
         if short is None:
-            effort = _make_effort(mesh.device.type, description["effort"])
+            plan = _make_plan(mesh.device.type, description["plan"])
         else:
-            say = _ignore_progress
-            effort = Effort.short(tuple(short["precisions"]), tuple(short["axes"]))
+            log = _ignore_progress
+            plan = MeasurementPlan.short(tuple(short["precisions"]), tuple(short["axes"]))
         host = Host(max(1, count_available_cores()), Path(description["disk"]), starts)
-        steps = _GuardedSteps(partial(measure_reference_steps, mesh, effort), start, store)
-        found = measure(mesh, effort, host, say, list_layer_points(effort), steps)
+        steps = _GuardedSteps(partial(measure_reference_steps, mesh, plan), start, store)
+        found = measure(mesh, plan, host, log, list_layer_points(plan), steps)
         if short is not None:
             tables = {"cluster": make_cluster_tables(found, mesh.device.type)}
         whole = steps.failed is None
@@ -144,10 +147,11 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that measures the reference training steps, which come last: if they fail, all other results are kept.
+    """Measurement of the reference training steps, which come last: if it fails, all other results are kept. Callable.
 
-    measure: does the measurement. start: this rank. store: of the process group, None for a single rank. failed: rank
-    and error line of the first failure. The failing rank ends, which releases the others.
+    measure: does the measurement. start: this rank. store: of the process group, None for a single rank. failed:
+        "rank", "line" (the error) and "at" (time) of the first failure, None without one.
+    The rank that fails ends, which releases the others from their collective calls.
     """
 
     def __init__(
@@ -157,9 +161,8 @@ class _GuardedSteps:
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, kernel: ReferenceKernel, usual_seconds: float) -> list[ReferenceStep]:
-        """Measure the steps; returns an empty list after a failure. usual_seconds: of the reference kernel. Raises if
-        a rank was lost without a reason.
-        """
+        """Measure the steps; return [] after a failure. usual_seconds: of the reference kernel. Raises if a rank was
+        lost and no rank reports an error of its own."""
         try:
             return self.measure(kernel, usual_seconds)
         except Exception as error:
@@ -169,9 +172,8 @@ class _GuardedSteps:
             return []
 
     def _find_first_failure(self, error: Exception) -> dict[str, Any] | None:
-        """Return {"rank", "line", "at"} of the rank that failed first, or None if ranks only lost another. error:
-        this rank's.
-        """
+        """Return {"rank", "line", "at"} of the rank that failed first, or None if no rank reports an error other than
+        the loss of another. error: raised on this rank."""
         own = None
         if not isinstance(error, RankLost):
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -185,21 +187,20 @@ class _GuardedSteps:
         return min(failures, key=lambda one: float(one["at"]), default=None)
 
 
-def _make_effort(kind: str, said: dict[str, Any]) -> Effort:
-    """Return the default measurement plan for the device ("cpu" or "cuda"), with the fields in `said` overridden."""
-    from meshwright.probe.points import Effort
+def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
+    """Return the default measurement plan for the device `kind`, "cpu" or "cuda", with some fields overridden."""
+    from meshwright.probe.points import MeasurementPlan
 
-    usual = Effort.of(kind)
+    usual = MeasurementPlan.default(kind)
     known = {field.name: getattr(usual, field.name) for field in fields(usual)}
-    assert said.keys() <= known.keys(), said
-    as_tuples = {key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in said.items()}
-    return Effort(**{**known, **as_tuples})
+    assert overrides.keys() <= known.keys(), overrides
+    as_tuples = {key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in overrides.items()}
+    return MeasurementPlan(**{**known, **as_tuples})
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:
-    """Return the number of ranks on each host. store: of the rendezvous; every rank calls this. Raises `UserError` if
-    hosts have unequal numbers, or not consecutive ones.
-    """
+    """Return the number of ranks on each host; every rank calls this. store: of the rendezvous. Raises `UserError`
+    unless hosts have equally many ranks, consecutive on each host."""
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
     size = hosts.count(hosts[0])
@@ -211,12 +212,12 @@ def _count_host_ranks(start: Place, store: Any) -> int:
 
 
 def _print_progress(line: str) -> None:
-    """Print a progress line."""
+    """Print a progress line on standard error."""
     print_message(f"probe: {line}")
 
 
 def _ignore_progress(line: str) -> None:
-    """Ignore a progress line, where one line describes the whole probe."""
+    """Do nothing with a progress line: the caller prints one line for the whole probe."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results of a probe as the hardware profile that `plan` reads, as JSON and as text."""
+"""Results of a probe: the hardware profile that `plan` reads, the JSON document, and the text for the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGITS = 4  # more would be noise
 
 
 def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the tables of the hardware profile. found: result of `rank.measure`. device: "cpu" or "cuda"."""
+    """Return the TOML tables of the hardware profile. found: result of `probe.ranks.probe`. device: "cpu" or "cuda"."""
     measured = read(found["measured"], "probe")
     hosts: list[str] = found["hosts"]
     per_node = measured.ranks
@@ -33,24 +33,24 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
     return tables
 
 
-def _make_device_table(measured: Measured, said: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the profile's device table: the catalogue's entry, with its memory replaced by the reported one, or
-    the measured rates of an unknown device. said: name and memory as the device reports them. device: "cpu" or "cuda".
-    """
-    known = find_device(said["name"]) if device == "cuda" else None
+def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the table `device` of the hardware profile: for a GPU of the catalogue its name and the reported memory,
+    else measured rates. reported: "name" and "memory_bytes" of the device."""
+    known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
-        return {"like": known.name, "memory_bytes": said["memory_bytes"]}
+        return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
     peaks = {precision: _round_floats(rate / _TERA) for precision, rate in best_product_rates(measured).items()}
     return {
-        "name": said["name"],
-        "memory_bytes": said["memory_bytes"],
+        "name": reported["name"],
+        "memory_bytes": reported["memory_bytes"],
         "memory_gb_per_second": _round_floats((find_copy_rate(measured) or 0.0) / _GIGA),
         "peaks": peaks,
     }
 
 
 def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
-    """Return the best FLOP/s of one rank by precision, with all ranks (or `ranks`) computing at once."""
+    """Return precision -> the highest FLOP/s of one rank in matrix products. ranks: how many computed at once on a host
+    (default: all)."""
     wanted = measured.ranks if ranks is None else ranks
     rates: dict[str, float] = {}
     for each in measured.products:
@@ -64,9 +64,8 @@ def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str
 
 
 def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None:
-    """Return bytes per second of one rank copying the largest tensor, with all ranks (or `ranks`) at once; None if not
-    measured.
-    """
+    """Return the bytes per second, read plus written, at which one rank copies the largest measured tensor; None if not
+    measured. ranks: how many copied at once on a host (default: all)."""
     wanted = (measured.ranks if ranks is None else ranks, measured.threads)
     for each in measured.passes:
         if (each.name, each.precision) == ("copy", "fp32") and (each.ranks, each.threads) == wanted:
@@ -75,9 +74,9 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth and latency of the links "inside" hosts or "across" them (`place`), from send-receive; empty
-    if there are none. which: prefix of the keys.
-    """
+    """Return bandwidth (10^9 bytes per second) and latency (seconds) between two ranks of a host ("inside") or of
+    different hosts ("across"), from send-receive; {} if there are none. which: prefix of the two keys. place: one of
+    these words."""
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
@@ -90,16 +89,15 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 
 def fit_link(curve: Curve) -> tuple[float, float]:
-    """Return a link's bandwidth in bytes per second, at the largest size beyond the latency, and its latency in
-    seconds, the smallest time. curve: seconds over bytes.
-    """
+    """Return a link's bandwidth in bytes per second and latency in seconds. The latency is the shortest time; the
+    bandwidth follows from the largest message, less the latency. curve: seconds over message bytes."""
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
     return curve.sizes[-1] / beyond, latency
 
 
 def format_cluster_file(tables: Mapping[str, Any], head: Sequence[str]) -> str:
-    """Serialize the hardware profile to TOML, with the lines `head` as comments."""
+    """Format the tables of the hardware profile as TOML text, below the lines `head` as comments."""
     plain = {key: value for key, value in tables.items() if key != "measured"}
     measured = tables["measured"]
     lists = {key: value for key, value in measured.items() if isinstance(value, list)}
@@ -114,7 +112,7 @@ def format_cluster_file(tables: Mapping[str, Any], head: Sequence[str]) -> str:
 
 
 def _round_floats(value: Any) -> Any:
-    """Round all floats in a JSON value to `_DIGITS` significant digits."""
+    """Return a JSON value with all floats in it rounded to `_DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if value != int(value) else value
     if isinstance(value, Mapping):
@@ -126,8 +124,7 @@ def _round_floats(value: Any) -> Any:
 
 def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the JSON document of `meshwright probe --json`. found: result of the probe. tables: of the hardware
-    profile. path: of its file.
-    """
+    profile. path: file that these were written to."""
     return {
         "cluster_file": path,
         **tables,
@@ -141,7 +138,7 @@ def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str
 
 
 def format_failure(found: Mapping[str, Any]) -> str:
-    """Return a line about the rank on which the reference training steps failed. found: result of the probe."""
+    """Return a line about failed reference training steps: rank, host and error. found: result of the probe."""
     rank, line = found["failed"]["rank"], found["failed"]["line"]
     return (
         f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), and predicted times "
@@ -150,9 +147,8 @@ def format_failure(found: Mapping[str, Any]) -> str:
 
 
 def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> str:
-    """Return the result as text for the terminal. found: result of the probe. tables: of the hardware profile. path:
-    of its file.
-    """
+    """Return the result as text for the terminal, one line for each quantity, then warnings. found: result of the
+    probe. tables: of the hardware profile. path: file that these were written to."""
     measured = read(found["measured"], "probe")
     ranks, threads = measured.ranks, measured.threads
     hosts = len(set(found["hosts"]))
@@ -210,12 +206,12 @@ def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: st
 
 
 def _format_flops(rate: float) -> str:
-    """Format a rate in FLOP/s."""
+    """Format a rate given in FLOP/s as GFLOP/s or TFLOP/s."""
     return f"{rate / _TERA:.1f} TFLOP/s" if rate >= _TERA else f"{rate / _GIGA:.1f} GFLOP/s"
 
 
 def _format_seconds(value: float) -> str:
-    """Format a duration in seconds."""
+    """Format a duration given in seconds in s, ms or µs."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"

@@ -1,6 +1,5 @@
-"""Training steps of the reference model, which calibrate the planner: it scales its predictions from elementwise
-kernels and products by the ratio found here (`planner/reference_step.py`).
-"""
+"""Training steps of a small reference model, which calibrate the planner: it multiplies its predictions from single
+kernels by the ratio of measured to predicted time of these steps (`planner/reference_step.py`)."""
 
 from __future__ import annotations
 
@@ -19,30 +18,31 @@ from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
-from meshwright.probe.points import DTYPES, Effort, ReferenceKernel, synchronize, use_precision
+from meshwright.probe.points import DTYPES, MeasurementPlan, ReferenceKernel, synchronize, use_precision
 
 _SITE = "probe"
 
 
 def measure_reference_steps(
-    mesh: Mesh, effort: Effort, kernel: ReferenceKernel, usual_seconds: float
+    mesh: Mesh, plan: MeasurementPlan, kernel: ReferenceKernel, usual_seconds: float
 ) -> list[ReferenceStep]:
-    """Measure the reference model's step time under each layout; collective call with equal results on all ranks.
+    """Measure the reference model's step time under each reference layout; collective call with equal results on all
+    ranks.
 
-    Layouts alternate in `effort.rounds` rounds, so that disturbances affect all of them. mesh: from
-    `probe.rank.make_probe_mesh`, hosts on dp and their ranks on tp. kernel: fixed matrix product, timed between
-    steps to notice disturbances. usual_seconds: its seconds on the undisturbed machine.
+    mesh: from `probe.rank.make_probe_mesh`. kernel: reference matrix product, timed between steps to correct for the
+        processor's current speed. usual_seconds: its duration on the undisturbed machine.
+    Layouts alternate in `plan.rounds` rounds, so that disturbances affect all of them.
     """
-    found, steps = [], effort.steps
+    found, steps = [], plan.steps
     layouts: list[Layout] = []
     if steps:
         layouts = reference_layouts(
-            mesh.device.type, mesh.tp.size, mesh.dp.size, effort.precisions, effort.axes
+            mesh.device.type, mesh.tp.size, mesh.dp.size, plan.precisions, plan.axes
         )  # fmt: skip
     runs = [_ReferenceRun(layout, mesh) for layout in layouts]
     seconds: list[list[float]] = [[] for _ in runs]
     if runs:
-        rounds = min(effort.rounds, steps)
+        rounds = min(plan.rounds, steps)
         for _ in range(rounds):
             for run, times in zip(runs, seconds, strict=True):
                 with use_precision(run.layout.precision or "fp32"):
@@ -55,7 +55,7 @@ def measure_reference_steps(
 
 
 class _ReferenceRun:
-    """The reference model under one layout, ready to train."""
+    """Reference model under one layout, with random data, ready to train. world: mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
         self.layout = layout
@@ -67,17 +67,15 @@ class _ReferenceRun:
         self.batch = self._make_batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
     def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
-        """Return one micro-batch of `rows` sequences of random tokens below `vocabulary`, of length `sequence`, on
-        this rank.
-        """
+        """Return one micro-batch for this rank: `rows` random sequences of `sequence` tokens. vocabulary: number of
+        distinct tokens."""
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Return the seconds of each step on its slowest rank, [steps], scaled to the reference kernel's usual speed
-        (`usual_seconds`); one more step before them is not counted. world: mesh of all ranks.
-        """
+        """Train `steps` steps after one warm-up step; return the seconds of each on its slowest rank, [steps], scaled
+        to the reference kernel's usual speed (`usual_seconds`). world: mesh of all ranks."""
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [kernel.seconds()]
         for _ in range(1 + steps):

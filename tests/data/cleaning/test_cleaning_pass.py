@@ -256,7 +256,7 @@ def in_order(documents: list[str]) -> list[str]:
     return [*itertools.chain.from_iterable(documents[number::3] for number in range(3))]
 
 
-def test_the_page_holds_what_the_report_does_and_nothing_from_elsewhere(tmp_path: Path):
+def test_page_has_all_report_figures_without_external_resources(tmp_path: Path):
     hostile = "<script>alert(1)</script>\n" * 9
     source = write(tmp_path / "source", [*texts(20), *texts(5), hostile])
     result = cleaned(source, tmp_path / "work", near_duplicates=True)

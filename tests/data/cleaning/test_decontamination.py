@@ -54,7 +54,7 @@ def test_recipe_sets_ngram_length_and_maximum_overlap(evaluation: Path):
         assert Cleaner(recipe).judge_document(beginning).rule == expected
 
 
-def test_a_text_file_is_one_example(tmp_path: Path):
+def test_plain_text_file_is_one_evaluation_example(tmp_path: Path):
     path = tmp_path / "set.txt"
     path.write_text(f"{QUESTION}\n{OTHER}")
     assert EvaluationSets([str(path)], 13).measure_overlap(QUESTION + " " + OTHER) == 1

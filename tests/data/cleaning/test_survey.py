@@ -94,7 +94,7 @@ def test_one_short_text_cannot_be_split(tmp_path: Path):
         surveyed(tmp_path)
 
 
-def test_one_long_text_is_cut_so_that_it_can_be_split(tmp_path: Path):
+def test_one_long_text_is_cut_into_splittable_documents(tmp_path: Path):
     whole = "\n".join(text(number) for number in range(9000))
     (tmp_path / "a.txt").write_text(whole)
     log: list[str] = []

@@ -166,7 +166,7 @@ def test_too_long_pair_loses_end_of_longer_response(tmp_path: Path):
     assert rows.report["truncated"] == 1 and rows.report["lost_targets"] == 10
 
 
-def test_train_on_all_makes_every_token_but_first_a_target(tmp_path: Path):
+def test_train_on_all_targets_every_token_but_the_first(tmp_path: Path):
     rows = packed(tmp_path, [[(4, 4)], [(2, 5)]], 30, train_on="all")
     for _, number, tokens, targets in documents_of(rows):
         assert number == 2 or targets[:-1] == tokens[1:]

@@ -55,7 +55,7 @@ def test_prompt_and_response_are_found_in_every_format(form: str):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_replaced_response_changes_nothing_else(form: str):
+def test_imported_response_leaves_other_fields_unchanged(form: str):
     record = FORMS[form][0]
     before = json.dumps(record)
     changed = replace_response(record, "new", "x")

@@ -289,7 +289,7 @@ def test_secret_in_store_answer_is_masked(s3: Server, monkeypatch: pytest.Monkey
         "https://example.org/a.txt?token=word",
     ],
 )
-def test_url_with_credentials_is_refused_without_showing_them(url: str):
+def test_url_with_credentials_is_refused_without_printing_them(url: str):
     line = refusal(url)
     assert "holds credentials, and a recipe is no place for them; put them into the environment" in line
     assert "word" not in line

@@ -104,7 +104,7 @@ def test_every_token_has_a_text(place: Path):
         assert sorted(spell_tokens(tokenizer)) == list(range(tokenizer.vocabulary))
 
 
-def test_the_page_needs_nothing_else_and_shows_text_as_text(place: Path):
+def test_page_is_self_contained_and_escapes_text(place: Path):
     data = prepare(recipe(place, "word"))
     written = page(measure_tokenizer(recipe(place, "word"), data), describe_tokens(data.tokenizer, "The <script> "))
     assert written.startswith("<!doctype html>") and "http" not in written and "<script" not in written
@@ -137,13 +137,13 @@ def test_the_command_prints_the_report_and_writes_the_page(
     assert "bytes per token" in text and "decoded" in text and str(place / "code") in text.replace("\n", "")
 
 
-def test_tokens_that_look_like_markup_are_shown_as_they_are(command_line: Callable[..., Any], toml: Path):
+def test_tokens_that_look_like_markup_are_shown_verbatim(command_line: Callable[..., Any], toml: Path):
     text = command_line("data", "tokenizer", toml, "data.tokenizer=bytes", "--text", "[/x] [red]").output
     assert "‹[› ‹/› ‹x› ‹]›" in text
     word = command_line("data", "tokenizer", toml, "data.tokenizer=character", "--text", "[b]").output
     assert "‹b›" in word
 
 
-def test_a_page_that_cannot_be_written_is_one_line(command_line: Callable[..., Any], toml: Path, tmp_path: Path):
+def test_unwritable_page_is_one_error_line(command_line: Callable[..., Any], toml: Path, tmp_path: Path):
     found = command_line("data", "tokenizer", toml, "--html", tmp_path / "no" / "page.html")
     assert found.code == 2 and found.errors.splitlines()[-1].startswith("meshwright: error: cannot write")

@@ -98,7 +98,7 @@ def test_text_never_becomes_a_special_token(own: dict[str, tuple[Path, TextToken
 
 
 @each_kind
-def test_corpus_with_special_token_does_not_make_it_text(tmp_path: Path, name: str):
+def test_special_token_in_corpus_stays_ordinary_text(tmp_path: Path, name: str):
     """Trained on text in which it is the most frequent word of all, and on the name for unknown text as well."""
     corpus = [f"{END_OF_TEXT} {UNKNOWN} {END_OF_TEXT} word {END_OF_TEXT}{END_OF_TEXT}"] * 50
     write_tokenizer(tmp_path, name, 400, None, iter(corpus))
@@ -201,7 +201,7 @@ class TestExisting:
             ("config.json", {"eos_token_id": 4}, (4, 4)),
         ],
     )
-    def test_its_ends_are_read_where_publishers_write_them(
+    def test_start_and_end_tokens_are_read_from_published_files(
         self, directory: Path, file: str, contents: dict[str, object], framing: tuple[int, int]
     ):
         (directory / file).write_text(json.dumps(contents))
@@ -214,7 +214,7 @@ class TestExisting:
         tokenizer = self.load(directory, directory / "out")
         assert [tokens.tolist() for tokens in tokenizer.encode(["a b a b", "a"])] == [[0, 1, 0, 1], [0]]
 
-    def test_its_files_are_copied_as_they_are(self, directory: Path):
+    def test_tokenizer_files_are_copied_unchanged(self, directory: Path):
         config = '{ "eos_token" : "[E]", "chat_template": "x" }'
         (directory / "tokenizer_config.json").write_text(config)
         self.load(directory, directory / "out")
@@ -232,24 +232,22 @@ class TestExisting:
             ({"tokenizer.json": "{}"}, "is not a tokenizer that can be read"),
         ],
     )
-    def test_what_is_wrong_with_it_is_said_in_one_line(self, directory: Path, files: dict[str, str], said: str):
+    def test_invalid_tokenizer_is_one_error_line(self, directory: Path, files: dict[str, str], said: str):
         for name, contents in files.items():
             (directory / name).write_text(contents)
         with pytest.raises(UserError) as caught:
             find_tokenizer(str(directory))
         assert said in str(caught.value) and "\n" not in str(caught.value)
 
-    def test_a_directory_without_one_says_how_to_make_it(self, tmp_path: Path):
+    def test_directory_without_tokenizer_names_command_that_makes_one(self, tmp_path: Path):
         with pytest.raises(UserError, match=r"holds no tokenizer\.json; AutoTokenizer"):
             find_tokenizer(str(tmp_path))
 
-    def test_a_name_that_is_nothing_is_answered_with_the_nearest(self):
+    def test_unknown_tokenizer_name_gets_nearest_suggestion(self):
         with pytest.raises(UserError, match='did you mean "bytes"'):
             find_tokenizer("byte")
 
-    def test_the_tokenizer_of_a_real_model_frames_with_its_begin_and_end_tokens(
-        self, shared_data: Path, tmp_path: Path
-    ):
+    def test_real_models_tokenizer_adds_its_start_and_end_tokens(self, shared_data: Path, tmp_path: Path):
         tokenizer = self.load(shared_data / "stories260k", tmp_path / "out")
         assert (tokenizer.start, tokenizer.end) == (1, 2)
         (tokens,) = tokenizer.encode(["Once upon a time"])

@@ -53,7 +53,7 @@ def rows() -> list[Row]:
     return found
 
 
-def test_the_page_shows_what_each_kind_makes_of_its_text():
+def test_page_shows_example_tokens_of_each_kind():
     page = PAGE.read_text()
     assert f"`{TEXT}`" in page and f"{(REPOSITORY / 'LICENSE').stat().st_size:,} bytes" in page
     shown = re.findall(r"^```tokens (\w+)\n(.*)\n```$", page, re.MULTILINE)

@@ -1,6 +1,7 @@
-"""Elementwise kernels, attention and loss of a layer on CPUs, as points that `probe` times, forward and backward.
+"""Elementwise kernels, attention and loss of a transformer layer on CPUs, as measurement points, forward and backward.
 
-Each is counted as `plan` counts it: kernels, and bytes that one of them reads and writes; attention in bytes of scores.
+Each is counted as the planner counts it: number of kernels, and bytes that one of them reads and writes; attention in
+bytes of scores.
 """
 
 from __future__ import annotations
@@ -28,73 +29,76 @@ from meshwright.planner.measured_rates import (
     attention_name,
     attention_scores,
 )
-from meshwright.probe.points import DTYPES, Effort, Point
+from meshwright.probe.points import DTYPES, MeasurementPlan, MeasurementPoint
 
 HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
 VOCABULARY = 2048
 HEADS, KV_HEADS, ROW = 2, 1, 256  # of attention: query heads, KV heads, tokens of a sequence
-_OF = {
+_ELEMENTWISE = {
     "norm": (HIDDEN, elementwise.norm("rmsnorm", "eager")),
     "rotary": (HEAD_SIZE, elementwise.rotary("eager")),
     "activation": (WIDTH, elementwise.activation(True, "eager")),
 }
-
 """Elements per token (normed, rotated, or read by the second product of an MLP) and kernels, by operation of
 `planner/operations.py`."""
 
 
 class _Attention(NamedTuple):
-    """Attention kernel to be measured. size: head dimension. piece: tokens of a KV block if it is ring attention,
-    None for plain attention.
-    """
+    """Attention kernel to be timed. head_size: dimension of a head. kv_block: tokens of a KV block for ring attention,
+    None for attention on one rank."""
 
-    size: int
-    piece: int | None = None
+    head_size: int
+    kv_block: int | None = None
 
     @property
     def name(self) -> str:
-        """Name of the kernel in the hardware profile."""
-        return attention_name(self.size, self.piece)
+        """Name of the kernel in the hardware profile, such as "attention-128"."""
+        return attention_name(self.head_size, self.kv_block)
 
     @property
-    def row(self) -> int:
-        """Number of tokens in a sequence: 256, or for ring attention two KV blocks."""
-        return ROW if self.piece is None else 2 * self.piece
+    def tokens(self) -> int:
+        """Tokens of each sequence: 256, or for ring attention two KV blocks."""
+        return ROW if self.kv_block is None else 2 * self.kv_block
 
 
-_ATTENTION = [_Attention(size, piece) for piece in (None, *RING_PIECES) for size in HEAD_SIZES]
+_ATTENTION = [_Attention(size, kv_block) for kv_block in (None, *RING_PIECES) for size in HEAD_SIZES]
 
 
 def _list_attention(axes: Sequence[str]) -> list[_Attention]:
-    """Return the attention kernels to measure. axes: axes of parallelism; ring attention is left out without "cp"."""
-    return [one for one in _ATTENTION if one.piece is None or "cp" in axes]
+    """Return the attention kernels to time; ring attention only if "cp" is in `axes`, the parallel axes of the plan."""
+    return [one for one in _ATTENTION if one.kv_block is None or "cp" in axes]
 
 
-def list_layer_points(effort: Effort) -> list[Point]:
-    """Return the kernels of a layer to be timed, in order: forward and backward of norm, rotary, activation, loss and
-    attention in every precision and size of the plan `effort`.
-    """
+def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
+    """Return the measurement points of a layer's kernels: forward and backward of norm, rotary embedding, activation,
+    loss and attention, in every precision and size of `plan`."""
     found = []
-    for precision in effort.precisions:
+    for precision in plan.precisions:
         dtype = DTYPES[precision]
-        for elements in effort.pieces:
+        for elements in plan.kernel_sizes:
             for back in (False, True):
                 suffix = BACKWARD if back else ""
-                for name, (width, there) in _OF.items():
+                for name, (width, there) in _ELEMENTWISE.items():
                     passes, tokens = there[back], elements // width
                     moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
                     make = partial(_make_call, partial(_make_elementwise, name, tokens, dtype), back)
-                    found.append(Point("piece", name + suffix, precision, (elements,), make, passes.kernels, moved))
+                    found.append(
+                        MeasurementPoint("kernel", name + suffix, precision, (elements,), make, passes.kernels, moved)
+                    )
                 loss_bytes = ENGINES["meshwright"].loss_bytes / 2 * elements
                 make = partial(_make_loss_call, elements // VOCABULARY, dtype, back)
-                found.append(Point("piece", "loss" + suffix, precision, (elements,), make, 1.0, loss_bytes))
-                for one in _list_attention(effort.axes):
-                    rows = elements // (one.row * HEADS * one.size)
+                found.append(MeasurementPoint("kernel", "loss" + suffix, precision, (elements,), make, 1.0, loss_bytes))
+                for one in _list_attention(plan.axes):
+                    rows = elements // (one.tokens * HEADS * one.head_size)
                     if rows:
-                        scores = attention_scores(rows * one.row * HEADS, (one.row + 1) / 2, one.piece or one.row)
+                        scores = attention_scores(
+                            rows * one.tokens * HEADS, (one.tokens + 1) / 2, one.kv_block or one.tokens
+                        )
                         make = partial(_make_call, partial(_make_attention, one, rows, dtype), back)
                         found.append(
-                            Point("piece", one.name + suffix, precision, (elements,), make, 1.0, SCORE_BYTES * scores)
+                            MeasurementPoint(
+                                "kernel", one.name + suffix, precision, (elements,), make, 1.0, SCORE_BYTES * scores
+                            )
                         )
     return found
 
@@ -104,9 +108,8 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return the call to time: the forward pass with saved activations, or the backward pass if `back`. made:
-    creates, on a device, the inputs that need gradients and the forward call.
-    """
+    """Return a function that runs a kernel once: its forward pass, saving activations, or its backward pass if `back`.
+    made: creates the inputs on a device and returns them with the forward function."""
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -116,15 +119,14 @@ def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: 
 
 
 def _run_forward(forward: Callable[[], Any]) -> None:
-    """Call `forward` with autograd on, so that it saves activations for backward."""
+    """Call `forward` with autograd enabled, so that it saves activations for backward."""
     with torch.enable_grad():
         forward()
 
 
 def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Create the inputs and the forward call of the elementwise kernel `name` ("norm", "rotary" or "activation") for
-    `tokens` tokens.
-    """
+    """Create the inputs of the elementwise kernel `name` ("norm", "rotary" or "activation") for `tokens` tokens, and
+    the function that runs its forward pass."""
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
         nn.init.ones_(module.weight)
@@ -140,20 +142,22 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return the call to time: the cross-entropy over the logits of `tokens` tokens, or if `back` its gradient, which
-    overwrites the logits.
-    """
+    """Return a function that computes the cross-entropy over the logits of `tokens` tokens, or if `back` the gradient
+    of the logits, in place."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
     return forward().differentiate if back else forward
 
 
-def _make_attention(one: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Create the inputs and the forward call of the attention kernel `one` for `rows` sequences."""
-    leaves = [_make_leaf(dtype, device, rows, one.row, heads, one.size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
+    """Create the inputs of an attention kernel, Q, K and V for `rows` sequences, and the function that runs its forward
+    pass."""
+    leaves = [
+        _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
     q, k, v = (each.transpose(1, 2) for each in leaves)  # as products leave them: a token's heads side by side
-    if one.piece is None:
+    if kernel.kv_block is None:
         return leaves, partial(tiled_attention, q, k, v, None)
     return leaves, partial(ring_attention, q, k, v, None, Mesh.single().cp)
 
@@ -164,6 +168,6 @@ def _make_leaf(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.T
 
 
 def _apply_swiglu(up: torch.Tensor) -> torch.Tensor:
-    """Apply the SwiGLU activation to fused gate and up projections, [..., 2 * WIDTH]."""
+    """Apply SwiGLU to concatenated gate and up projections, [..., 2 * WIDTH]; return [..., WIDTH]."""
     gate, value = up.chunk(2, dim=-1)
     return activate(gate, "silu") * value

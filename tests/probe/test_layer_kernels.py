@@ -11,20 +11,20 @@ from meshwright.layout import Layout
 from meshwright.planner.engines import ENGINES
 from meshwright.planner.measured_rates import BACKWARD, SCORE_BYTES
 from meshwright.planner.operations import operations
-from meshwright.probe.pieces import VOCABULARY, list_layer_points
-from meshwright.probe.points import Effort, Point, time_point
+from meshwright.probe.layer_kernels import VOCABULARY, list_layer_points
+from meshwright.probe.points import MeasurementPlan, MeasurementPoint, time_point
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import Stage
 
-EFFORT = Effort((), (), (), ("fp32",), pieces=(2**14, 2**16))
+PLAN = MeasurementPlan((), (), (), ("fp32",), kernel_sizes=(2**14, 2**16))
 
 
 @pytest.fixture(scope="module")
-def points() -> list[Point]:
-    return list_layer_points(EFFORT)
+def points() -> list[MeasurementPoint]:
+    return list_layer_points(PLAN)
 
 
-def test_every_layer_kernel_is_timed_forward_and_backward(points: list[Point]):
+def test_every_layer_kernel_is_timed_forward_and_backward(points: list[MeasurementPoint]):
     assert {each.name.removesuffix(BACKWARD) for each in points} == {
         "norm", "rotary", "activation", "loss", "attention-32", "attention-128", "ring-32-32", "ring-32-128",
         "ring-128-32", "ring-128-128",
@@ -33,13 +33,13 @@ def test_every_layer_kernel_is_timed_forward_and_backward(points: list[Point]):
         assert time_point(each, torch.device("cpu"), 0.0) > 0
 
 
-def test_layer_kernel_sizes_increase(points: list[Point]):
+def test_layer_kernel_sizes_increase(points: list[MeasurementPoint]):
     for name in {each.name for each in points}:
         sizes = [each.bytes for each in points if each.name == name]
         assert sizes == sorted(set(sizes))
 
 
-def test_attention_scores_match_tiles(points: list[Point]):
+def test_attention_scores_match_tiles(points: list[MeasurementPoint]):
     """Two heads; of a row's two tiles of 128 queries the first sees 128 keys, the second 256."""
     one = next(each for each in points if each.name == "attention-32")
     rows = one.sizes[0] // (256 * 2 * 32)
@@ -49,14 +49,14 @@ def test_attention_scores_match_tiles(points: list[Point]):
     assert ring.bytes == pytest.approx(SCORE_BYTES * rows * 2 * 3 * 32 * 32, rel=0.02)
 
 
-def test_the_planner_has_operations_of_these_names(points: list[Point]):
+def test_planner_operations_have_names_of_timed_kernels(points: list[MeasurementPoint]):
     config = preset("llama-3-8b")
     found = operations(config, Layout(), 1, 256, Stage(0, range(1), first=False, last=False), ENGINES["meshwright"])
     ends = {one.name.rpartition(".")[2] for one in found}
     assert {"norm", "rotary", "activation"} <= ends
 
 
-def test_loss_is_priced_by_the_bytes_of_the_planners_operation(points: list[Point]):
+def test_loss_is_priced_by_bytes_of_planners_operation(points: list[MeasurementPoint]):
     """Of as many logits, without the products that make them."""
     config = replace(preset("llama-3-8b"), vocabulary=VOCABULARY)
     head = operations(config, Layout(), 1, 32, Stage(0, range(0), first=False, last=True), ENGINES["meshwright"])
@@ -66,5 +66,5 @@ def test_loss_is_priced_by_the_bytes_of_the_planners_operation(points: list[Poin
 
 
 def test_ring_attention_is_measured_only_with_context_parallelism():
-    names = {each.name for each in list_layer_points(replace(EFFORT, axes=("tp",)))}
+    names = {each.name for each in list_layer_points(replace(PLAN, axes=("tp",)))}
     assert "attention-32" in names and not any(name.startswith("ring") for name in names)
