@@ -42,8 +42,8 @@ _DEFAULT_OPTIONS = SaveOptions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contents:
-    """Contents of the checkpoints of one model beside optimizer state.
+class CheckpointContents:
+    """CheckpointContents of the checkpoints of one model beside optimizer state.
 
     table: parameter table. small_files: configuration and tokenizer files, content by name. check: raises `UserError`
     if the checkpoint directory it is given holds another model.
@@ -58,14 +58,14 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run. A collective object: every rank makes one and makes the same calls.
 
     directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: model
-    configuration, or `Contents` for a foreign module. log: receives lines for the user.
+    configuration, or `CheckpointContents` for a foreign module. log: receives lines for the user.
     """
 
     def __init__(
         self,
         directory: Path,
         mesh: Mesh,
-        contents: ModelConfig | Contents,
+        contents: ModelConfig | CheckpointContents,
         options: SaveOptions = _DEFAULT_OPTIONS,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -289,10 +289,10 @@ class Checkpointer:
         return True
 
 
-def make_model_contents(config: ModelConfig, options: SaveOptions) -> Contents:
+def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
     """Return the checkpoint contents for one of Meshwright's models."""
     small_files = _make_small_files(config, options.dtype, options.tokenizer_directory)
-    return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
+    return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
 
 def _check_config(config: ModelConfig, path: Path) -> None:

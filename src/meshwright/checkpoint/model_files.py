@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.parallel.flat_buffers import Columns
-from meshwright.spec.parameters import ParameterTable, Row
+from meshwright.spec.parameters import ParameterEntry, ParameterTable
 
 DTYPE_CODES = {
     "float64": "F64",
@@ -49,13 +49,13 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a parameter entry is in the model files. file: name. offset: byte at which its elements begin. row: the
+    """Where a parameter entry is in the model files. file: name. offset: byte at which its elements begin. entry: the
     entry.
     """
 
     file: str
     offset: int
-    row: Row
+    entry: ParameterEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +101,35 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
     shard_bytes: most tensor bytes in a file (a larger tensor has its own file). Entries stay in the table's order,
     wider dtypes first, so that elements are aligned.
     """
-    codes = {row.name: DTYPE_CODES[row.kept or dtype] for row in table.rows}
-    in_order = sorted(table.rows, key=lambda row: -ITEM_BYTES[codes[row.name]])
-    shards: list[list[Row]] = [[]]
+    codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
+    in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
+    shards: list[list[ParameterEntry]] = [[]]
     filled = 0
-    for row in in_order:
-        size = row.numel * ITEM_BYTES[codes[row.name]]
+    for entry in in_order:
+        size = entry.numel * ITEM_BYTES[codes[entry.name]]
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(row)
+        shards[-1].append(entry)
         filled += size
     files, places = [], {}
-    for number, rows in enumerate(shards, 1):
+    for number, entries in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header, offsets, size = make_safetensors_header((row.name, codes[row.name], row.shape) for row in rows)
+        header, offsets, size = make_safetensors_header(
+            (entry.name, codes[entry.name], entry.shape) for entry in entries
+        )
         files.append(ModelFile(name, header, size))
-        places.update({row.name: Location(name, offsets[row.name], row) for row in rows})
+        places.update({entry.name: Location(name, offsets[entry.name], entry) for entry in entries})
     index = None
     if len(shards) > 1:
-        total = sum(row.numel * ITEM_BYTES[codes[row.name]] for row in table.rows)
+        total = sum(entry.numel * ITEM_BYTES[codes[entry.name]] for entry in table.entries)
         weight_map = {name: place.file for name, place in sorted(places.items())}
         index = to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     return ModelFiles(tuple(files), places, index)
 
 
 def split_disk_runs(
-    row: Row, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
+    entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
     """Cut a slice of a parameter entry into runs that are contiguous on disk; yields (index on disk of the run's
     first element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`,
@@ -137,7 +139,7 @@ def split_disk_runs(
     i holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
     """
     stop = start + len(values)
-    if not row.transposed:
+    if not entry.transposed:
         if columns is None:
             yield start, values
             return
@@ -145,7 +147,7 @@ def split_disk_runs(
             low, high = max(start, line * columns.width), min(stop, (line + 1) * columns.width)
             yield line * (columns.of - columns.width) + columns.start + low, values[low - start : high - start]
         return
-    outputs, inputs = row.engine_shape
+    outputs, inputs = entry.engine_shape
     leftmost = 0
     if columns is not None:
         leftmost, inputs = columns.start, columns.width
@@ -173,7 +175,7 @@ def write_slice(
     """Write part of the parameter entry at `place` by calls of `write(file, bytes, offset)`. values: its elements, or
     those of its `columns`, from element `start` on, flat in engine orientation, in the dtype on disk.
     """
-    for first, run in split_disk_runs(place.row, start, values, columns):
+    for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 
 

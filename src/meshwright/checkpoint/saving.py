@@ -159,8 +159,8 @@ class Save:
             for item in self.snapshot.slices:
                 if item.kind == "master":
                     place = self.target.files.places[item.name]
-                    dtype = getattr(torch, place.row.kept or self.target.options.dtype)
-                    for start, part in _split_chunks(item.tensor, place.row.transposed):
+                    dtype = getattr(torch, place.entry.kept or self.target.options.dtype)
+                    for start, part in _split_chunks(item.tensor, place.entry.transposed):
                         values = part.to(dtype)
                         raw = values.view(torch.int16) if dtype == torch.bfloat16 else values
                         write_slice(place, item.start + start, raw.numpy(), write, item.columns)

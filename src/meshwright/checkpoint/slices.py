@@ -163,25 +163,25 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
     for kind, by_name in parts.items():
-        unknown = by_name.keys() - {row.name for row in table.rows}
-        assert not unknown, f"{kind}: no such rows in the table: {sorted(unknown)}"
-        for row in table.rows:
-            if kind != "master" and row.kept is not None:
+        unknown = by_name.keys() - {entry.name for entry in table.entries}
+        assert not unknown, f"{kind}: no such entries in the table: {sorted(unknown)}"
+        for entry in table.entries:
+            if kind != "master" and entry.kept is not None:
                 continue  # nothing trains it
-            found = by_name.get(row.name, [])
-            width = next((part.columns.of for part in found if part.columns), row.numel)
+            found = by_name.get(entry.name, [])
+            width = next((part.columns.of for part in found if part.columns), entry.numel)
             column = 0  # columns side by side, and in each of them ranges one after the other
             for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
-                assert columns.start == column, f"{kind} of {row.name}: columns {column} to {columns.start}"
+                assert columns.start == column, f"{kind} of {entry.name}: columns {column} to {columns.start}"
                 column, reached = columns.stop, 0
                 for part in sorted(found, key=lambda part: part.start):
                     if (part.columns or Columns(0, width, width)) == columns:
                         low, high = sorted((part.start, reached))
-                        assert low == high, f"{kind} of {row.name}: {low} to {high}"
+                        assert low == high, f"{kind} of {entry.name}: {low} to {high}"
                         reached = part.stop
-                size = row.numel // width * columns.width
-                assert reached == size, f"{kind} of {row.name}: {reached} of {size} elements"
-            assert column == width, f"{kind} of {row.name}: {column} of {width} columns"
+                size = entry.numel // width * columns.width
+                assert reached == size, f"{kind} of {entry.name}: {reached} of {size} elements"
+            assert column == width, f"{kind} of {entry.name}: {column} of {width} columns"
 
 
 def plan_reads(
@@ -190,13 +190,13 @@ def plan_reads(
     """Plan the reads, by file, that fetch the wanted elements. slices: those on disk. wanted: (kind, name of the
     parameter entry, start, stop, columns) of each destination. Raises `Damaged` if an element is in no file.
     """
-    by_row: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
+    by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
-        by_row.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
+        by_entry.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
     reads: dict[str, list[Read]] = {}
     for number, (kind, name, start, stop, columns) in enumerate(wanted):
         found = 0
-        for others, parts in by_row.get((kind, name), {}).items():
+        for others, parts in by_entry.get((kind, name), {}).items():
             source, target = _align_columns(others, columns)
             destination = Range(start, stop, *target)
             # The rows of the matrix that the slice touches, as elements of the slices; its very elements, if cut alike.

@@ -20,7 +20,7 @@ from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
 from meshwright.model.documents import ONE_DOCUMENT, Documents
-from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
+from meshwright.model.layers import Embedding, FeedForward, Linear, activate, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import bidirectional_mask
@@ -37,9 +37,9 @@ class EncoderBlock(nn.Module):
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         self.attention = Attention(config, axes, **options)
-        self.attention_norm = norm(config, **options)
+        self.attention_norm = make_norm(config, **options)
         self.mlp = FeedForward(config, axes, **options)
-        self.mlp_norm = norm(config, **options)
+        self.mlp_norm = make_norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
         """Return the block's output [B, S, H]. `added`: additive attention mask (0 or a large negative number), None:
@@ -83,13 +83,13 @@ class Encoder(nn.Module):
         self.embedding = Embedding(config.vocabulary, hidden, None, **options)
         self.positions = Embedding(config.max_positions, hidden, None, **options)
         self.token_types = Embedding(config.token_types, hidden, None, **options)
-        self.embedding_norm = norm(config, **options)
+        self.embedding_norm = make_norm(config, **options)
         self.layers = nn.ModuleList(EncoderBlock(config, SINGLE_DEVICE, **options) for _ in range(config.layers))
         if config.pooled:
             self.pooler = Linear(hidden, hidden, True, **options)
         if config.head == "masked":
             self.transform = Linear(hidden, hidden, True, **options)
-            self.transform_norm = norm(config, **options)
+            self.transform_norm = make_norm(config, **options)
             self.head = _VocabularyBias(config.vocabulary, **options)
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)

@@ -18,15 +18,15 @@ from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.model.encoder import Encoder
-from meshwright.model.initialise import initial_value, place_row, take_row
+from meshwright.model.initialise import extract_entry, initial_value, write_entry
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface, read_config
 from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.spec.rows import Row
 from meshwright.untrusted import read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -205,7 +205,7 @@ def load_huggingface(
             f"{directory}: {config.family} is an encoder, which predicts no next token; `load_encoder` reads it"
         )
     table = parameter_table(config)
-    names = match_rows(files, table, config)
+    names = match_entries(files, table, config)
     model = Transformer(config, device=device, dtype=dtype)
     _load_parameters(model, table, files, names)
     return model, config
@@ -226,15 +226,15 @@ def load_encoder(
     parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
     """
     files = CheckpointFiles(directory)
-    config = encoder_config(directory, head, labels)
+    config = read_encoder_config(directory, head, labels)
     table = parameter_table(config)
-    names = match_rows(files, table, config, new_head=head is not None)
+    names = match_entries(files, table, config, new_head=head is not None)
     model = Encoder(config, device=device, dtype=dtype)
     _load_parameters(model, table, files, names, seed)
     return model, config
 
 
-def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
+def read_encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
     """Return the configuration of the encoder in a directory, with `head` and `labels` replaced if given. Raises
     UserError if it is no encoder or has no such head."""
     data = read_config(directory)
@@ -258,12 +258,12 @@ def _load_parameters(
     """Load every parameter entry of `table` into the model; entries absent from `names` are initialised from `seed`."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for row in table.rows:
-            value = files.read_weights(names[row.name]) if row.name in names else initial_value(row, seed)
-            place_row(parameters[row.tensor], row, value)
+        for entry in table.entries:
+            value = files.read_weights(names[entry.name]) if entry.name in names else initial_value(entry, seed)
+            write_entry(parameters[entry.tensor], entry, value)
 
 
-def match_rows(
+def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
     """Map the name of each parameter entry of `table` to its name in the files. Raises UserError unless both match
@@ -277,18 +277,18 @@ def match_rows(
     bare = not any(name.startswith(prefix) for name in files.names)
     written = _map_current_names(files, config)
     names = {}
-    for row in table.rows:
-        wanted = row.name.removeprefix(prefix) if bare else row.name
-        names[row.name] = name = written.get(wanted, wanted)
-        if new_head and row.unit == "head" and (name not in files.names or files.shape(name) != row.shape):
-            del names[row.name]
+    for entry in table.entries:
+        wanted = entry.name.removeprefix(prefix) if bare else entry.name
+        names[entry.name] = name = written.get(wanted, wanted)
+        if new_head and entry.unit == "head" and (name not in files.names or files.shape(name) != entry.shape):
+            del names[entry.name]
             continue
         if name not in files.names:
-            raise UserError(f"{files.directory}: tensor {name} {list(row.shape)} is missing")
+            raise UserError(f"{files.directory}: tensor {name} {list(entry.shape)} is missing")
         files.check_weights(name)
-        if files.shape(name) != row.shape:
+        if files.shape(name) != entry.shape:
             raise UserError(
-                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(row.shape)}"
+                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(entry.shape)}"
             )
     known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
     others = OTHER_HEADS.get(config.family, ())
@@ -315,9 +315,9 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
     return found
 
 
-def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """Read a parameter entry as stored on disk. `names`: result of `match_rows`; default: the entry's own name."""
-    name = row.name if names is None else names[row.name]
+def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
+    """Read a parameter entry as stored on disk. `names`: result of `match_entries`; default: the entry's own name."""
+    name = entry.name if names is None else names[entry.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")
     return files.read_weights(name)
@@ -344,30 +344,30 @@ def save_huggingface(
     dtype = dtype or model.embedding.weight.dtype
     groups = list(_split_into_files(table, dtype.itemsize, largest_file_bytes))
     weight_map: dict[str, str] = {}
-    for number, rows in enumerate(groups, start=1):
+    for number, entries in enumerate(groups, start=1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         # Copies: a file cannot hold tensors that share memory, as those of a fused tensor do.
         tensors = {
-            row.name: take_row(parameters[row.tensor].detach(), row).to("cpu", dtype, copy=True).contiguous()
-            for row in rows
+            entry.name: extract_entry(parameters[entry.tensor].detach(), entry).to("cpu", dtype, copy=True).contiguous()
+            for entry in entries
         }
         temporary = directory / f".{file}"
         save_file(tensors, temporary, {"format": "pt"})
         os.replace(temporary, directory / file)
         weight_map |= dict.fromkeys(tensors, file)
-    total = sum(row.numel for row in table.rows) * dtype.itemsize
+    total = sum(entry.numel for entry in table.entries) * dtype.itemsize
     if len(groups) > 1:
         _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     name = str(dtype).removeprefix("torch.")
     _write_json(directory / "config.json", {**config_to_huggingface(model.config), "dtype": name, "torch_dtype": name})
     if not model.config.encoder:
-        _write_json(directory / "generation_config.json", generation_config(model.config))
+        _write_json(directory / "generation_config.json", make_generation_config(model.config))
     for file in TOKENIZER_FILES:
         if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
             shutil.copyfile(Path(tokenizer_from) / file, directory / file)
 
 
-def generation_config(config: ModelConfig) -> dict[str, Any]:
+def make_generation_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of `generation_config.json`: the IDs of the begin and end tokens."""
     ends = config.eos_tokens
     end = ends[0] if len(ends) == 1 else list(ends)
@@ -375,17 +375,17 @@ def generation_config(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in tokens.items() if value is not None}
 
 
-def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
+def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[ParameterEntry]]:
     """Split the parameter entries, in order, into lists of at most `largest` bytes, one per file."""
-    rows: list[Row] = []
+    entries: list[ParameterEntry] = []
     size = 0
-    for row in table.rows:
-        if rows and size + row.numel * itemsize > largest:
-            yield rows
-            rows, size = [], 0
-        rows.append(row)
-        size += row.numel * itemsize
-    yield rows
+    for entry in table.entries:
+        if entries and size + entry.numel * itemsize > largest:
+            yield entries
+            entries, size = [], 0
+        entries.append(entry)
+        size += entry.numel * itemsize
+    yield entries
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

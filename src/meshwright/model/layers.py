@@ -84,7 +84,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)  # sums in float32 at least
 
 
-def norm(config: ModelConfig, **options: Any) -> nn.Module:
+def make_norm(config: ModelConfig, **options: Any) -> nn.Module:
     """Build the norm layer that `config` names, over the hidden dimension."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_epsilon, **options)

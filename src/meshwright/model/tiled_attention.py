@@ -68,12 +68,12 @@ def _compute_attention(
     q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
-        k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
+    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+        k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL = torch.softmax(scores(pairs(part), wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
+            p_PXL = torch.softmax(compute_scores(flatten_heads(part), wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -95,14 +95,14 @@ def _backward(
     dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
-    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
-        k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
+    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+        k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            q_PXD, d_out_PXD = pairs(part), pairs(d_out[rows, heads, :, tile.queries])
-            p_PXL = torch.softmax(scores(q_PXD, wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
+            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
+            p_PXL = torch.softmax(compute_scores(q_PXD, wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
@@ -114,7 +114,7 @@ def _backward(
     return dq, dk, dv
 
 
-def scores(
+def compute_scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the dtype of
@@ -132,7 +132,7 @@ def scores(
     return scores_PXL
 
 
-def groups(
+def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
     """Yield (slice of sequences, slice of key-value heads, tiles to compute for them), cut such that a tile's scores
@@ -199,7 +199,7 @@ def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
-def pairs(x: torch.Tensor) -> torch.Tensor:
+def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
     without that dim).
     """

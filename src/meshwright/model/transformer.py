@@ -20,7 +20,7 @@ from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Reco
 from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
-from meshwright.model.layers import Embedding, FeedForward, Linear, norm
+from meshwright.model.layers import Embedding, FeedForward, Linear, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
@@ -39,9 +39,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
-        self.attention_norm = norm(config, **options)
+        self.attention_norm = make_norm(config, **options)
         self.attention = Attention(config, axes, **options)
-        self.mlp_norm = norm(config, **options)
+        self.mlp_norm = make_norm(config, **options)
         self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
 
     def forward(
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         for layer in range(config.layers):  # None holds the place of one that is on another stage
             block = Block(config, axes, layer, **options) if layer in held else None
             self.layers.add_module(str(layer), block)
-        self.final_norm = norm(config, **options) if last else None
+        self.final_norm = make_norm(config, **options) if last else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self._rotary = None if learned else RotaryTable(config, dtype)
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap(Block.__call__)

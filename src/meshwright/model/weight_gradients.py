@@ -28,7 +28,7 @@ from meshwright.model.grouped_product import grouped_product
 Multiply = Callable[..., torch.Tensor]
 
 
-class Sums(Protocol):
+class GradientSums(Protocol):
     """Accumulation buffers of gradients."""
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class _Product:
     multiply: Multiply | None
     operands: tuple[torch.Tensor, ...]
 
-    def add_to(self, sums: Sums) -> None:
+    def add_to(self, sums: GradientSums) -> None:
         """Compute this gradient and add it to the accumulation buffers `sums`."""
         if self.multiply is None:
             sums.accumulate_product(self.parameter, *self.operands)
@@ -58,7 +58,7 @@ class WeightGradients:
     """Queues of deferred weight gradients, one per backward pass (key: stage, replica and micro-batch); computed
     gradients are added to `sums`."""
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: GradientSums) -> None:
         self._sums = sums
         self._queues: dict[Hashable, deque[_Product]] = {}
         self._collects: deque[_Product] | None = None

@@ -36,7 +36,7 @@ from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import Span, by_kv_head, groups, like_queries, pairs, scores
+from meshwright.model.tiled_attention import Span, by_kv_head, compute_scores, cut_tiles, flatten_heads, like_queries
 
 SITE = "attention.ring"
 aten = torch.ops.aten
@@ -149,13 +149,13 @@ def _add_span(
     span: Span,
 ) -> None:
     """Merge the attention of a span's queries over its keys into `out_BKGCD` and `log_sum_BKGC`, in place."""
-    for rows, heads, tiles in groups(q_BKGCD, span, first_BC):
-        k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
+    for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
+        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
             part = q_BKGCD[at]
-            scores_PXL = scores(pairs(part), wide_k_PCD, tile, part.shape)
+            scores_PXL = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape)
             p_PXL = torch.softmax(scores_PXL, dim=-1)
             # The greatest probability is exp(greatest score - log sum).
             here = (scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()).view(part.shape[:-1])
@@ -210,15 +210,15 @@ def _add_span_gradients(
 ) -> None:
     """Add the gradients of a span to `dq_BKGCD` and `d_keys_values` [2, B, K, C, D], in place."""
     dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
-    for rows, heads, tiles in groups(saved.q, span, saved.first_BC):
-        k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
+    for rows, heads, tiles in cut_tiles(saved.q, span, saved.first_BC):
+        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
         wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
             part = saved.q[at]
-            q_PXD, d_out_PXD = pairs(part), pairs(saved.d_out[at])
-            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _to_column(saved.log_sum_BKGC[at])).exp_()
+            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(saved.d_out[at])
+            p_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, _to_column(saved.log_sum_BKGC[at])).exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
             less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
             if dtype == less_PX1.dtype:
@@ -272,7 +272,7 @@ def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, .
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X] to [P, X, 1]."""
-    return pairs(x[..., None])
+    return flatten_heads(x[..., None])
 
 
 # --- communication and overlap

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from meshwright.layout import Layout
-from meshwright.spec.parameters import ParameterTable, Row, Tensor
-from meshwright.spec.rows import Part, kept_buffers, padded_numel
+from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.parameters import EngineTensor, ParameterEntry, ParameterTable
 
 
 class Columns(NamedTuple):
@@ -34,8 +34,8 @@ class Columns(NamedTuple):
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """Return the elements in `columns` (None: all) of an unsharded flat parameter entry `values` [..., row.numel], flat
-    again."""
+    """Return the elements of `columns` (None: all) of an unsharded parameter entry's `values`, flat in the last dim:
+    [..., entry.numel] -> [..., selected elements]."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
@@ -71,14 +71,14 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSlice:
+class EntrySlice:
     """A slice of a parameter entry in a flat buffer: `numel` elements at buffer offset `offset` are the entry's flat
     elements (or those of its `columns`) from index `begin` on.
 
     `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: each of them has a partial gradient.
     """
 
-    row: Row
+    entry: ParameterEntry
     offset: int
     numel: int
     begin: int
@@ -94,7 +94,7 @@ class RowSlice:
 class PlacedTensor(NamedTuple):
     """An engine tensor, its offset in the flat buffer (elements), and the shape of this rank's slice of it."""
 
-    tensor: Tensor
+    tensor: EngineTensor
     offset: int
     shape: tuple[int, ...]
 
@@ -111,12 +111,12 @@ class FlatLayout:
 
     name: str
     tensors: tuple[PlacedTensor, ...]
-    slices: tuple[RowSlice, ...]
+    slices: tuple[EntrySlice, ...]
     decay_numel: int
     numel: int
     padded: int
 
-    def within(self, low: int, high: int) -> Iterator[tuple[RowSlice, int, int]]:
+    def within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
         """Yield the slices of parameter entries that overlap buffer elements [low, high), each with its overlap [first,
         last)."""
         for part in self.slices:
@@ -129,7 +129,7 @@ class FlatLayout:
         that hold the same elements; padding and router balancing biases, excluded from gradient norms, are omitted."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.within(low, high):
-            if part.row.balances:
+            if part.entry.balances:
                 continue
             if ranges and ranges[-1][1:] == (first, part.copies):
                 first = ranges.pop()[0]
@@ -161,12 +161,12 @@ class FlatLayout:
             bound.append(parameter)
         return bound
 
-    def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[Row], torch.Tensor]) -> None:
+    def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
         """Write values into a shard whose first element is buffer element `start`. `value_of`: returns the unsharded
         value of a parameter entry as on disk; called once per entry in the shard."""
-        for row, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].row):
-            value = value_of(row)
-            flat = (value.t() if row.transposed else value).reshape(-1)
+        for entry, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].entry):
+            value = value_of(entry)
+            flat = (value.t() if entry.transposed else value).reshape(-1)
             for part, first, last in found:
                 mine = part.of(flat)[first - part.offset : last - part.offset]
                 shard[first - start : last - start].copy_(mine)
@@ -181,9 +181,9 @@ class FlatLayout:
                 shard[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
 
 
-def buffer_name(unit: str, part: Part) -> str:
-    """Return the name of the flat buffer of part `part` ("dense" or an expert part) of an FSDP unit."""
-    return unit if part == "dense" else f"{unit}.{part}"
+def buffer_name(unit: str, buffer: BufferKind) -> str:
+    """Return the name of a flat buffer: `unit`, the name of its FSDP unit, for the "dense" one, else "UNIT.experts"."""
+    return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
 def flat_layout(
@@ -192,41 +192,41 @@ def flat_layout(
     shards: int = 1,
     layout: Layout | None = None,
     coordinates: Mapping[str, int] | None = None,
-    part: Part = "dense",
+    buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the flat buffer layout of FSDP unit `name` (of its `part`) for the rank at `coordinates` of `layout`
+    """Return the flat buffer layout of FSDP unit `name` (its `buffer`) for the rank at `coordinates` of `layout`
     (default: one device), padded to a multiple of `shards`."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
-    for tensor in table.unit_tensors(name, layout, part):
+    for tensor in table.unit_tensors(name, layout, buffer):
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
-        for row in tensor.rows:
-            slices += _row_slices(table, row, layout, coordinates, placed)
-    numel, decay_numel = table.unit_numel(name, layout, part), table.unit_decay_numel(name, layout, part)
+        for entry in tensor.entries:
+            slices += _entry_slices(table, entry, layout, coordinates, placed)
+    numel, decay_numel = table.unit_numel(name, layout, buffer), table.unit_decay_numel(name, layout, buffer)
     padded = padded_numel(numel, shards)
-    return FlatLayout(buffer_name(name, part), tuple(tensors), tuple(slices), decay_numel, numel, padded)
+    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded)
 
 
-def _row_slices(
-    table: ParameterTable, row: Row, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
-) -> list[RowSlice]:
+def _entry_slices(
+    table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
+) -> list[EntrySlice]:
     """Return the slices of a parameter entry that this rank's slice of its engine tensor contains."""
-    copies, partial = row.replicas(layout), "tp" in row.gradient_axes(layout)
+    copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
-    for box in table.local_slices(row, layout, coordinates):
-        whole = row.engine_shape
-        assert box.shape[1:] == placed.shape[1:], f"{row.name}: a box that is not contiguous in its tensor"
+    for box in table.local_slices(entry, layout, coordinates):
+        whole = entry.engine_shape
+        assert box.shape[1:] == placed.shape[1:], f"{entry.name}: a box that is not contiguous in its tensor"
         cut = [dim for dim in range(1, len(whole)) if box.shape[dim] != whole[dim]]
-        assert len(cut) <= 1, f"{row.name}: cut along dims {cut}"
+        assert len(cut) <= 1, f"{entry.name}: cut along dims {cut}"
         columns = None
         for dim in cut:
             inner, start = math.prod(whole[dim + 1 :]), box.start[dim]
             columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
         stride = math.prod(box.shape[1:])
         offset = placed.offset + box.local_start[0] * stride
-        slices.append(RowSlice(row, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
+        slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
     return slices
 
 
@@ -242,7 +242,7 @@ def slices_of(
             first, last = even_share(first, last, position % part.copies, part.copies)
         if first < last:
             view, shift = values[first - start : last - start], part.begin - part.offset
-            slices.append(TensorSlice(kind, part.row.name, first + shift, last + shift, view, part.columns))
+            slices.append(TensorSlice(kind, part.entry.name, first + shift, last + shift, view, part.columns))
     return slices
 
 
@@ -259,7 +259,7 @@ class GradientBufferPool:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
-        self._kept = kept_buffers(sizes)
+        self._kept = count_reused_buffers(sizes)
         self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
 
     def acquire(self, size: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ def parallelize(
         axes=axis_operations(mesh),
         device="meta",
         dtype=parameter_dtype,
-        stages=partition.held(mesh.pp.rank),
+        stages=partition.stages_on(mesh.pp.rank),
     )
 
     # ZeRO and data parallelism: parameters become views of flat buffers, initial values are written into shards.

@@ -76,9 +76,9 @@ class PartialGradients:
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
         neighbours: dict[int, Axis] = {}
-        for row in table.rows:  # also those that this rank has nothing of: all ranks make the groups
-            copies = row.replicas(mesh.layout)
-            if "tp" in row.gradient_axes(mesh.layout) and copies not in neighbours:
+        for entry in table.entries:  # also those that this rank has nothing of: all ranks make the groups
+            copies = entry.replicas(mesh.layout)
+            if "tp" in entry.gradient_axes(mesh.layout) and copies not in neighbours:
                 neighbours[copies] = mesh.neighbours("tp", copies)
         for unit in units:
             for part, low, high in unit.flat.within(unit.start, unit.stop):

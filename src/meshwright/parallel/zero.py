@@ -47,7 +47,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis
 from meshwright.parallel.flat_buffers import FlatLayout, GradientBufferPool
-from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP
 
 PARAMETER_SITE = "data.parameters"

@@ -27,9 +27,9 @@ from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccu
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
 from meshwright.planner.states import flats_of, states
-from meshwright.spec.parameters import ParameterTable, Row
+from meshwright.spec.parameter_entries import BufferKind
+from meshwright.spec.parameters import ParameterEntry, ParameterTable
 from meshwright.spec.partition import Partition
-from meshwright.spec.rows import Part
 from meshwright.spec.stages import Stage
 
 
@@ -78,7 +78,7 @@ class ZeroEngine:
         self.mesh, self.table = mesh, table
         self.partition = partition = Partition.whole(table) if partition is None else partition
         self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
-        held = partition.units_at(mesh.pp.rank)
+        held = partition.units_on(mesh.pp.rank)
         tied = self._tied_axes()
         self._units: dict[str, FsdpUnit] = {}
         """The FSDP units by the name of their flat buffer."""
@@ -86,8 +86,8 @@ class ZeroEngine:
         """Those of each unit of the model: one, or under expert parallelism two."""
         parameters: dict[str, list[nn.Parameter]] = {}
         for name in held:
-            for part in table.unit_parts(name, mesh.layout):
-                unit = self._build_unit(name, part, tied[name])
+            for buffer in table.unit_buffers(name, mesh.layout):
+                unit = self._build_unit(name, buffer, tied[name])
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
@@ -102,7 +102,7 @@ class ZeroEngine:
         }
         self.prefetchers = {
             stage.index: self.prefetcher_class(names, {name: needs[name] for name in names})
-            for stage in partition.held(mesh.pp.rank)
+            for stage in partition.stages_on(mesh.pp.rank)
             for names in (partition.units(stage),)
         }
         """By the number of the stage; the model calls them around each unit (model/units.py)."""
@@ -122,16 +122,16 @@ class ZeroEngine:
             axes[places] = self.mesh.among("pp", places) if len(places) > 1 else None
         return {name: axes[places] for name, places in holders.items()}
 
-    def _build_unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
-        """Build the FSDP unit `name` (its dense or expert part). `tied`: other pipeline ranks that hold it."""
+    def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
+        """Build the FSDP unit `name` (its dense or expert buffer). `tied`: other pipeline ranks that hold it."""
         mesh = self.mesh
-        if part == "dense":
+        if buffer == "dense":
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
         else:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
-        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), part)
+        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _shard(self, unit: FsdpUnit) -> Shard:
@@ -140,7 +140,7 @@ class ZeroEngine:
         balancing = tuple(
             (low - unit.start, high - unit.start)
             for part, low, high in unit.flat.within(unit.start, unit.stop)
-            if part.row.balances
+            if part.entry.balances
         )
         return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
 
@@ -154,7 +154,7 @@ class ZeroEngine:
         """Discard the last step's gradients. `micro_batches`: number of backward passes through each stage of this
         rank, one number for all or by stage index."""
         passes = dict.fromkeys(self._units, 0)
-        for stage in self.partition.held(self.mesh.pp.rank):
+        for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
             for name in self._unit_names(stage):
                 passes[name] += count
@@ -206,7 +206,7 @@ class ZeroEngine:
         """Initialise the parameters from `seed`; values depend on (seed, parameter name) alone."""
         self.load(partial(initial_value, seed=seed))
 
-    def load(self, value_of: Callable[[Row], torch.Tensor]) -> None:
+    def load(self, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
         """Load parameter values. `value_of`: returns the unsharded value of a parameter entry, as on disk."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, value_of)

@@ -170,7 +170,7 @@ def resolve_recipe(
     overrides: values by dotted key, as in `{"train.steps": 100, "layout": "dp2 zero1"}`, or texts as on the command
     line. trust: code that a file or tables name may run; a `Recipe` keeps its own. `UserError` as `load_recipe`.
     """
-    texts = override_texts(overrides)
+    texts = format_overrides(overrides)
     if isinstance(recipe, Recipe):
         where = recipe._source_path
         return _override(recipe.to_tables(), texts, recipe._overrides, where, trust or recipe._trusted)
@@ -205,7 +205,7 @@ def _override(
     return recipe
 
 
-def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+def format_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return overrides as texts such as `train.steps=100`, as the command line takes them.
 
     overrides: values by dotted key, or such texts. A string has no quotes where it reads back as the same value.

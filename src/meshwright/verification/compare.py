@@ -12,11 +12,11 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.spec.rows import Part
+from meshwright.spec.parameter_entries import BufferKind
 from meshwright.verification.patterns import backward_order, describe_pattern
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult
-from meshwright.verification.reference import Reference, Rows
+from meshwright.verification.reference import EntryValues, Reference
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 0.1}
 """By the dtype of the parameters."""
@@ -176,7 +176,7 @@ class _LayoutComparison:
     def _optimized_names(self) -> set[str]:
         """Return the names of the parameters that the optimizer updates, without the router biases that balance
         experts."""
-        return {row.name for row in self.reference.table.rows if not row.balances}
+        return {entry.name for entry in self.reference.table.entries if not entry.balances}
 
     def _last_weights(self, result: RankResult) -> list[TensorSlice]:
         """Return a rank's master weights after its last step."""
@@ -196,7 +196,9 @@ class _LayoutComparison:
         return next(name for name in backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
 
 
-def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
+def relative_errors(
+    values: EntryValues, truth: EntryValues, grains: dict[str, float] | None = None
+) -> dict[str, float]:
     """Return the relative error of each tensor: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of
     `truth`), since some true gradients are zero (a key bias). Infinite if a value is missing or not finite. values,
     truth: tensors by name (a, b). grains: allowed rounding error (norm) by name, subtracted first.
@@ -214,7 +216,7 @@ def relative_errors(values: Rows, truth: Rows, grains: dict[str, float] | None =
     return errors
 
 
-def copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
+def copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
     """Return the groups of ranks that together hold one full copy of gradients and master weights.
 
     A group is the ranks that share ZeRO's shards, each with its tp ranks (`part` "experts": its ep x etp block), on all
@@ -234,14 +236,16 @@ def copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
     ]
 
 
-def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference) -> list[Rows]:
+def _assemble_copies(
+    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
+) -> list[EntryValues]:
     """Assemble every full copy of all parameter entries, by name, from the ranks' slices; elements that no rank holds
     are NaN. slices: those of each rank.
 
     Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have
     different numbers of copies; the shorter list repeats.
     """
-    parts: tuple[Part, Part] = ("dense", "experts")
+    parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
     return [
         dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
@@ -249,28 +253,30 @@ def _assemble_copies(layout: Layout, slices: Sequence[Sequence[TensorSlice]], re
 
 
 def _assemble_copies_of(
-    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part
-) -> list[Rows]:
+    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: BufferKind
+) -> list[EntryValues]:
     """Assemble every full copy of the entries in one kind of flat buffer (`part`: "dense" or "experts"), by name,
     from the slices of each rank; elements that no rank holds are NaN.
     """
-    names = [row.name for row in reference.table.rows if row.part(layout) == part]
+    names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
         return [{}]
     copies = []
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     for ranks in copy_groups(layout, part):
         for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
-            rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
+            entries = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
                 for held in slices[rank]:
-                    if held.name in rows:
-                        held.put(rows[held.name])
-            copies.append(rows)
+                    if held.name in entries:
+                        held.put(entries[held.name])
+            copies.append(entries)
     return copies
 
 
-def _worst_errors(copies: Iterable[Rows], truth: Rows, grains: dict[str, float] | None = None) -> dict[str, float]:
+def _worst_errors(
+    copies: Iterable[EntryValues], truth: EntryValues, grains: dict[str, float] | None = None
+) -> dict[str, float]:
     """Return the largest relative error of each tensor, by name, over several full copies of the values. truth:
     expected values; grains: allowed rounding error (norm) by name.
     """
@@ -287,7 +293,7 @@ def _relative_error(value: float, truth: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _first_unequal(copies: Sequence[Rows]) -> str | None:
+def _first_unequal(copies: Sequence[EntryValues]) -> str | None:
     """Return the name of the first tensor that is not bitwise equal in all copies; None if all are."""
     first, *others = copies
     return next((name for name in first for copy in others if not _bitwise_equal(first[name], copy[name])), None)

@@ -17,7 +17,7 @@ from meshwright.verification.plain_model import run_batch
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, Training
 from meshwright.verification.samples import Batch, make_sequences
 
-Rows = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, row-major
+EntryValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, row-major
 SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that are computed together
 
 
@@ -33,14 +33,14 @@ class Reference:
     problem: Problem
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: list[Rows] = field(default_factory=list)
-    weights: list[Rows] = field(default_factory=list)
-    optimizer: dict[str, Rows] = field(default_factory=dict)
+    gradients: list[EntryValues] = field(default_factory=list)
+    weights: list[EntryValues] = field(default_factory=list)
+    optimizer: dict[str, EntryValues] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     finite_steps: list[int] = field(default_factory=list)
     updates: int = 0
     final_loss: float = math.nan
-    _parts: dict[tuple[int, int], list[Rows]] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[int, int], list[EntryValues]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Run all steps of the problem."""
@@ -48,9 +48,9 @@ class Reference:
         self.table: ParameterTable = parameter_table(problem.config)
         kinds = ("exp_avg", "exp_avg_sq") if training.optimizer == "adamw" else ("momentum",) * (training.momentum > 0)
         initial = {
-            row.name: (value.T if row.transposed else value).reshape(-1)
-            for row in self.table.rows
-            for value in (initial_value(row, problem.seed),)
+            entry.name: (value.T if entry.transposed else value).reshape(-1)
+            for entry in self.table.entries
+            for value in (initial_value(entry, problem.seed),)
         }
         weights = self._round_to_master(initial)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
@@ -59,7 +59,7 @@ class Reference:
         for step in range(problem.steps):
             self._record_scale(scale, finite_in_a_row)
             loss, gradients = self._differentiate(weights, self.samples(step))
-            counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
+            counted = [values for name, values in gradients.items() if not self.table.entry(name).balances]
             norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
             self.losses.append(loss)
             self.norms.append(norm)
@@ -84,7 +84,7 @@ class Reference:
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
         return make_sequences(problem, [shuffled(number, problem.train_sequences, problem.seed) for number in numbers])
 
-    def parts(self, step: int, count: int) -> list[Rows]:
+    def parts(self, step: int, count: int) -> list[EntryValues]:
         """Return the contribution to a step's gradient of each of `count` equal consecutive shares of the batch."""
         if (step, count) not in self._parts:
             batch = self.samples(step)
@@ -115,7 +115,7 @@ class Reference:
 
     # --- loss and gradient
 
-    def _differentiate(self, weights: Rows, batch: Batch, terms: int | None = None) -> tuple[float, Rows]:
+    def _differentiate(self, weights: EntryValues, batch: Batch, terms: int | None = None) -> tuple[float, EntryValues]:
         """Return (loss, gradients) of a batch at the parameters that these master weights round to. terms: number of
         loss terms that both are divided by (default: the batch's own).
         """
@@ -133,15 +133,17 @@ class Reference:
             for name, load_E in found.excess_loads.items():
                 excess_loads[name] = excess_loads.get(name, torch.zeros_like(load_E)) + load_E / terms
         gradients = {}
-        for entry in self.table.tensors:
-            gradient = excess_loads.get(entry.name, tensors[entry.name].grad)
-            assert gradient is not None, f"{entry.name} took no part in the loss"
-            for row in entry.rows:
-                gradients[row.name] = gradient[row.offset : row.offset + row.engine_shape[0]].reshape(-1).clone()
+        for tensor in self.table.tensors:
+            gradient = excess_loads.get(tensor.name, tensors[tensor.name].grad)
+            assert gradient is not None, f"{tensor.name} took no part in the loss"
+            for entry in tensor.entries:
+                gradients[entry.name] = (
+                    gradient[entry.offset : entry.offset + entry.engine_shape[0]].reshape(-1).clone()
+                )
         return loss, gradients
 
     @torch.no_grad()
-    def _loss(self, weights: Rows, batch: Batch) -> float:
+    def _loss(self, weights: EntryValues, batch: Batch) -> float:
         """Return the mean loss of a batch under these master weights, in nats per term."""
         tensors = self._engine_tensors(self.parameters(weights))
         found = [
@@ -161,18 +163,18 @@ class Reference:
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
         return [batch.rows(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
 
-    def parameters(self, weights: Rows) -> Rows:
+    def parameters(self, weights: EntryValues) -> EntryValues:
         """Return the master weights rounded to the parameter dtype."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
-    def _engine_tensors(self, parameters: Rows) -> dict[str, torch.Tensor]:
+    def _engine_tensors(self, parameters: EntryValues) -> dict[str, torch.Tensor]:
         """Return the engine tensors in float64, each concatenated from its parameter entries."""
         return {
-            tensor.name: torch.cat([parameters[row.name] for row in tensor.rows]).double().view(tensor.shape)
+            tensor.name: torch.cat([parameters[entry.name] for entry in tensor.entries]).double().view(tensor.shape)
             for tensor in self.table.tensors
         }
 
-    def _round_to_master(self, weights: Rows) -> Rows:
+    def _round_to_master(self, weights: EntryValues) -> EntryValues:
         """Return float64 values rounded to the dtype of the master weights."""
         return {
             name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
@@ -181,7 +183,7 @@ class Reference:
 
     # --- update
 
-    def _update(self, weights: Rows, gradients: Rows, norm: float, step: int) -> Rows:
+    def _update(self, weights: EntryValues, gradients: EntryValues, norm: float, step: int) -> EntryValues:
         """Return the master weights after an update: SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101,
         algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm: global norm of
         the gradients. step: from 0. Only matrices have weight decay.
@@ -192,11 +194,11 @@ class Reference:
         self.updates += 1
         after = {}
         for name, w in weights.items():
-            row = self.table.row(name)
-            if row.balances:  # arXiv:2408.15664, algorithm 1
+            entry = self.table.entry(name)
+            if entry.balances:  # arXiv:2408.15664, algorithm 1
                 after[name] = w - training.router_bias_rate * gradients[name].sign()
                 continue
-            g, decay = gradients[name] * scale, training.weight_decay if len(row.shape) >= 2 else 0.0
+            g, decay = gradients[name] * scale, training.weight_decay if len(entry.shape) >= 2 else 0.0
             if training.optimizer == "adamw":
                 (beta1, beta2), t = training.betas, self.updates
                 m = self.optimizer["exp_avg"][name] = beta1 * self.optimizer["exp_avg"][name] + (1 - beta1) * g
