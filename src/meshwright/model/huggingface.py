@@ -61,7 +61,7 @@ class CheckpointFiles:
         return frozenset(self._place)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading its values."""
+        """Return the shape of the tensor `name` without reading its values."""
         with _convert_read_errors(self._place[name], name):
             return tuple(self._open(self._place[name]).get_slice(name).get_shape())
 
@@ -71,13 +71,13 @@ class CheckpointFiles:
             return self._open(self._place[name]).get_tensor(name)
 
     def dtype(self, name: str) -> str:
-        """Return a tensor's safetensors dtype name ("F32") without reading its values."""
+        """Return the safetensors dtype name ("F32") of the tensor `name` without reading its values."""
         with _convert_read_errors(self._place[name], name):
             return str(self._open(self._place[name]).get_slice(name).get_dtype())
 
     def read_weights(self, name: str) -> torch.Tensor:
-        """Read an unsharded floating-point tensor in its dtype on disk. Raises UserError for another dtype and for NaN
-        or infinite values."""
+        """Read the unsharded floating-point tensor `name` in its dtype on disk. Raises UserError for another dtype and
+        for NaN or infinite values."""
         self.check_weights(name)
         value = self.read(name)
         if value.numel():
@@ -91,7 +91,7 @@ class CheckpointFiles:
         return value
 
     def check_weights(self, name: str) -> None:
-        """Raise UserError unless a tensor's dtype is one of `WEIGHT_TYPES`."""
+        """Raise UserError unless the dtype of the tensor `name` is one of `WEIGHT_TYPES`."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_TYPES:
             raise UserError(
@@ -100,11 +100,11 @@ class CheckpointFiles:
             )
 
     def file(self, name: str) -> Path:
-        """Return the path of the file that contains a tensor."""
+        """Return the path of the file that contains the tensor `name`."""
         return self._place[name]
 
     def _locate_tensors(self) -> dict[str, Path]:
-        """Return the file of each tensor name, from the index or the single safetensors file of the directory."""
+        """Return {tensor name: file}, from the index or the single safetensors file of the directory."""
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
             return self._locate_by_index(index)
@@ -119,7 +119,7 @@ class CheckpointFiles:
         raise UserError(f"{self.directory}: no {SINGLE_FILE} and no {INDEX_FILE} in it")
 
     def _locate_by_index(self, index: Path) -> dict[str, Path]:
-        """Return the file of each tensor name listed in `index`; raises UserError where index and files disagree."""
+        """Return {tensor name: file} as listed in the file `index`; raises UserError where index and files disagree."""
         try:
             weight_map = read_json(index, object_pairs_hook=partial(_reject_duplicate_keys, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
@@ -172,9 +172,8 @@ def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[st
 
 
 class _convert_read_errors:
-    """Context manager that converts safetensors and file-system errors to a UserError naming the file `path` and the
-    tensor `name`.
-    """
+    """Context manager that converts safetensors and file-system errors to a UserError that names the file `path` and,
+    if given, the tensor `name`."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name
@@ -191,7 +190,8 @@ class _convert_read_errors:
 def load_huggingface(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, ModelConfig]:
-    """Load the decoder in a directory, its parameters cast to `dtype`; return the model and its configuration.
+    """Load the decoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
+    its configuration.
 
     Raises UserError when a file or the configuration is missing or damaged, and when tensors are missing, unexpected,
     or of another shape than the configuration implies.
@@ -220,10 +220,11 @@ def load_encoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Encoder, ModelConfig]:
-    """Load the encoder in a directory, its parameters cast to `dtype`; return the model and its configuration.
+    """Load the encoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
+    its configuration.
 
-    `head`: replaces the head of its configuration ("masked", "classes", "none"; "classes" needs `labels`). Head
-    parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
+    `head`: replaces the head of its configuration ("masked", "classes", "none"; "classes" needs `labels`, the class
+    names). Head parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
     """
     files = CheckpointFiles(directory)
     config = read_encoder_config(directory, head, labels)
@@ -235,8 +236,8 @@ def load_encoder(
 
 
 def read_encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
-    """Return the configuration of the encoder in a directory, with `head` and `labels` replaced if given. Raises
-    UserError if it is no encoder or has no such head."""
+    """Return the configuration of the encoder in a Hugging Face directory, with `head` and `labels` (class names)
+    replaced if given. Raises UserError if it is no encoder or has no such head."""
     data = read_config(directory)
     family = FAMILIES.get(str(data.get("model_type")))
     if family is not None and not family.encoder:
@@ -255,7 +256,8 @@ def read_encoder_config(directory: str | Path, head: Head | None = None, labels:
 def _load_parameters(
     model: nn.Module, table: ParameterTable, files: CheckpointFiles, names: Mapping[str, str], seed: int = 0
 ) -> None:
-    """Load every parameter entry of `table` into the model; entries absent from `names` are initialised from `seed`."""
+    """Load every parameter entry of `table` into the model. `names`: {entry's name: its name in the files}; entries
+    absent from it are initialised from `seed`."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in table.entries:
@@ -266,7 +268,7 @@ def _load_parameters(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Map the name of each parameter entry of `table` to its name in the files. Raises UserError unless both match
+    """Return {name of each parameter entry of `table`: its name in the files}. Raises UserError unless both match
     exactly.
 
     Files of a base model omit the prefix "transformer.", "model." or "bert.". A head that the model ties to its
@@ -306,7 +308,7 @@ def match_entries(
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Map today's name of each tensor to its name in the files, which may be an older one."""
+    """Return {current Hugging Face name of each tensor: its name in the files, which may be an older one}."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:
@@ -316,7 +318,8 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """Read a parameter entry as stored on disk. `names`: result of `match_entries`; default: the entry's own name."""
+    """Read the unsharded value of a parameter entry, oriented as on disk. `names`: result of `match_entries`; default:
+    the entry's own name."""
     name = entry.name if names is None else names[entry.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")
@@ -368,7 +371,7 @@ def save_huggingface(
 
 
 def make_generation_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: the IDs of the begin and end tokens."""
+    """Return the content of `generation_config.json`: the IDs of the begin- and end-of-sequence tokens."""
     ends = config.eos_tokens
     end = ends[0] if len(ends) == 1 else list(ends)
     tokens = {"bos_token_id": config.bos_token, "eos_token_id": end if ends else None}
@@ -376,7 +379,8 @@ def make_generation_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[ParameterEntry]]:
-    """Split the parameter entries, in order, into lists of at most `largest` bytes, one per file."""
+    """Yield the parameter entries of each file, in order, at most `largest` bytes per file. `itemsize`: bytes per
+    element."""
     entries: list[ParameterEntry] = []
     size = 0
     for entry in table.entries:

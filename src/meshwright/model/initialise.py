@@ -1,4 +1,5 @@
-"""Initial values: those of a tensor depend on (seed, its name on disk) alone, not on layout, rank or other tensors."""
+"""Initial values of parameters: those of a tensor depend on (seed, its name on disk) alone, not on layout, rank or
+other tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from meshwright.spec.parameters import ParameterTable
 
 
 def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
-    """Return the unsharded initial value of a parameter entry (`entry`), float32 on the CPU, in its shape on disk
-    (`entry.shape`).
-    """
+    """Return the unsharded initial value of a parameter entry, a function of `seed` and its name: float32 on the CPU,
+    in its shape on disk."""
     if entry.initial.kind == "zeros":
         return torch.zeros(entry.shape)
     if entry.initial.kind == "ones":
@@ -25,7 +25,7 @@ def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
 
 
 def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
-    """Initialise all parameters of an unsharded model from `seed`, in place."""
+    """Initialise all parameters of an unsharded model from `seed`, in place. table: its parameter table."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in table.tensors:
@@ -34,16 +34,14 @@ def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy the value of a parameter entry (`entry`), oriented as on disk, into its slice of the unsharded (fused) model
-    parameter `tensor`.
-    """
+    """Copy `value`, that of a parameter entry oriented as on disk, into its slice of the unsharded (fused) model
+    parameter `tensor`."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     part.copy_(value.T if entry.transposed else value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
-    """Return a view of a parameter entry (`entry`), oriented as on disk, in the unsharded (fused) model parameter
-    `tensor`.
-    """
+    """Return a view of a parameter entry in the unsharded (fused) model parameter (or gradient) `tensor`, oriented as
+    on disk."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     return part.T if entry.transposed else part

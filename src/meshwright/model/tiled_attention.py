@@ -31,9 +31,9 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """A contiguous range of queries and an equally long one of keys: `queries`, `keys` index the tensors;
-    `query_place`, `key_place` are the sequence index of each range's first token. Both indices are equal, or all keys
-    precede all queries."""
+    """A range of queries and an equally long range of keys to be attended to: `queries`, `keys` are slices along the
+    token dim of the tensors; `query_place`, `key_place` are the sequence index of each range's first token. Both
+    indices are equal (causal mask), or all keys precede all queries."""
 
     queries: slice
     keys: slice
@@ -42,8 +42,8 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention: slices of the query and the key tensor, and an additive `mask` [..., queries, m] for the
-    last m keys (None: all visible)."""
+    """One tile of attention: slices of the query and the key tensor along the token dim, and an additive `mask` [...,
+    queries, m] for the last m keys (None: all visible)."""
 
     queries: slice
     keys: slice
@@ -54,7 +54,7 @@ def tiled_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
     """Return softmax(q kᵀ / √D) v over the keys from index `first_BS` (None: 0) to the query's own; query head n reads
-    key-value head n // G. Result [B, N, S, D], in memory [B, S, N, D]."""
+    key-value head n // G. Result [B, N, S, D], stored in memory as [B, S, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # An operator's first call loads the compiler, over a second: the first token of a generation should not wait.
         return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
@@ -117,9 +117,9 @@ def _backward(
 def compute_scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the dtype of
-    the keys `wide_k_PSD`. P: sequences x KV heads; X: G x queries. `shape`: [sequences, heads, G, queries, D].
-    """
+    """Return the attention scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the
+    dtype of the keys `wide_k_PSD`. P: sequences x KV heads; X: G x queries. `shape`: [sequences, heads, G, queries,
+    D]."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -135,10 +135,9 @@ def compute_scores(
 def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Yield (slice of sequences, slice of key-value heads, tiles to compute for them), cut such that a tile's scores
-    fit in cache. `span`: range of queries and of keys; `first_BS`: first visible sequence index of each query, None:
-    no lower limit.
-    """
+    """Yield (slice of sequences, slice of key-value heads, attention tiles to compute for them), cut such that a tile's
+    scores fit in cache. `span`: range of queries and of keys; `first_BS`: first visible sequence index of each query,
+    None: no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -158,10 +157,9 @@ def cut_tiles(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a range of queries and keys into tiles of len(`triangle`) queries, each with the range of keys visible to
-    any of them; tiles without visible keys are omitted. `triangle`: additive causal mask; `first_RS`: first visible
-    sequence index of each query, None: no lower limit.
-    """
+    """Cut the queries and keys of a `span` into attention tiles of len(`triangle`) queries, each with the range of keys
+    visible to any of them; tiles without visible keys are omitted. `triangle`: additive causal mask [queries, queries];
+    `first_RS`: first visible sequence index of each query, None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
@@ -187,28 +185,26 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
 
 
 def _full_span(q_BKGSD: torch.Tensor) -> Span:
-    """Return the span of all queries and keys."""
+    """Return the span of all queries and keys of one device."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """Return a view [B, K, G, S, D] of `x_BNSD` that groups the N query heads by the key-value head they read, one of
-    the K of `k_BKSD`.
-    """
+    """View `x_BNSD` as [B, K, G, S, D]: its N query heads grouped by the key-value head they read, one of the K of
+    `k_BKSD`."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
 def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
-    without that dim).
-    """
+    without that dim), for batched matrix products."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
 def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the same shape, stored in memory as [B, S, N, D], as the products around attention read
-    it."""
+    """Return an uninitialised tensor of the shape and dtype of `x_BNSD`, stored in memory as [B, S, N, D], as the
+    projections around attention read it."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 
