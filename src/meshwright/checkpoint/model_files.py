@@ -38,9 +38,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One planned safetensors file. name: in the checkpoint. header: complete, length prefix included. size: of the
-    file in bytes.
-    """
+    """One planned safetensors file. name: its name in the checkpoint directory. header: complete header, length prefix
+    included. size: size of the file in bytes."""
 
     name: str
     header: bytes
@@ -49,9 +48,8 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a parameter entry is in the model files. file: name. offset: byte at which its elements begin. entry: the
-    entry.
-    """
+    """Location of a parameter entry in the model files. file: file name. offset: byte in the file at which its elements
+    begin."""
 
     file: str
     offset: int
@@ -60,9 +58,8 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """All files of the model's weights. places: location of each parameter entry by name. index: content of the index
-    file (`model.safetensors.index.json`) if there are several files, else None.
-    """
+    """Plan of the model's safetensors files. places: location of each parameter entry by name. index: content of the
+    index file (`model.safetensors.index.json`) if there are several files, else None."""
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -70,15 +67,15 @@ class ModelFiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes by file name."""
+        """Size of each file in bytes, by name."""
         return {file.name: file.size for file in self.files}
 
 
 def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """Build the header of a safetensors file for (name, dtype code, shape) in this order.
+    """Build the header of a safetensors file that holds `tensors`, tuples (name, dtype code, shape), in this order.
 
-    Returns the header, the byte in the file at which each tensor begins, and the file's size. Source: the format's
-    description in huggingface/safetensors.
+    Returns the header, {tensor name: byte in the file at which it begins}, and the file's size in bytes. Source: the
+    format's description in huggingface/safetensors.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -95,10 +92,10 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 
 
 def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
-    """Plan the model files that hold all parameter entries of `table` in `dtype` ("float32", "bfloat16"; buffers and
-    frozen parameters of a foreign module in their own).
+    """Plan the safetensors files that hold all parameter entries of `table` in `dtype` ("float32", "bfloat16"; buffers
+    and frozen parameters of a user's module in their own).
 
-    shard_bytes: most tensor bytes in a file (a larger tensor has its own file). Entries stay in the table's order,
+    shard_bytes: maximum tensor bytes per file (a larger tensor has its own file). Entries stay in the table's order,
     wider dtypes first, so that elements are aligned.
     """
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
@@ -131,12 +128,12 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
 def split_disk_runs(
     entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Cut a slice of a parameter entry into runs that are contiguous on disk; yields (index on disk of the run's
-    first element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`,
-    flattened in engine orientation.
+    """Cut a slice of a parameter entry into runs that are contiguous on disk; yield (index on disk of the run's first
+    element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`, flattened in
+    engine orientation.
 
-    An entry that is not transposed is one run, or one per matrix row for some columns. In a transposed one, disk row
-    i holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
+    An entry that is not transposed is one run, or with `columns` one per matrix row. In a transposed one, disk row i
+    holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
     """
     stop = start + len(values)
     if not entry.transposed:
@@ -172,9 +169,9 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write part of the parameter entry at `place` by calls of `write(file, bytes, offset)`. values: its elements, or
-    those of its `columns`, from element `start` on, flat in engine orientation, in the dtype on disk.
-    """
+    """Write a slice of the parameter entry at `place` by calls of `write(file name, bytes, byte offset)`. values: its
+    elements, or those of its `columns`, from element `start` on, flattened in engine orientation, in the dtype on
+    disk."""
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 
