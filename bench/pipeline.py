@@ -36,7 +36,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import ONE_DOCUMENT
-from meshwright.model.initialise import initial_value, place_row
+from meshwright.model.initialise import initial_value, write_entry
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
@@ -101,7 +101,9 @@ class Problem(NamedTuple):
 
 def ours(problem: Problem) -> Callable[[], float | None]:
     mesh, partition = problem.mesh, problem.partition
-    model = Transformer(problem.config, axes=axis_operations(mesh), device="meta", stages=partition.held(mesh.pp.rank))
+    model = Transformer(
+        problem.config, axes=axis_operations(mesh), device="meta", stages=partition.stages_on(mesh.pp.rank)
+    )
     table = partition.table
     parallel = ZeroEngine(model, table, mesh, seed=SEED, parameter_dtype=torch.float32, partition=partition)
     runtime = ForwardBackward(model, parallel, program_of(problem.layout))
@@ -110,7 +112,7 @@ def ours(problem: Problem) -> Callable[[], float | None]:
         (tokens[None], targets[None], ONE_DOCUMENT)
         for tokens, targets in zip(problem.tokens, problem.targets, strict=True)
     ]
-    last = any(stage.last for stage in partition.held(mesh.pp.rank))
+    last = any(stage.last for stage in partition.stages_on(mesh.pp.rank))
 
     def step() -> float | None:
         loss = runtime.train(micro_batches, problem.targets.numel())
@@ -124,15 +126,15 @@ def ours(problem: Problem) -> Callable[[], float | None]:
 class Part(nn.Module):
     """One stage as PyTorch's runtime wants it: a module from what enters to what leaves."""
 
-    def __init__(self, config: ModelConfig, stage: Stage, rows: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, stage: Stage, entries: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.stage, self.model = stage, Transformer(config, stages=[stage])
         self.register_buffer("places", torch.zeros(1, 0, dtype=torch.int64))
         table, parameters = parameter_table(config), dict(self.model.named_parameters())
         with torch.no_grad():
-            for row in table.rows:
-                if row.tensor in parameters:
-                    place_row(parameters[row.tensor], row, rows[row.name])
+            for entry in table.entries:
+                if entry.tensor in parameters:
+                    write_entry(parameters[entry.tensor], entry, entries[entry.name])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.stage.first:
@@ -143,9 +145,9 @@ class Part(nn.Module):
 
 def theirs(problem: Problem) -> Callable[[], float | None]:
     config, mesh, layout = problem.config, problem.mesh, problem.layout
-    held = problem.partition.held(mesh.pp.rank)
-    rows = {row.name: initial_value(row, SEED) for row in problem.partition.table.rows}
-    parts = [Part(config, stage, rows) for stage in held]
+    held = problem.partition.stages_on(mesh.pp.rank)
+    entries = {entry.name: initial_value(entry, SEED) for entry in problem.partition.table.entries}
+    parts = [Part(config, stage, entries) for stage in held]
     count = len(problem.partition.stages)
     sequence = problem.tokens.shape[1]
     hidden = torch.empty(1, sequence, config.hidden)

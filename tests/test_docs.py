@@ -307,13 +307,13 @@ def test_families_and_presets_are_all_documented():
 
 def test_documented_parameter_table_matches_code():
     table = parameter_table(PRESETS["qwen3-tiny"].config)
-    rows = next(rows for header, rows in tables(REPOSITORY / "docs" / "model.md") if header[0] == "row")
+    rows = next(rows for header, rows in tables(REPOSITORY / "docs" / "model.md") if header[0] == "entry")
     for name, shape, tensor, split, decay in rows:
-        row = table.row(name.strip("`"))
-        assert shape == " × ".join(map(str, row.shape))
-        assert tensor == f"`{row.tensor}`, {row.offset}"
-        assert split == (", ".join(f"{axis}: {dim}" for axis, dim in row.split.items()) or "–")
-        assert decay == ("yes" if row.decay else "no")
+        entry = table.entry(name.strip("`"))
+        assert shape == " × ".join(map(str, entry.shape))
+        assert tensor == f"`{entry.tensor}`, {entry.offset}"
+        assert split == (", ".join(f"{axis}: {dim}" for axis, dim in entry.split.items()) or "–")
+        assert decay == ("yes" if entry.decay else "no")
 
 
 def test_cleaning_rules_are_documented_in_their_order():

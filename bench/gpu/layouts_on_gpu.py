@@ -134,8 +134,8 @@ def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, 
     pieces = found.parallel.master_slices(owned=True)
     updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for piece, old in zip(pieces, before, strict=True):
-        # Where in the row the piece lies: the row's own element numbers, cut like the row.
-        numbers = piece.of(torch.arange(found.task.table.row(piece.name).numel))
+        # Where in the entry the piece lies: the entry's own element numbers, cut like the entry.
+        numbers = piece.of(torch.arange(found.task.table.entry(piece.name).numel))
         updates.setdefault(piece.name, []).append((numbers, (piece.tensor - old).double().cpu()))
     found.mesh.close()
     return {
@@ -146,13 +146,13 @@ def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, 
 
 
 def whole(answers: list[Answer]) -> dict[str, torch.Tensor]:
-    """The updates of all rows, put together from what the ranks own; what nobody owns is not a number."""
-    rows: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    """The updates of all entries, put together from what the ranks own; what nobody owns is not a number."""
+    entries: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for answer in answers:
         for name, parts in answer["updates"].items():
-            rows.setdefault(name, []).extend(parts)
+            entries.setdefault(name, []).extend(parts)
     together = {}
-    for name, parts in rows.items():
+    for name, parts in entries.items():
         values = torch.full((1 + max(int(at.max()) for at, _ in parts),), torch.nan, dtype=torch.float64)
         for at, part in parts:
             values[at] = part
@@ -161,18 +161,18 @@ def whole(answers: list[Answer]) -> dict[str, torch.Tensor]:
 
 
 def error(answers: list[Answer], alone: Answer) -> float:
-    """The largest relative difference of a loss, a norm or a row's update; tiny updates are held to the mean one."""
+    """The largest relative difference of a loss, a norm or an entry's update; tiny updates are held to the mean one."""
     truth, found = whole([alone]), whole(answers)
     if truth.keys() != found.keys():
         return float("inf")
-    count = sum(row.numel() for row in truth.values())
-    mean = (sum(float(row.square().sum()) for row in truth.values()) / count) ** 0.5
+    count = sum(entry.numel() for entry in truth.values())
+    mean = (sum(float(entry.square().sum()) for entry in truth.values()) / count) ** 0.5
     errors = [abs(a / b - 1) for key in ("losses", "norms") for a, b in zip(answers[0][key], alone[key], strict=True)]
-    for name, row in truth.items():
-        if found[name].shape != row.shape:
+    for name, entry in truth.items():
+        if found[name].shape != entry.shape:
             return float("inf")
-        scale = max(float(row.norm()), 1e-3 * mean * row.numel() ** 0.5)
-        errors.append(float((found[name] - row).norm()) / scale)
+        scale = max(float(entry.norm()), 1e-3 * mean * entry.numel() ** 0.5)
+        errors.append(float((found[name] - entry).norm()) / scale)
     return float("inf") if any(e != e for e in errors) else max(errors)
 
 

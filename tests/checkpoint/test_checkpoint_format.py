@@ -16,7 +16,7 @@ from meshwright.checkpoint.manifest import BLOCK_BYTES, distribute_hashing, hash
 from meshwright.checkpoint.model_files import plan_model_files, split_disk_runs
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.parameters import parameter_table
-from tests.training.checkpoint_cases import row_values, state_pieces, tiny
+from tests.training.checkpoint_cases import entry_values, state_pieces, tiny
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
@@ -36,17 +36,17 @@ def test_transformers_loads_the_weights_of_every_family(family, tmp_path):
     model, report = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values()), report  # nothing missing, unexpected or of another shape
     found = model.state_dict()
-    for row in parameter_table(config).rows:
-        values = row_values("master", row).view(row.engine_shape)
-        assert torch.equal(found[row.name], values.T if row.transposed else values), row.name
+    for entry in parameter_table(config).entries:
+        values = entry_values("master", entry).view(entry.engine_shape)
+        assert torch.equal(found[entry.name], values.T if entry.transposed else values), entry.name
 
 
 def test_weights_are_saved_in_the_dtype_asked_for(tmp_path):
     config = tiny("gpt2")
     path = save(tmp_path, config, dtype="bfloat16")
-    for row in parameter_table(config).rows:
-        values = row_values("master", row).view(row.engine_shape).bfloat16()
-        assert torch.equal(load_file(path / "model.safetensors")[row.name], values.T if row.transposed else values)
+    for entry in parameter_table(config).entries:
+        values = entry_values("master", entry).view(entry.engine_shape).bfloat16()
+        assert torch.equal(load_file(path / "model.safetensors")[entry.name], values.T if entry.transposed else values)
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -62,8 +62,8 @@ def test_large_model_is_sharded_into_files_with_index(tmp_path):
         with safe_open(path / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    row = parameter_table(config).row("model.layers.2.mlp.down_proj.weight")
-    assert torch.equal(model.state_dict()[row.name], row_values("master", row).view(row.shape))
+    entry = parameter_table(config).entry("model.layers.2.mlp.down_proj.weight")
+    assert torch.equal(model.state_dict()[entry.name], entry_values("master", entry).view(entry.shape))
     assert verify_checkpoint(path) == []
 
 
@@ -86,14 +86,14 @@ def test_tokenizer_and_generation_settings_lie_beside_the_weights(tmp_path, monk
 def test_the_training_slices_are_safetensors_that_anyone_can_open(tmp_path):
     config = tiny("gpt2")
     path = save(tmp_path, config)
-    row = parameter_table(config).row("transformer.h.1.mlp.c_fc.weight")
+    entry = parameter_table(config).entry("transformer.h.1.mlp.c_fc.weight")
     with safe_open(path / "training/rank-00000-of-00001.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor(f"exp_avg:{row.name}[0:{row.numel}]"), row_values("exp_avg", row))
+        assert torch.equal(file.get_tensor(f"exp_avg:{entry.name}[0:{entry.numel}]"), entry_values("exp_avg", entry))
 
 
 def test_transposed_entry_ranges_map_to_disk_runs():
-    row = parameter_table(tiny("gpt2", hidden=12, heads=2, intermediate=48)).row("transformer.h.0.mlp.c_fc.weight")
-    outputs, inputs = row.engine_shape
+    entry = parameter_table(tiny("gpt2", hidden=12, heads=2, intermediate=48)).entry("transformer.h.0.mlp.c_fc.weight")
+    outputs, inputs = entry.engine_shape
     engine = np.arange(outputs * inputs, dtype=np.int32)
     truth = engine.reshape(outputs, inputs).T.reshape(-1)
     generator = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_transposed_entry_ranges_map_to_disk_runs():
     ranges += [tuple(sorted(generator.choice(engine.size + 1, 2, replace=False))) for _ in range(200)]
     for start, stop in ranges:
         disk = np.full(engine.size, -1, dtype=np.int32)
-        for first, run in split_disk_runs(row, start, engine[start:stop]):
+        for first, run in split_disk_runs(entry, start, engine[start:stop]):
             assert (disk[first : first + len(run)] == -1).all()
             disk[first : first + len(run)] = run
         assert (disk == np.where((truth >= start) & (truth < stop), truth, -1)).all(), (start, stop)

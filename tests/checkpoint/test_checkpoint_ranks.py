@@ -54,9 +54,9 @@ def test_model_file_is_independent_of_number_of_writing_ranks(two, three, tmp_pa
     models = [(tmp_path / name / "step-000004/model.safetensors") for name in ("two", "three")]
     assert models[0].read_bytes() == models[1].read_bytes()
     loaded = load_file(models[0])
-    for row in parameter_table(config).rows:
-        values = cases.row_values("master", row, salt=4).view(row.engine_shape)
-        assert torch.equal(loaded[row.name], values.T if row.transposed else values), row.name
+    for entry in parameter_table(config).entries:
+        values = cases.entry_values("master", entry, salt=4).view(entry.engine_shape)
+        assert torch.equal(loaded[entry.name], values.T if entry.transposed else values), entry.name
 
 
 def test_equal_runs_leave_equal_directories(two, tmp_path):

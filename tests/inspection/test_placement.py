@@ -19,9 +19,9 @@ from meshwright.inspection.report import inspect_model
 from meshwright.model.huggingface import save_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameter_entries import ALIGNMENT
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.rows import ALIGNMENT
 from tests.inspection.placement_cases import parameter_bytes
 
 
@@ -38,10 +38,10 @@ def of_layers(model: ModelConfig, layers: list[int], more: str) -> int:
     """Elements of the tensors of some layers, and of those whose name begins as `more` says, by their names alone; each
     unit is filled up to whole aligned buffers."""
     units: dict[str, int] = {}
-    for row in parameter_table(model).rows:
-        layer = re.match(r"model\.layers\.(\d+)\.", row.name)
-        if (layer and int(layer[1]) in layers) or re.match(more, row.name):
-            units[layer[1] if layer else row.unit] = units.get(layer[1] if layer else row.unit, 0) + row.numel
+    for entry in parameter_table(model).entries:
+        layer = re.match(r"model\.layers\.(\d+)\.", entry.name)
+        if (layer and int(layer[1]) in layers) or re.match(more, entry.name):
+            units[layer[1] if layer else entry.unit] = units.get(layer[1] if layer else entry.unit, 0) + entry.numel
     return sum(map(padded, units.values()))
 
 

@@ -61,17 +61,17 @@ def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compil
         tensor.name: tensor.local_shape(layout) for tensor in table.tensors
     }
     boxes = [
-        (row, box, row.offset)
-        for row in table.rows
-        for box in table.local_slices(row, layout, layout.coordinates(mesh.rank))
+        (entry, box, entry.offset)
+        for entry in table.entries
+        for box in table.local_slices(entry, layout, layout.coordinates(mesh.rank))
     ]
 
-    def part(tensors: dict[str, torch.Tensor], row: Any, box: Any, offset: int) -> torch.Tensor:
-        return tensors[row.tensor][offset : offset + row.engine_shape[0]][box.slices]
+    def part(tensors: dict[str, torch.Tensor], entry: Any, box: Any, offset: int) -> torch.Tensor:
+        return tensors[entry.tensor][offset : offset + entry.engine_shape[0]][box.slices]
 
     with torch.no_grad():
-        for row, box, offset in boxes:
-            parameters[row.tensor][box.local_slices] = part(theirs, row, box, offset)
+        for entry, box, offset in boxes:
+            parameters[entry.tensor][box.local_slices] = part(theirs, entry, box, offset)
     if compiled:
         mine.compile_blocks(backend=compiled)
 
@@ -89,14 +89,14 @@ def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compil
     least = min(int((gradient.view(len(gradient), -1).norm(dim=1) > 0).sum())
                 for name, gradient in gradients.items() if ".experts.down" in name)  # fmt: skip
     for tensor in table.tensors:
-        axis = mesh.expert_data if tensor.part(layout) == "experts" else mesh.data
+        axis = mesh.expert_data if tensor.buffer_kind(layout) == "experts" else mesh.data
         all_reduce(gradients[tensor.name], axis, "test.gradients")
-    for row, box, offset in boxes:
-        gradient = gradients[row.tensor][box.local_slices].clone()
-        if "tp" in row.gradient_axes(layout):
-            all_reduce(gradient, mesh.make_block_axis("tp", row.replicas(layout)), "test.partial")
-        error = (gradient - part(expected, row, box, offset)).abs().max()
-        errors[row.name] = max(errors.get(row.name, 0.0), float(error))
+    for entry, box, offset in boxes:
+        gradient = gradients[entry.tensor][box.local_slices].clone()
+        if "tp" in entry.gradient_axes(layout):
+            all_reduce(gradient, mesh.make_block_axis("tp", entry.replicas(layout)), "test.partial")
+        error = (gradient - part(expected, entry, box, offset)).abs().max()
+        errors[entry.name] = max(errors.get(entry.name, 0.0), float(error))
     return {"worst": max(errors.values()), "loss": errors["loss"], "rows with gradients": least, "calls": calls(mesh)}
 
 

@@ -50,19 +50,19 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
         tensor.name: tensor.local_shape(layout) for tensor in table.tensors
     }
     boxes = [
-        (row, box, row.offset)
-        for row in table.rows
-        for box in table.local_slices(row, layout, layout.coordinates(mesh.rank))
+        (entry, box, entry.offset)
+        for entry in table.entries
+        for box in table.local_slices(entry, layout, layout.coordinates(mesh.rank))
     ]
 
-    def part(tensors: dict[str, torch.Tensor], row: Any, box: Any, offset: int) -> torch.Tensor:
-        return tensors[row.tensor][offset : offset + row.engine_shape[0]][box.slices]
+    def part(tensors: dict[str, torch.Tensor], entry: Any, box: Any, offset: int) -> torch.Tensor:
+        return tensors[entry.tensor][offset : offset + entry.engine_shape[0]][box.slices]
 
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.fill_(1e3)  # rows that only fill up must not count
-        for row, box, offset in boxes:
-            parameters[row.tensor][box.local_slices] = part(theirs, row, box, offset)
+        for entry, box, offset in boxes:
+            parameters[entry.tensor][box.local_slices] = part(theirs, entry, box, offset)
 
     batch = inputs(config)
     want, loss = whole(*batch), mine(*batch)
@@ -75,15 +75,15 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     expected = {name: parameter.grad for name, parameter in theirs.items()}
     summed: dict[str, torch.Tensor] = {}
-    for row, box, offset in boxes:
-        gradient = gradients[row.tensor][box.local_slices].clone()
-        if "tp" in row.gradient_axes(layout) and row.replicas(layout) == layout.tp:
+    for entry, box, offset in boxes:
+        gradient = gradients[entry.tensor][box.local_slices].clone()
+        if "tp" in entry.gradient_axes(layout) and entry.replicas(layout) == layout.tp:
             torch.distributed.all_reduce(gradient)
-        error = (gradient - part(expected, row, box, offset)).abs().max()
-        errors[row.name] = max(errors.get(row.name, 0.0), float(error))
-        summed[row.name] = gradient
+        error = (gradient - part(expected, entry, box, offset)).abs().max()
+        errors[entry.name] = max(errors.get(entry.name, 0.0), float(error))
+        summed[entry.name] = gradient
     covered = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-    for row, box, _ in boxes:
-        covered[row.tensor][box.local_slices] = 1
+    for entry, box, _ in boxes:
+        covered[entry.tensor][box.local_slices] = 1
     errors["rows that fill up"] = max(float((gradients[name] * (1 - covered[name])).abs().max()) for name in gradients)
     return errors

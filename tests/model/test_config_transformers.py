@@ -56,7 +56,7 @@ def build(config: ModelConfig, tmp_path) -> transformers.PreTrainedModel:
 def test_parameter_names_and_shapes_match_transformers(config: ModelConfig, tmp_path):
     model = build(config, tmp_path)
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    ours = {row.name: row.shape for row in parameter_table(config).rows}
+    ours = {entry.name: entry.shape for entry in parameter_table(config).entries}
     assert ours == theirs
 
 
@@ -107,7 +107,7 @@ def test_planning_families_list_the_tensors_of_transformers(name: str):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs_config)
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert {row.name: row.shape for row in parameter_table(config).rows} == theirs
+    assert {entry.name: entry.shape for entry in parameter_table(config).entries} == theirs
 
 
 def test_a_nemotron_lists_the_tensors_of_transformers():
@@ -121,7 +121,7 @@ def test_a_nemotron_lists_the_tensors_of_transformers():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs_config)
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert {row.name: row.shape for row in parameter_table(config).rows} == theirs
+    assert {entry.name: entry.shape for entry in parameter_table(config).entries} == theirs
 
 
 def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path):
@@ -131,7 +131,9 @@ def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path
             continue
         config = dataclasses.replace(entry.config, layers=2, windowed_layers=None)
         count = sum(parameter.numel() for parameter in build(config, tmp_path).parameters())
-        biases = sum(row.numel for row in parameter_table(config).rows if row.balances)  # buffers in transformers
+        biases = sum(
+            entry.numel for entry in parameter_table(config).entries if entry.balances
+        )  # buffers in transformers
         assert count + biases == parameter_table(config).numel, name
 
 

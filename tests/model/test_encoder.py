@@ -164,9 +164,9 @@ def test_loss_and_gradients_match_transformers(architecture: str, tmp_path: Path
     want.backward()
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=0)
     mine, other = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    for row in parameter_table(config).rows:
-        gradient = mine[row.tensor].grad[row.offset : row.offset + row.engine_shape[0]]
-        torch.testing.assert_close(gradient, other[row.name].grad, rtol=1e-9, atol=1e-11, msg=row.name)
+    for entry in parameter_table(config).entries:
+        gradient = mine[entry.tensor].grad[entry.offset : entry.offset + entry.engine_shape[0]]
+        torch.testing.assert_close(gradient, other[entry.name].grad, rtol=1e-9, atol=1e-11, msg=entry.name)
 
 
 def small(head: str = "masked", **changes: Any) -> ModelConfig:
@@ -324,7 +324,7 @@ def test_a_preset_is_the_model_that_transformers_builds(name: str, head: str):
         theirs = getattr(transformers, architecture)(transformers.BertConfig.from_dict(written))
     prefix = "bert." if architecture == "BertModel" else ""
     shapes = {prefix + name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
-    assert {row.name: row.shape for row in parameter_table(config).rows} == shapes
+    assert {entry.name: entry.shape for entry in parameter_table(config).entries} == shapes
     assert config_from_huggingface(written) == config
 
 

@@ -21,7 +21,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.experts import Router
 from meshwright.model.grouped_product import grouped_product
 from meshwright.model.huggingface import load_huggingface, save_huggingface
-from meshwright.model.initialise import initialise, take_row
+from meshwright.model.initialise import extract_entry, initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.flops import forward_flops_per_token
@@ -30,7 +30,7 @@ from meshwright.spec.config_json import config_from_huggingface, config_to_huggi
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
-from tests.model.transformers_names import row_in_transformers
+from tests.model.transformers_names import entry_in_transformers
 
 ODD: dict[str, Any] = {
     "vocab_size": 499, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -101,12 +101,12 @@ def test_logits_and_gradients_match_transformers(name: str, tmp_path: Path, wide
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     model(tokens, targets).backward()
     expected = {name: values.grad for name, values in theirs.named_parameters()}
-    for row in parameter_table(config).rows:
-        mine = take_row(model.get_parameter(row.tensor).grad, row)
-        if row.balances:
+    for entry in parameter_table(config).entries:
+        mine = extract_entry(model.get_parameter(entry.tensor).grad, entry)
+        if entry.balances:
             continue
-        want = row_in_transformers(expected, row.name)
-        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10, msg=row.name)
+        want = entry_in_transformers(expected, entry.name)
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10, msg=entry.name)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -154,13 +154,13 @@ class Group:
 
 
 def cut(table: ParameterTable, whole: dict[str, torch.Tensor], layout: Layout, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's engine tensors, from whole rows (in engine orientation)."""
+    """A rank's engine tensors, from whole entries (in engine orientation)."""
     parts = {}
     for tensor in table.tensors:
         local = torch.zeros(tensor.local_shape(layout), dtype=torch.float64)
-        for row in tensor.rows:
-            for box in table.local_slices(row, layout, layout.coordinates(rank)):
-                local[box.local_slices] = whole[row.name][box.slices]
+        for entry in tensor.entries:
+            for box in table.local_slices(entry, layout, layout.coordinates(rank)):
+                local[box.local_slices] = whole[entry.name][box.slices]
         parts[tensor.name] = local
     return parts
 
@@ -171,7 +171,8 @@ def test_partial_gradients_summed_by_table_equal_gradient(config: ModelConfig, l
     table, layout_ = parameter_table(config), Layout.parse(layout)
     generator = torch.Generator().manual_seed(3)
     whole = {
-        row.name: torch.randn(row.engine_shape, generator=generator, dtype=torch.float64) * 0.3 for row in table.rows
+        entry.name: torch.randn(entry.engine_shape, generator=generator, dtype=torch.float64) * 0.3
+        for entry in table.entries
     }
     tokens_S, targets_S = torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
 
@@ -190,14 +191,14 @@ def test_partial_gradients_summed_by_table_equal_gradient(config: ModelConfig, l
     loss, parts = gradients(layout_)
     torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=0)
 
-    for row in table.rows:
-        replicas, place = row.replicas(layout_), table.tensor(row.tensor).local_offset(row, Layout())
-        expected = true[row.tensor][place : place + row.engine_shape[0]]
+    for entry in table.entries:
+        replicas, place = entry.replicas(layout_), table.tensor(entry.tensor).local_offset(entry, Layout())
+        expected = true[entry.tensor][place : place + entry.engine_shape[0]]
         for rank in range(layout_.tp):
             first = rank // replicas * replicas
-            summed = range(first, first + replicas) if "tp" in row.gradient_axes(layout_) else [rank]
-            for box in table.local_slices(row, layout_, {"tp": rank}):
-                found = sum(parts[other][row.tensor][box.local_slices] for other in summed)
+            summed = range(first, first + replicas) if "tp" in entry.gradient_axes(layout_) else [rank]
+            for box in table.local_slices(entry, layout_, {"tp": rank}):
+                found = sum(parts[other][entry.tensor][box.local_slices] for other in summed)
                 torch.testing.assert_close(
-                    found, expected[box.slices], rtol=1e-9, atol=1e-12, msg=f"{row.name}, rank {rank}"
+                    found, expected[box.slices], rtol=1e-9, atol=1e-12, msg=f"{entry.name}, rank {rank}"
                 )

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from meshwright.model.initialise import initial_value, initialise, place_row, take_row
+from meshwright.model.initialise import extract_entry, initial_value, initialise, write_entry
 from meshwright.model.transformer import Transformer
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -15,7 +15,7 @@ from meshwright.spec.presets import preset
 def test_initial_value_is_independent_of_other_parameters():
     small, deep = preset("llama-tiny"), dataclasses.replace(preset("llama-tiny"), layers=9, vocabulary=77)
     name = "model.layers.1.self_attn.q_proj.weight"
-    first, second = (parameter_table(config).row(name) for config in (small, deep))
+    first, second = (parameter_table(config).entry(name) for config in (small, deep))
     assert torch.equal(initial_value(first, 3), initial_value(second, 3))
     torch.manual_seed(123)
     assert torch.equal(initial_value(first, 3), initial_value(first, 3))
@@ -23,7 +23,7 @@ def test_initial_value_is_independent_of_other_parameters():
 
 def test_seed_and_name_both_matter():
     table = parameter_table(preset("llama-tiny"))
-    query = table.row("model.layers.1.self_attn.q_proj.weight")
+    query = table.entry("model.layers.1.self_attn.q_proj.weight")
     other = dataclasses.replace(query, name="model.layers.0.self_attn.q_proj.weight")
     assert not torch.equal(initial_value(query, 0), initial_value(query, 1))
     assert not torch.equal(initial_value(query, 0), initial_value(other, 0))
@@ -31,18 +31,18 @@ def test_seed_and_name_both_matter():
 
 def test_initial_standard_deviations_follow_parameter_table():
     table = parameter_table(dataclasses.replace(preset("gpt2-tiny"), hidden=128, head_dim=16, vocabulary=3000))
-    for row in table.rows:
-        value = initial_value(row, 0)
-        assert value.shape == row.shape
+    for entry in table.entries:
+        value = initial_value(entry, 0)
+        assert value.shape == entry.shape
         assert value.dtype == torch.float32
-        if row.initial.kind == "normal":
-            assert abs(float(value.std()) / row.initial.std - 1) < 0.05, row.name
-            assert abs(float(value.mean())) < 0.05 * row.initial.std, row.name
+        if entry.initial.kind == "normal":
+            assert abs(float(value.std()) / entry.initial.std - 1) < 0.05, entry.name
+            assert abs(float(value.mean())) < 0.05 * entry.initial.std, entry.name
         else:
-            assert value.unique().tolist() == [float(row.initial.kind == "ones")]
+            assert value.unique().tolist() == [float(entry.initial.kind == "ones")]
 
 
-def test_every_parameter_is_filled_from_its_rows():
+def test_every_parameter_is_filled_from_its_entries():
     for name in ("llama-tiny", "gpt2-tiny", "qwen3-tiny"):
         config = preset(name)
         table = parameter_table(config)
@@ -52,15 +52,17 @@ def test_every_parameter_is_filled_from_its_rows():
                 parameter.fill_(float("nan"))
         initialise(model, table, seed=5)
         parameters = dict(model.named_parameters())
-        for row in table.rows:
-            assert torch.equal(take_row(parameters[row.tensor], row), initial_value(row, 5).double()), row.name
+        for entry in table.entries:
+            assert torch.equal(extract_entry(parameters[entry.tensor], entry), initial_value(entry, 5).double()), (
+                entry.name
+            )
 
 
 def test_placed_parameter_round_trips():
-    row = parameter_table(preset("gpt2-tiny")).row("transformer.h.0.attn.c_attn.weight")
-    assert row.transposed
-    whole = torch.zeros(row.engine_shape)
-    value = torch.randn(row.shape)
-    place_row(whole, row, value)
+    entry = parameter_table(preset("gpt2-tiny")).entry("transformer.h.0.attn.c_attn.weight")
+    assert entry.transposed
+    whole = torch.zeros(entry.engine_shape)
+    value = torch.randn(entry.shape)
+    write_entry(whole, entry, value)
     assert torch.equal(whole, value.T)
-    assert torch.equal(take_row(whole, row), value)
+    assert torch.equal(extract_entry(whole, entry), value)

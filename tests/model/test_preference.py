@@ -24,7 +24,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.compare import relative_errors
 from meshwright.verification.problem import scale_down_config
-from tests.model.transformers_names import row_in_transformers
+from tests.model.transformers_names import entry_in_transformers
 
 TENSOR = SINGLE_DEVICE.tensor
 TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
@@ -164,8 +164,8 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
 
     ours = Transformer(config, dtype=torch.float64)
     for tensor in table.tensors:
-        rows = [initial_value(row, 5).view(row.engine_shape) for row in tensor.rows]
-        ours.get_parameter(tensor.name).data.copy_(torch.cat(rows))
+        entries = [initial_value(entry, 5).view(entry.engine_shape) for entry in tensor.entries]
+        ours.get_parameter(tensor.name).data.copy_(torch.cat(entries))
     pairs = Pairs.from_ids(IDS).with_reference(reference)
     values = ours(tokens[:, :-1], targets, Documents.from_ids(IDS).in_pairs(pairs))
     loss = Preference("dpo", beta)(values, pairs).loss / 3
@@ -175,8 +175,8 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
         huggingface = transformers.AutoConfig.for_model(**dict(config_to_huggingface(config)))
         model = transformers.AutoModelForCausalLM.from_config(huggingface, attn_implementation="eager").double()
     parameters = {name: values.detach().fill_(math.nan) for name, values in model.named_parameters()}
-    for row in table.rows:
-        row_in_transformers(parameters, row.name).copy_(initial_value(row, 5))
+    for entry in table.entries:
+        entry_in_transformers(parameters, entry.name).copy_(initial_value(entry, 5))
     total = torch.zeros((), dtype=torch.float64)
     with wide():
         for row, pair in ((0, 0), (0, 1), (1, 0)):
@@ -193,8 +193,8 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
     theirs, mine = {}, {}
     gradients = {name: values.grad for name, values in model.named_parameters()}
     for tensor in table.tensors:
-        for row in tensor.rows:
-            gradient = row_in_transformers(gradients, row.name)
-            theirs[row.name] = (gradient.T if row.transposed else gradient).reshape(-1)
-            mine[row.name] = ours.get_parameter(tensor.name).grad[row.offset :][: row.engine_shape[0]].reshape(-1)
+        for entry in tensor.entries:
+            gradient = entry_in_transformers(gradients, entry.name)
+            theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
+            mine[entry.name] = ours.get_parameter(tensor.name).grad[entry.offset :][: entry.engine_shape[0]].reshape(-1)
     assert max(relative_errors(mine, theirs).values()) < 1e-10

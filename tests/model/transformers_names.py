@@ -1,4 +1,4 @@
-"""Where a model of transformers in memory has the rows of a file."""
+"""Where a model of transformers in memory has the entries of a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 
-def row_in_transformers(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The view of a row, by its name on disk, in the parameters (or gradients) of a model of transformers.
+def entry_in_transformers(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The view of an entry, by its name on disk, in the parameters (or gradients) of a model of transformers.
 
     In memory a layer's experts are stacked: `experts.gate_up_proj` [experts, 2 x width, hidden], gates first, and
     `experts.down_proj` [experts, hidden, width]; what Mixtral's files call `block_sparse_moe` is `mlp`.

@@ -63,8 +63,9 @@ def on_one_device(config: Any) -> dict[str, torch.Tensor]:
     (model(tokens, targets, documents) / (targets != -100).sum()).backward()
     whole = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
-        row.name: whole[row.tensor][row.offset : row.offset + row.engine_shape[0]].flatten() for row in table.rows
-    }  # fmt: skip
+        entry.name: whole[entry.tensor][entry.offset : entry.offset + entry.engine_shape[0]].flatten()
+        for entry in table.entries
+    }
 
 
 @pytest.mark.timeout(300)

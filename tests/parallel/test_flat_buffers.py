@@ -1,4 +1,4 @@
-"""Flat buffers and the table: every element of every row has one place, and pieces find it."""
+"""Flat buffers and the table: every element of every entry has one place, and pieces find it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from meshwright.parallel.flat_buffers import even_share, flat_layout, slices_of
+from meshwright.spec.parameter_entries import ALIGNMENT, padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.rows import ALIGNMENT, padded_numel
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
 def test_slices_of_all_shards_cover_every_parameter_once(name, shards):
     table = parameter_table(preset(name))
-    seen = {row.name: torch.zeros(row.numel, dtype=torch.int64) for row in table.rows}
+    seen = {entry.name: torch.zeros(entry.numel, dtype=torch.int64) for entry in table.entries}
     for unit_name in table.units:
         unit = flat_layout(table, unit_name, shards)
         assert unit.padded % (shards * ALIGNMENT) == 0 and 0 <= unit.padded - unit.numel < shards * ALIGNMENT
@@ -28,7 +28,7 @@ def test_slices_of_all_shards_cover_every_parameter_once(name, shards):
             for piece in slices_of(unit, "master", flat, start, start, min(stop, unit.numel)):
                 assert piece.tensor.numel() == piece.stop - piece.start > 0
                 seen[piece.name][piece.start : piece.stop] += 1
-                offset = next(part.offset for part in unit.slices if part.row.name == piece.name)
+                offset = next(part.offset for part in unit.slices if part.entry.name == piece.name)
                 assert piece.tensor[0] == offset + piece.start
     assert all(bool((count == 1).all()) for count in seen.values())
 

@@ -37,7 +37,7 @@ def test_every_unit_is_on_some_stage_and_saved_once(four, config, layout):
     found = four.run(cases.names_and_holdings, Problem(config, 8), layout)
     names = {tensor.name for tensor in table.tensors}
     assert {name for rank in found for name in rank["names"]} == names, "names do not change with the stage"
-    written = {row.name: torch.zeros(row.numel) for row in table.rows}
+    written = {entry.name: torch.zeros(entry.numel) for entry in table.entries}
     for rank in found:
         for name, start, stop in rank["owned"]:
             written[name][start:stop] += 1

@@ -20,9 +20,9 @@ from meshwright.parallel.flat_buffers import flat_layout, slices_of
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks
+from meshwright.spec.parameter_entries import padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.rows import padded_numel
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 from tests.parallel.stage_cases import tensors_of
@@ -45,8 +45,8 @@ SEQUENCE = 24
 def test_every_element_is_saved_once_with_holder_count(config, layout_text):
     layout, table = Layout.parse(layout_text), parameter_table(config)
     shards = layout.dp if layout.zero else 1
-    written = {row.name: torch.zeros(row.numel) for row in table.rows}
-    held = {row.name: torch.zeros(row.numel) for row in table.rows}
+    written = {entry.name: torch.zeros(entry.numel) for entry in table.entries}
+    held = {entry.name: torch.zeros(entry.numel) for entry in table.entries}
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
         for name in table.units:
@@ -61,22 +61,22 @@ def test_every_element_is_saved_once_with_holder_count(config, layout_text):
                     place = piece.of(torch.arange(counts[piece.name].numel()))
                     assert len(place) == piece.tensor.numel() == piece.stop - piece.start > 0
                     counts[piece.name][place] += 1
-    for row in table.rows:
-        assert bool((written[row.name] == 1).all()), row.name
-        assert bool((held[row.name] == row.replicas(layout)).all()), row.name
+    for entry in table.entries:
+        assert bool((written[entry.name] == 1).all()), entry.name
+        assert bool((held[entry.name] == entry.replicas(layout)).all()), entry.name
 
 
 def test_slice_reports_its_columns_of_parameter():
     table, layout = parameter_table(LLAMA), Layout(tp=2)
     unit = flat_layout(table, "layers.0", 1, layout, {"tp": 1})
-    row = table.row("model.layers.0.mlp.down_proj.weight")
-    (piece,) = [p for p in slices_of(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == row.name]
-    values = torch.arange(row.numel)
-    assert torch.equal(piece.of(values), values.view(row.engine_shape)[:, 20:].reshape(-1))
+    entry = table.entry("model.layers.0.mlp.down_proj.weight")
+    (piece,) = [p for p in slices_of(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == entry.name]
+    values = torch.arange(entry.numel)
+    assert torch.equal(piece.of(values), values.view(entry.engine_shape)[:, 20:].reshape(-1))
     piece.tensor.fill_(7)
-    written = torch.zeros(row.numel)
+    written = torch.zeros(entry.numel)
     piece.put(written)
-    assert torch.equal(written.view(row.engine_shape)[:, 20:], torch.full((24, 20), 7.0)) and written.sum() == 7 * 480
+    assert torch.equal(written.view(entry.engine_shape)[:, 20:], torch.full((24, 20), 7.0)) and written.sum() == 7 * 480
 
 
 def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bool]:
@@ -87,10 +87,10 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
     right = []
     for piece in parallel.master_slices(owned=False):
-        row = table.row(piece.name)
-        value = initial_value(row, 3).double()
+        entry = table.entry(piece.name)
+        value = initial_value(entry, 3).double()
         right.append(
-            (piece.name, torch.equal(piece.tensor, piece.of((value.T if row.transposed else value).reshape(-1))))
+            (piece.name, torch.equal(piece.tensor, piece.of((value.T if entry.transposed else value).reshape(-1))))
         )
     one_step(parallel, model, mesh, config)
     for shard in parallel.shards:
@@ -198,10 +198,10 @@ def test_partial_gradients_travel_once_a_step(four, name, layout):
     config = CONFIGS[name]
     table, parsed = parameter_table(config), Layout.parse(layout)
     expected: dict[int, int] = {}
-    for row in table.rows:
-        if "tp" in row.gradient_axes(parsed):
-            copies = row.replicas(parsed)
-            part = row.numel * copies // 4
+    for entry in table.entries:
+        if "tp" in entry.gradient_axes(parsed):
+            copies = entry.replicas(parsed)
+            part = entry.numel * copies // 4
             expected[copies] = expected.get(copies, 0) + part
     (calls, *_) = four.run(calls_of_a_step, f"{layout} mb2", config)
     found = {site: value for (site, _), value in calls.items() if site.startswith("tensor.")}

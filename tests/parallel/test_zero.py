@@ -20,9 +20,9 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.spec.parameter_entries import padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.rows import padded_numel
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
 
@@ -47,12 +47,12 @@ def whole_gradient(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor
 
 def assembled(pieces: list, table: Any = TABLE) -> dict[str, torch.Tensor]:
     """Rows that the pieces cover entirely."""
-    rows: dict[str, torch.Tensor] = {}
+    entries: dict[str, torch.Tensor] = {}
     for piece in pieces:
-        row = table.row(piece.name)
-        rows.setdefault(piece.name, torch.full((row.numel,), float("nan"), dtype=torch.float64))
-        rows[piece.name][piece.start : piece.stop] = piece.tensor.double()
-    return rows
+        entry = table.entry(piece.name)
+        entries.setdefault(piece.name, torch.full((entry.numel,), float("nan"), dtype=torch.float64))
+        entries[piece.name][piece.start : piece.stop] = piece.tensor.double()
+    return entries
 
 
 def one_step(
@@ -128,10 +128,10 @@ def memory_of_zero3(tied: bool) -> None:
     for unit in parallel._units.values():
         unit.unshard()
     for tensor in table.tensors:
-        for row in tensor.rows:
-            value = model.get_parameter(tensor.name)[row.offset : row.offset + row.engine_shape[0]]
-            expected = initial_value(row, 1)
-            assert torch.equal(value, expected.T if row.transposed else expected)
+        for entry in tensor.entries:
+            value = model.get_parameter(tensor.name)[entry.offset : entry.offset + entry.engine_shape[0]]
+            expected = initial_value(entry, 1)
+            assert torch.equal(value, expected.T if entry.transposed else expected)
     parallel.prefetchers[0].reshard()
     assert watch.note() == set()
     mesh.close()
@@ -160,9 +160,9 @@ def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
     model = Transformer(LLAMA, axes=axis_operations(mesh))
     parallel = ZeroEngine(model, TABLE, mesh, seed=1, parameter_dtype=torch.float32)
     for piece in parallel.master_slices(owned=False):
-        row = TABLE.row(piece.name)
-        expected = initial_value(row, 1)
-        flat = (expected.T if row.transposed else expected).reshape(-1)
+        entry = TABLE.entry(piece.name)
+        expected = initial_value(entry, 1)
+        flat = (expected.T if entry.transposed else expected).reshape(-1)
         assert torch.equal(piece.tensor, flat[piece.start : piece.stop])
     for shard in parallel.shards:
         assert shard.master.shape == shard.gradient.shape == (shard.stop - shard.start,)
@@ -209,9 +209,9 @@ def check(results: list, truth: dict[str, torch.Tensor], tolerance: float, copie
     """Every copy of every gradient is the true one, to `tolerance` of its norm."""
     per_copy = len(results) // copies
     for first in range(0, len(results), per_copy):
-        rows = assembled([piece for pieces in results[first : first + per_copy] for piece in pieces])
+        entries = assembled([piece for pieces in results[first : first + per_copy] for piece in pieces])
         for tensor in TABLE.tensors:
-            got = torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape)
+            got = torch.cat([entries[entry.name] for entry in tensor.entries]).view(tensor.shape)
             error = (got - truth[tensor.name]).norm() / truth[tensor.name].norm()
             assert error < tolerance, (tensor.name, float(error))
 
@@ -283,7 +283,7 @@ def test_bytes_on_the_wire_are_the_closed_forms(ranks):
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 zero1", "dp4 zero3 hs2"])
 def test_ranks_write_every_element_once_and_start_from_seed(ranks, layout):
-    seen = {row.name: torch.zeros(row.numel, dtype=torch.int64) for row in TABLE.rows}
+    seen = {entry.name: torch.zeros(entry.numel, dtype=torch.int64) for entry in TABLE.entries}
     for pieces in ranks.run(owned_by_rank, layout):
         assert pieces, "every rank writes something"
         for name, start, stop in pieces:
@@ -302,9 +302,9 @@ def test_single_device_makes_no_call_and_copies_no_parameter(truth):
     parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]) / int((batch.targets != -100).sum()))
     parallel.finish()
     assert mesh.record.table() == []
-    rows = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
+    entries = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
     for tensor in TABLE.tensors:
-        got = torch.cat([rows[row.name] for row in tensor.rows]).view(tensor.shape)
+        got = torch.cat([entries[entry.name] for entry in tensor.entries]).view(tensor.shape)
         assert torch.equal(got, truth[tensor.name])
     for shard in parallel.shards:
         shard.master.fill_(0.5)  # the master is the parameters' own memory
@@ -331,8 +331,10 @@ def test_a_parameter_without_part_in_the_loss_gets_zero():
     parallel.begin_step(1)
     parallel.backward(model.layers[0].mlp.down.weight.sum())
     parallel.finish()
-    rows = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
-    assert {name for name, value in rows.items() if bool((value != 0).any())} == {"model.layers.0.mlp.down_proj.weight"}
+    entries = assembled(parallel.slices_like("gradient", [shard.gradient for shard in parallel.shards], owned=True))
+    assert {name for name, value in entries.items() if bool((value != 0).any())} == {
+        "model.layers.0.mlp.down_proj.weight"
+    }
 
 
 def test_discarded_engine_is_garbage_collected():

@@ -417,7 +417,7 @@ if __name__ == "__main__":
             dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
             model = Transformer(
                 config, axes=axis_operations(mesh), device="meta", dtype=dtype,
-                stages=partition.held(mesh.pp.rank),
+                stages=partition.stages_on(mesh.pp.rank),
             )  # fmt: skip
             parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, partition=partition)
             train = TrainRecipe(steps=3, batch=case.batch, learning_rate=1e-3, optimizer=case.optimizer)

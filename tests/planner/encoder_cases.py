@@ -24,7 +24,7 @@ from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.work import predictions
+from meshwright.spec.work import count_predictions
 from meshwright.training.optimizer import Optimizer
 from tests.planner.ledger_cases import Measured, highest, live_bytes
 from tests.planner.saved_cases import Storages, Watched
@@ -55,7 +55,7 @@ def inputs(config: ModelConfig, case: EncoderCase) -> tuple[torch.Tensor, torch.
     documents = Documents() if case.starts is None else Documents.from_starts(case.starts, case.sequence)
     if config.head != "masked":
         return tokens, torch.randint(0, len(config.labels) or 1, (case.rows,), generator=make), documents
-    chosen = torch.randperm(tokens.numel(), generator=make)[: predictions(config, case.rows, case.sequence)]
+    chosen = torch.randperm(tokens.numel(), generator=make)[: count_predictions(config, case.rows, case.sequence)]
     targets = torch.full((tokens.numel(),), -100)
     targets[chosen] = tokens.flatten()[chosen]
     return tokens, targets.view_as(tokens), documents

@@ -135,7 +135,7 @@ def _measure(step: Step) -> Measured:
                 ):  # a call that ends after the profile corrupts the heap (torch 2.13)
                     unit.unshard()
         layers = [
-            at for part in engine.partition.held(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)
+            at for part in engine.partition.stages_on(mesh.pp.rank) for at in part.layers if step.config.has_experts(at)
         ]
         came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
         return *highest(profile), came

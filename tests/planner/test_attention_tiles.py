@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import Span, groups
+from meshwright.model.tiled_attention import Span, cut_tiles
 from meshwright.planner.attention_tiles import Heads, Lies, Starts, _tiles, backward_bytes
 
 
@@ -29,7 +29,7 @@ def test_tiles_are_those_that_the_engine_cuts(rows: int, kv_heads: int, length: 
     first_BS = Documents.from_starts(starts, length).first_visible_BS(length, window, q_BKGSD.device)
     everything = slice(0, length)
     done = 0
-    for at, heads, tiles in groups(q_BKGSD, Span(everything, everything), first_BS):
+    for at, heads, tiles in cut_tiles(q_BKGSD, Span(everything, everything), first_BS):
         together = at.stop - at.start
         whole = Heads(rows, kv_heads, together, heads.stop - heads.start, group, 4, length, min(128, length))
         said = [(tile.queries, tile.keys, tile.mask) for tile in _tiles(whole, window, starts[at], 4)]

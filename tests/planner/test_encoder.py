@@ -22,7 +22,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
-from meshwright.spec.work import predictions
+from meshwright.spec.work import count_predictions
 from tests.planner.encoder_cases import EncoderCase, EncoderStep, count, measure, small, watch
 from tests.planner.ledger_cases import check_states
 from tests.planner.saved_cases import difference
@@ -141,7 +141,7 @@ def test_a_plan_says_what_it_takes_to_be_masked_and_who_trains_it() -> None:
 
 def test_a_masked_model_predicts_a_part_of_its_tokens_and_a_classifier_a_row() -> None:
     masked, classes = small(), small("classes")
-    assert predictions(masked, 4, 512) == round(0.15 * 4 * 512) and predictions(classes, 4, 512) == 4
+    assert count_predictions(masked, 4, 512) == round(0.15 * 4 * 512) and count_predictions(classes, 4, 512) == 4
     hidden = masked.hidden
     assert forward_flops_per_token(masked, 512)["head"] == pytest.approx(0.15 * 2 * hidden * (hidden + 97))
     assert forward_flops_per_token(classes, 512)["head"] == pytest.approx(2 * hidden * (hidden + 3) / 512)

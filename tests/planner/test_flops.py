@@ -25,7 +25,7 @@ def test_gpt_models_follow_the_formula_of_megatron(name: str, sequence: int):
 def test_training_is_six_times_the_matrices_and_twelve_times_the_attention(name: str):
     """Chowdhery et al. 2022 (arXiv:2204.02311, appendix B): 6 N + 12 L H Q T, N without the embedding lookup."""
     config = dataclasses.replace(preset(name), sliding_window=None, windowed_layers=None)
-    vectors = sum(row.numel for row in parameter_table(config).rows if not row.decay)
+    vectors = sum(entry.numel for entry in parameter_table(config).entries if not entry.decay)
     lookup = 0 if config.tied else config.vocabulary * config.hidden
     matrices = parameter_table(config).numel - vectors - lookup
     published = 6 * matrices + 12 * config.layers * config.heads * config.head_dim * 2048

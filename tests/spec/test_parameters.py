@@ -12,7 +12,7 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.parameters import ParameterTable, Row, parameter_table
+from meshwright.spec.parameters import ParameterEntry, ParameterTable, parameter_table
 from meshwright.spec.presets import PRESETS, preset
 
 # Hostile on purpose: an odd vocabulary, 5 layers, 2 key-value heads for up to 8 ranks, untied.
@@ -40,33 +40,33 @@ TENSOR_SIZES = (1, 2, 4, 8)
 configs = pytest.mark.parametrize("config", ODD.values(), ids=ODD)
 
 
-def numbered(row: Row, table: ParameterTable) -> numpy.ndarray:
-    """A row's values: a number for each element, different in every row of its engine tensor."""
-    before = table.tensor(row.tensor).rows[: table.tensor(row.tensor).rows.index(row)]
+def numbered(entry: ParameterEntry, table: ParameterTable) -> numpy.ndarray:
+    """An entry's values: a number for each element, different in every entry of its engine tensor."""
+    before = table.tensor(entry.tensor).entries[: table.tensor(entry.tensor).entries.index(entry)]
     start = sum(other.numel for other in before)
-    return (numpy.arange(row.numel) + start).reshape(row.engine_shape)
+    return (numpy.arange(entry.numel) + start).reshape(entry.engine_shape)
 
 
 def held(table: ParameterTable, tensor: str, layout: Layout, tp: int) -> numpy.ndarray:
     """What a rank of tp holds of an engine tensor; -1 where no value was put (padding)."""
     local = numpy.full(table.tensor(tensor).local_shape(layout), -1)
-    for row in table.tensor(tensor).rows:
-        for box in table.local_slices(row, layout, {"tp": tp}):
+    for entry in table.tensor(tensor).entries:
+        for box in table.local_slices(entry, layout, {"tp": tp}):
             assert (local[box.local_slices] == -1).all(), "two boxes at one place"
-            local[box.local_slices] = numbered(row, table)[box.slices]
+            local[box.local_slices] = numbered(entry, table)[box.slices]
     return local
 
 
 @configs
 def test_slices_of_ranks_tile_every_parameter_with_stated_replicas(config: ModelConfig):
     table = parameter_table(config)
-    for tp, row in itertools.product(TENSOR_SIZES, table.rows):
+    for tp, entry in itertools.product(TENSOR_SIZES, table.entries):
         layout = Layout(tp=tp)
-        counted = numpy.zeros(row.engine_shape, dtype=int)
+        counted = numpy.zeros(entry.engine_shape, dtype=int)
         for rank in range(tp):
-            for box in table.local_slices(row, layout, layout.coordinates(rank)):
+            for box in table.local_slices(entry, layout, layout.coordinates(rank)):
                 counted[box.slices] += 1
-        assert (counted == row.replicas(layout)).all(), (row.name, tp)
+        assert (counted == entry.replicas(layout)).all(), (entry.name, tp)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_each_expert_group_holds_every_expert_once(name: str, layout: str):
     config, parsed = dataclasses.replace(preset(name), experts=8), Layout.parse(layout)
     table = parameter_table(config)
     block = parsed.ep * parsed.etp
-    for row in (row for row in table.rows if row.expert is not None):
+    for entry in (entry for entry in table.entries if entry.expert is not None):
         for first in range(0, parsed.world_size, block):
-            counted = numpy.zeros(row.engine_shape, dtype=int)
+            counted = numpy.zeros(entry.engine_shape, dtype=int)
             for rank in range(first, first + block):
-                for box in table.local_slices(row, parsed, parsed.coordinates(rank)):
+                for box in table.local_slices(entry, parsed, parsed.coordinates(rank)):
                     counted[box.slices] += 1
-                    local = table.tensor(row.tensor).local_shape(parsed)
+                    local = table.tensor(entry.tensor).local_shape(parsed)
                     assert all(end.stop <= size for end, size in zip(box.local_slices, local, strict=True))
-            assert (counted == 1).all(), row.name
-        assert row.gradient_axes(parsed) == ("expert_data",) and row.replicas(parsed) == 1
+            assert (counted == 1).all(), entry.name
+        assert entry.gradient_axes(parsed) == ("expert_data",) and entry.replicas(parsed) == 1
 
 
 def test_rank_holds_consecutive_experts():
@@ -97,19 +97,19 @@ def test_rank_holds_consecutive_experts():
     for rank in range(4):
         mine = whole[(rank // 2) * config.experts // 2 :][: config.experts // 2, :, rank % 2]
         local = numpy.full(table.tensor("layers.0.mlp.experts.up.weight").local_shape(layout), -1)
-        for row in table.tensor("layers.0.mlp.experts.up.weight").rows:
-            for box in table.local_slices(row, layout, layout.coordinates(rank)):
-                local[box.local_slices] = numbered(row, table)[box.slices]
+        for entry in table.tensor("layers.0.mlp.experts.up.weight").entries:
+            for box in table.local_slices(entry, layout, layout.coordinates(rank)):
+                local[box.local_slices] = numbered(entry, table)[box.slices]
         assert (local == mine.reshape(local.shape)).all()
 
 
 @configs
 def test_neighbouring_ranks_share_replicated_parameters(config: ModelConfig):
     table = parameter_table(config)
-    for tp, row in itertools.product(TENSOR_SIZES, table.rows):
+    for tp, entry in itertools.product(TENSOR_SIZES, table.entries):
         layout = Layout(tp=tp)
-        replicas = row.replicas(layout)
-        boxes = [table.local_slices(row, layout, {"tp": rank}) for rank in range(tp)]
+        replicas = entry.replicas(layout)
+        boxes = [table.local_slices(entry, layout, {"tp": rank}) for rank in range(tp)]
         for rank in range(tp):
             assert boxes[rank] == boxes[rank // replicas * replicas]
 
@@ -132,7 +132,9 @@ def test_one_rank_holds_parameters_consecutively(config: ModelConfig):
         whole = held(table, tensor.name, Layout(), 0)
         assert whole.shape == tensor.shape
         assert (whole.ravel() == numpy.arange(tensor.numel)).all()
-        assert [row.offset for row in tensor.rows] == [tensor.local_offset(row, Layout()) for row in tensor.rows]
+        assert [entry.offset for entry in tensor.entries] == [
+            tensor.local_offset(entry, Layout()) for entry in tensor.entries
+        ]
 
 
 @pytest.mark.parametrize("tp", TENSOR_SIZES)
@@ -179,25 +181,25 @@ def test_row_parallel_matrices_are_cut_along_their_inputs():
 
 def test_gpt2_lies_transposed_on_disk():
     table = parameter_table(ODD["gpt2"])
-    row = table.row("transformer.h.0.attn.c_attn.weight")
-    assert (row.shape, row.engine_shape, row.transposed) == ((64, 192), (192, 64), True)
-    assert not table.row("transformer.wte.weight").transposed
-    assert not table.row("transformer.h.0.attn.c_attn.bias").transposed
+    entry = table.entry("transformer.h.0.attn.c_attn.weight")
+    assert (entry.shape, entry.engine_shape, entry.transposed) == ((64, 192), (192, 64), True)
+    assert not table.entry("transformer.wte.weight").transposed
+    assert not table.entry("transformer.h.0.attn.c_attn.bias").transposed
 
 
 @configs
 def test_names_are_unique_and_every_part_is_somewhere(config: ModelConfig):
     table = parameter_table(config)
-    assert len({row.name for row in table.rows}) == len(table.rows)
+    assert len({entry.name for entry in table.entries}) == len(table.entries)
     assert len({tensor.name for tensor in table.tensors}) == len(table.tensors)
-    assert [row for tensor in table.tensors for row in tensor.rows] == list(table.rows)
+    assert [entry for tensor in table.tensors for entry in tensor.entries] == list(table.entries)
     extra = ("positions",) * (config.positions == "learned") + ("embedding_norm",) * config.embedding_norm
     assert table.units == ("embedding", *extra, *(f"layers.{layer}" for layer in range(config.layers)), "head")
     assert sum(tensor.numel for tensor in table.tensors) == table.numel
-    for row in table.rows:
-        assert table.row(row.name) is row
-        assert row in table.tensor(row.tensor).rows
-        assert row.unit == table.tensor(row.tensor).unit
+    for entry in table.entries:
+        assert table.entry(entry.name) is entry
+        assert entry in table.tensor(entry.tensor).entries
+        assert entry.unit == table.tensor(entry.tensor).unit
 
 
 @configs
@@ -207,9 +209,9 @@ def test_flat_buffers_order_decayed_parameters_first_without_gaps(config: ModelC
         at = 0
         for tensor in table.unit_tensors(unit):
             assert table.tensor_range(tensor, layout)[0] == at
-            for row in tensor.rows:
-                start, stop = table.row_range(row, layout)
-                assert (start, stop - start) == (at, math.prod(row.local_shape(layout)))
+            for entry in tensor.entries:
+                start, stop = table.entry_range(entry, layout)
+                assert (start, stop - start) == (at, math.prod(entry.local_shape(layout)))
                 at = stop
             assert table.tensor_range(tensor, layout)[1] == at
         assert at == table.unit_numel(unit, layout)
@@ -221,9 +223,9 @@ def test_flat_buffers_order_decayed_parameters_first_without_gaps(config: ModelC
 
 @configs
 def test_matrices_decay_and_vectors_do_not(config: ModelConfig):
-    for row in parameter_table(config).rows:
-        assert row.decay == (len(row.shape) == 2)
-        assert row.decay == row.name.endswith("weight") or "norm" in row.name or ".ln_" in row.name
+    for entry in parameter_table(config).entries:
+        assert entry.decay == (len(entry.shape) == 2)
+        assert entry.decay == entry.name.endswith("weight") or "norm" in entry.name or ".ln_" in entry.name
 
 
 def test_initial_values_follow_gpt2():
@@ -239,11 +241,11 @@ def test_initial_values_follow_gpt2():
         ("transformer.h.1.ln_1.weight", "ones", 0.0),
         ("transformer.h.1.ln_1.bias", "zeros", 0.0),
     ):
-        assert (table.row(name).initial.kind, table.row(name).initial.std) == (kind, pytest.approx(std))
+        assert (table.entry(name).initial.kind, table.entry(name).initial.std) == (kind, pytest.approx(std))
 
 
 def axes_of(config: ModelConfig, name: str, layout: str) -> tuple[str, ...]:
-    return parameter_table(config).row(name).gradient_axes(Layout.parse(layout))
+    return parameter_table(config).entry(name).gradient_axes(Layout.parse(layout))
 
 
 @pytest.mark.parametrize(
@@ -278,4 +280,4 @@ def test_gradients_are_summed_over_ranks_with_partial_gradients(family, name, la
 def test_largest_preset_table_is_built_quickly():
     largest = max(PRESETS.values(), key=lambda entry: entry.config.layers)
     table = parameter_table(largest.config)
-    assert len(table.rows) == 3 + 9 * 126
+    assert len(table.entries) == 3 + 9 * 126

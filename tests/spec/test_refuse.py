@@ -119,6 +119,6 @@ def test_every_accepted_tp_can_shard_the_table():
                 refuse(Layout(tp=tp), config, 1, planning=True)
             except UserError:
                 with pytest.raises(AssertionError):
-                    [row.local_shape(Layout(tp=tp)) for row in table.rows]
+                    [entry.local_shape(Layout(tp=tp)) for entry in table.entries]
             else:
-                assert [row.local_shape(Layout(tp=tp)) for row in table.rows]
+                assert [entry.local_shape(Layout(tp=tp)) for entry in table.entries]

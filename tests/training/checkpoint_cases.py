@@ -18,7 +18,7 @@ from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layou
 from meshwright.recipe import ModelRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
-from meshwright.spec.parameters import Row, parameter_table
+from meshwright.spec.parameters import ParameterEntry, parameter_table
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -30,16 +30,16 @@ def tiny(family: str, **changes: Any) -> ModelConfig:
     return config_from_recipe(ModelRecipe(family=family, **sizes), 48, 499)
 
 
-def row_values(kind: str, row: Row, salt: int = 0) -> torch.Tensor:
-    """The whole row of a kind, flat in engine orientation: depends on the names alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{row.name}/{salt}".encode()))
-    return torch.randn(math.prod(row.shape), generator=generator)
+def entry_values(kind: str, entry: ParameterEntry, salt: int = 0) -> torch.Tensor:
+    """The whole entry of a kind, flat in engine orientation: depends on the names alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{entry.name}/{salt}".encode()))
+    return torch.randn(math.prod(entry.shape), generator=generator)
 
 
 def state_pieces(
     config: ModelConfig, rank: int, ranks: int, salt: int = 0, kinds: tuple[str, ...] = KINDS
 ) -> list[TensorSlice]:
-    """A rank's share of the state: every unit's flat buffer cut into `ranks` nearly equal parts, rows cut anywhere."""
+    """A rank's share of the state: every unit's flat buffer cut into `ranks` nearly equal parts."""
     table = parameter_table(config)
     pieces = []
     for kind in kinds:
@@ -47,7 +47,7 @@ def state_pieces(
             unit = flat_layout(table, name)
             whole = torch.zeros(unit.padded)
             for part in unit.slices:
-                whole[part.offset : part.offset + part.numel] = part.of(row_values(kind, part.row, salt))
+                whole[part.offset : part.offset + part.numel] = part.of(entry_values(kind, part.entry, salt))
             low, high = even_share(0, unit.numel, rank, ranks)
             shard = whole[low:high].clone()
             pieces += slices_of(unit, kind, shard, low, low, high)

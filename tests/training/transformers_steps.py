@@ -32,7 +32,7 @@ from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.precision import Arithmetic
 from meshwright.training.trainer import Trainer
-from tests.model.transformers_names import row_in_transformers
+from tests.model.transformers_names import entry_in_transformers
 from tests.training.training_cases import Values
 
 STEPS = 3
@@ -65,7 +65,7 @@ class Case:
 @dataclass
 class Steps:
     """What `STEPS` training steps came to: loss and gradient norm before clipping of each; the master weights before
-    them, and after them with the optimizer's state, by (kind, row), flat in engine orientation."""
+    them, and after them with the optimizer's state, by (kind, entry), flat in engine orientation."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -141,13 +141,13 @@ class TransformersModel:
         biases = {name: values for name, values in self.model.named_buffers() if name.endswith("correction_bias")}
         return {**dict(self.model.named_parameters()), **biases}
 
-    def rows(self, tensors: Mapping[str, torch.Tensor], kind: str) -> Values:
-        """Tensors under the names of `transformers` as rows of the parameter table."""
+    def entries(self, tensors: Mapping[str, torch.Tensor], kind: str) -> Values:
+        """Tensors under the names of `transformers` as entries of the parameter table."""
         found = {}
-        for row in self.table.rows:
-            if kind == "master" or not row.balances:
-                values = row_in_transformers(tensors, row.name)
-                found[kind, row.name] = (values.T if row.transposed else values).detach().reshape(-1).clone()
+        for entry in self.table.entries:
+            if kind == "master" or not entry.balances:
+                values = entry_in_transformers(tensors, entry.name)
+                found[kind, entry.name] = (values.T if entry.transposed else values).detach().reshape(-1).clone()
         return found
 
     def loss(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -191,7 +191,7 @@ class TransformersModel:
         train, found = recipe.train, Steps()
         data = prepare(recipe.data, recipe.run.seed)
         split, order = data.split("train"), data.make_sample_order()
-        found.before = self.rows(self.tensors(), "master")
+        found.before = self.entries(self.tensors(), "master")
         parameters = dict(self.model.named_parameters())
         groups = [
             {"params": [each for each in parameters.values() if each.dim() > 1], "weight_decay": train.weight_decay},
@@ -219,11 +219,11 @@ class TransformersModel:
                 bias_E = biases.get(f"{router}.e_score_correction_bias")
                 if bias_E is not None:
                     bias_E -= train.router_bias_rate * (load_E - load_E.double().mean()).sign()
-        found.after = self.rows(self.tensors(), "master")
+        found.after = self.entries(self.tensors(), "master")
         for kind, theirs in STATE_KINDS.items():
             state = {name: optimizer.state[values].get(theirs) for name, values in parameters.items()}
             if None not in state.values():
-                found.after |= self.rows(state, kind)
+                found.after |= self.entries(state, kind)
         return found
 
 

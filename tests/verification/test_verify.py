@@ -37,7 +37,7 @@ from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
 from meshwright.verification.run import _default_models, run_verification
 from tests.batches import make_batch, share_of
-from tests.model.transformers_names import row_in_transformers
+from tests.model.transformers_names import entry_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
 
 LLAMA = scale_down_config(preset("llama-3-8b"))
@@ -49,13 +49,13 @@ def reference() -> Reference:
 
 
 def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[RankResult]:
-    """What ranks would report that do everything right; with shards, each row is cut between them."""
+    """What ranks would report that do everything right; with shards, each entry is cut between them."""
     results = []
     for rank in range(ranks):
 
-        def cut(kind: str, rows: dict[str, torch.Tensor], part: int = rank % shards) -> list[TensorSlice]:
+        def cut(kind: str, entries: dict[str, torch.Tensor], part: int = rank % shards) -> list[TensorSlice]:
             pieces = []
-            for name, values in rows.items():
+            for name, values in entries.items():
                 low, high = values.numel() * part // shards, values.numel() * (part + 1) // shards
                 pieces.append(TensorSlice(kind, name, low, high, values[low:high].clone()))
             return pieces
@@ -70,7 +70,7 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
             )
             for step in range(reference.problem.steps)
         }
-        optimizer = [piece for kind, rows in reference.optimizer.items() for piece in cut(kind, rows)]
+        optimizer = [piece for kind, entries in reference.optimizer.items() for piece in cut(kind, entries)]
         parameters = cut("parameter", reference.parameters(reference.weights[-1]))
         counters = {step: reference.counters(step) for step in range(reference.problem.steps + 1)}
         results.append(RankResult(steps, optimizer, parameters, counters, [], reference.final_loss))
@@ -107,8 +107,8 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
             huggingface, attn_implementation="eager", experts_implementation="eager"
         ).double()
     values = {name: values.detach().fill_(math.nan) for name, values in model.named_parameters()}
-    for row in ours.table.rows:
-        row_in_transformers(values, row.name).copy_(initial_value(row, problem.seed))
+    for entry in ours.table.entries:
+        entry_in_transformers(values, entry.name).copy_(initial_value(entry, problem.seed))
     with wide():
         for index in range(problem.batch):  # documents one by one: transformers sees no other
             ids = batch.document_ids[index]
@@ -121,9 +121,9 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
     assert loss.item() == pytest.approx(ours.losses[0], rel=1e-12)
     gradients = {name: values.grad for name, values in model.named_parameters()}
     theirs = {}
-    for row in ours.table.rows:
-        gradient = row_in_transformers(gradients, row.name)
-        theirs[row.name] = (gradient.T if row.transposed else gradient).reshape(-1)
+    for entry in ours.table.entries:
+        gradient = entry_in_transformers(gradients, entry.name)
+        theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
     assert max(relative_errors(ours.gradients[0], theirs).values()) < 1e-10
 
 
@@ -341,12 +341,12 @@ def test_a_doubled_gradient_is_named(reference):
 
 def test_the_first_in_backward_order_is_named(reference):
     results = ideal_results(reference, 1)
-    for row in (
+    for entry in (
         "model.embed_tokens.weight",
         "model.layers.3.self_attn.q_proj.weight",
         "model.layers.1.mlp.up_proj.weight",
     ):
-        gradient(results[0], 1, row).add_(1)
+        gradient(results[0], 1, entry).add_(1)
     failure = compare(reference, results, Layout()).failure
     assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
 
@@ -363,7 +363,7 @@ def test_backward_reaches_layer_from_its_output(reference):
 @pytest.mark.parametrize("name", ["gpt2", "dots-llm1", "qwen2-moe-tiny", "qwen3-0.6b"])
 def test_backward_reaches_every_parameter_once(name):
     reference = Reference(Problem(scale_down_config(preset(name), layers=2), batch=2, steps=1))
-    assert sorted(list_in_backward_order(reference)) == sorted(row.name for row in reference.table.rows)
+    assert sorted(list_in_backward_order(reference)) == sorted(entry.name for entry in reference.table.entries)
 
 
 def test_wrong_loss_is_named_with_factor_and_gradient(reference):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run directory: which are intact, newest, best, and which are deleted."""
+"""The catalogue of a run's checkpoints: which of them are intact, newest, best, and which are deleted."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells th
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A checkpoint directory that was intact when opened. path: of the directory. step: optimizer steps done.
-    validation_loss: in nats per token, None if not measured.
-    """
+    """A checkpoint directory (`path`) that was intact when opened. step: optimizer steps done. validation_loss: in nats
+    per token, None if not measured."""
 
     path: Path
     step: int
@@ -47,28 +46,28 @@ class CheckpointPath:
         return str(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Load the training loop's state beside the tensors (step, layout, recipe ...)."""
+        """Load the training loop's state from `training/state.json`: step, layout, recipe and more, by name."""
         return read_state(self.path)
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of the checkpoint after `step` steps, such as "step-000020"."""
+    """Return the directory name of the checkpoint after `step` optimizer steps, such as "step-000020"."""
     return f"step-{step:06d}"
 
 
 def partial_name(step: int) -> str:
-    """Return the hidden directory name of a checkpoint that is being written."""
+    """Return the hidden directory name of the checkpoint of `step` while it is being written."""
     return f".{step_name(step)}.partial"
 
 
 def parse_step(name: str) -> int | None:
-    """Parse the step from a directory name; None if it is not a checkpoint's."""
+    """Return the step in a directory name such as "step-000020"; None if it is not a checkpoint's name."""
     match = re.fullmatch(r"step-(\d{6,})", name)
     return int(match[1]) if match else None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Load `training/state.json` of a checkpoint. Raises `UserError`."""
+    """Load `training/state.json` of the checkpoint directory `path`, a JSON object. Raises `UserError`."""
     try:
         state = read_json(path / STATE, "checkpoint_bytes")
     except (OSError, ValueError) as error:
@@ -125,7 +124,8 @@ def newest(
     log: Callable[[str], None] = lambda line: None,
     open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
-    """Return the newest intact checkpoint in `directory`, or None; `log` receives a line for each newer damaged one.
+    """Return the newest intact checkpoint in `directory` (the checkpoints/ of a run), or None; `log` receives a line
+    for each newer damaged one.
 
     open_it: opens and checks a checkpoint directory; raises `Damaged` if it is not intact.
     """
@@ -140,8 +140,9 @@ def newest(
 def find_checkpoint(
     path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
 ) -> Path:
-    """Return the Hugging Face directory that `path` stands for: a run directory or its checkpoints/ (the newest intact
-    one; `log` receives a line for each newer damaged one), a checkpoint, or any directory with a config.json.
+    """Return the Hugging Face model directory that `path` means: `path` itself if it is a checkpoint or has a
+    config.json, or the newest intact checkpoint of a run directory or of its checkpoints/; `log` receives a line for
+    each newer damaged one.
 
     check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. Raises `UserError` if
     there is none, or if a checkpoint given by its own path is damaged.
@@ -165,9 +166,8 @@ def find_checkpoint(
 
 
 def best(directory: Path | str) -> CheckpointPath | None:
-    """Return the intact checkpoint with the lowest validation loss (the newer one of equals), or None if
-    none has one.
-    """
+    """Return the intact checkpoint in `directory` with the lowest validation loss (the newer one of equals); None if
+    none has a validation loss."""
     return _best(list_intact(Path(directory)))
 
 
@@ -183,10 +183,11 @@ def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
 
 
 def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
-    """Delete all intact checkpoints in `directory` but the newest `keep` and, with `keep_best`, the one with the
-    lowest validation loss.
+    """Delete all intact checkpoints in `directory` but the newest `keep` and, with `keep_best`, the one with the lowest
+    validation loss.
 
-    saved: step just saved. Later checkpoints stay and do not count: the run found them damaged and trained past them.
+    saved: step of the checkpoint just saved. Checkpoints of later steps stay and do not count: the run found them
+    damaged and trained past them.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
@@ -212,7 +213,7 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the leftovers of killed saves in `directory`. Only while no rank saves."""
+    """Remove the leftovers of killed saves in `directory`; to be called only while no rank saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

@@ -42,11 +42,11 @@ _DEFAULT_OPTIONS = SaveOptions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contents:
-    """Contents of the checkpoints of one model beside optimizer state.
+class CheckpointContents:
+    """What all checkpoints of a model contain beside optimizer state.
 
-    table: parameter table. small_files: configuration and tokenizer files, content by name. check: raises `UserError`
-    if the checkpoint directory it is given holds another model.
+    table: the model's parameter table. small_files: configuration and tokenizer files, content by name. check: called
+    with a checkpoint directory; raises `UserError` if it holds another model.
     """
 
     table: ParameterTable
@@ -57,15 +57,15 @@ class Contents:
 class Checkpointer:
     """Saves and loads the checkpoints of one run. A collective object: every rank makes one and makes the same calls.
 
-    directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: model
-    configuration, or `Contents` for a foreign module. log: receives lines for the user.
+    directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: the
+    model's configuration, or `CheckpointContents` for a user's own module. log: receives lines for the user.
     """
 
     def __init__(
         self,
         directory: Path,
         mesh: Mesh,
-        contents: ModelConfig | Contents,
+        contents: ModelConfig | CheckpointContents,
         options: SaveOptions = _DEFAULT_OPTIONS,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -96,19 +96,18 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory for snapshots of `slices`, master weights and optimizer state of this rank, now
-        instead of in the first save.
-        """
+        """Allocate the host memory for snapshots of `slices` (this rank's master weights and optimizer state) now
+        instead of in the first save."""
         self._buffers.reserve(slices)
 
     def save(
         self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Copy `slices` (master weights and optimizer state that this rank owns; over all ranks the whole state) to
+        """Copy `slices` (the master weights and optimizer state that this rank owns; over all ranks the whole state) to
         host memory and write the checkpoint of `step` in the background.
 
-        state: content of state.json; rank 0's is written. validation_loss: in nats per token, if measured. Waits for
-        an earlier save first. `failed` reports the outcome.
+        state: content of state.json, of which rank 0's is written. validation_loss: in nats per token, if measured.
+        Waits for an earlier save first. `failed` reports the outcome.
         """
         self.wait()
         self.failed()
@@ -139,9 +138,8 @@ class Checkpointer:
             self._fault = fault
 
     def failed(self) -> str | None:
-        """Return why the last save failed, or None while it runs or if it succeeded. Reset by `abandon` and the next
-        save.
-        """
+        """Return the reason why the last save failed; None while it runs or if it succeeded. Reset by `abandon` and the
+        next save."""
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
@@ -153,17 +151,14 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until no save is in progress, whatever its outcome."""
+        """Wait until no save is in progress, whether it succeeds or fails."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def abandon(self, step: int | None = None) -> None:
         """Cancel the save in progress (only that of `step`, if given) after a failure on some rank, and remove its
-        files.
-
-        Older checkpoints stay. Every rank calls this.
-        """
+        files. Older checkpoints stay. Every rank calls this."""
         if self._save is not None and step in (None, self._save.step):
             self._save.cancelled.set()
             self.wait()
@@ -181,9 +176,9 @@ class Checkpointer:
 
     def load(self, path: CheckpointPath | Path | str, slices: Sequence[TensorSlice]) -> dict[str, Any]:
         """Load a checkpoint into the tensors of `slices` (all that this rank needs) and return the content of its
-        state.json. Not collective.
+        state.json. Not collective; `load_newest` is for all ranks together.
 
-        Raises `UserError` if it is damaged or holds another model. See `load_newest` for all ranks.
+        Raises `UserError` if it is damaged or holds another model.
         """
         path = Path(path)
         try:
@@ -194,11 +189,12 @@ class Checkpointer:
     def load_newest(
         self, slices: Sequence[TensorSlice], agree: Callable[[bool], bool] | None = None
     ) -> tuple[CheckpointPath, dict[str, Any]] | None:
-        """Load the newest checkpoint that is intact on all ranks into `slices`; returns it with its state, or None if
-        there is none.
+        """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`; return it and the
+        content of its state.json, or None if there is no checkpoint.
 
-        agree(mine): returns whether all ranks pass True (by the mesh unless given). Each damaged checkpoint is logged.
-        Raises `UserError` if there are checkpoints but none is intact, so that none is overwritten.
+        agree: called with this rank's outcome; returns True if that of all ranks is True (default: by an all-reduce).
+        Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none
+        is overwritten.
         """
         agree = agree or self._agreement.all_true
         steps = [
@@ -245,9 +241,8 @@ class Checkpointer:
     # --- the start
 
     def _prepare_directory(self) -> int:
-        """Remove leftovers of killed saves (rank 0) and check that all ranks see the same directory; returns a token of
-        the run.
-        """
+        """Remove leftovers of killed saves (rank 0) and check that all ranks see the same directory; return a random
+        number that identifies the run's saves."""
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
@@ -278,7 +273,7 @@ class Checkpointer:
         return token
 
     def _wait_for_file(self, marker: Path) -> bool:
-        """Return whether the file `marker` appears on this rank's file system within `_SHARED_SECONDS`."""
+        """Return True if the file `marker` appears on this rank's file system within `_SHARED_SECONDS`."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
@@ -289,14 +284,15 @@ class Checkpointer:
         return True
 
 
-def make_model_contents(config: ModelConfig, options: SaveOptions) -> Contents:
-    """Return the checkpoint contents for one of Meshwright's models."""
+def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
+    """Return the checkpoint contents of a model that Meshwright built."""
     small_files = _make_small_files(config, options.dtype, options.tokenizer_directory)
-    return Contents(parameter_table(config), small_files, lambda path: _check_config(config, path))
+    return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
 
 def _check_config(config: ModelConfig, path: Path) -> None:
-    """Raise `UserError` that names the first field in which the checkpoint's model differs."""
+    """Raise `UserError` if the model in the checkpoint directory `path` is not `config`; it names the first field that
+    differs."""
     found = config_from_path(path / "config.json")
     wanted = config_from_huggingface(config_to_huggingface(config))  # as it looks after a round trip
     ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
@@ -312,9 +308,8 @@ def _check_config(config: ModelConfig, path: Path) -> None:
 
 
 def _make_small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
-    """Return configuration and tokenizer files, content by name, as in a Hugging Face directory. dtype: of the
-    exported weights. tokenizer_directory: whose files are included, if any.
-    """
+    """Return the configuration and tokenizer files of a Hugging Face directory, content by name. dtype: of the exported
+    weights. tokenizer_directory: directory from which tokenizer files are copied, None for none."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

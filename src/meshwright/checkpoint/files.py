@@ -15,8 +15,7 @@ CHUNK_BYTES = 16 * 2**20
 
 def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callable[[], None] = lambda: None) -> None:
     """Write all of `data` to an open file (`descriptor`) from byte `offset` on. keep_going: called between chunks;
-    may raise to stop.
-    """
+    raises an exception to stop."""
     written = 0
     while written < len(data):
         keep_going()
@@ -25,7 +24,7 @@ def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callabl
 
 @contextmanager
 def open_descriptor(path: Path, flags: int) -> Iterator[int]:
-    """Open a file with the flags of `os.open` inside a context; yields the file descriptor."""
+    """Context manager that opens a file with the flags of `os.open` and yields its file descriptor."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -34,16 +33,15 @@ def open_descriptor(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file and flush it to disk."""
+    """Write `data` to a file and flush it to disk."""
     with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         os.fsync(descriptor)
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace the content of the file at `path` by `data` atomically: readers, and a crash, see the old or the new
-    content. sync: flush to disk.
-    """
+    """Replace the content of the file at `path` by `data` atomically: readers, also after a crash, see the old or the
+    new content. sync: flush to disk."""
     fresh = path.with_name(f".{path.name.lstrip('.')}.new-{os.getpid()}")
     try:
         with open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:

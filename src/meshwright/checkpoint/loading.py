@@ -40,9 +40,9 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One block of a file to read and verify, and the elements to copy from it. file: name. block: number of the
-    block. copies: (read, first element of the read, number of elements, byte in the block at which they begin).
-    """
+    """One block of a file to read and verify, and the elements to copy from it. file: name. block: number of the block,
+    `BLOCK_BYTES` each. copies: tuples (read, first element of the read, number of elements, byte in the block at which
+    they begin)."""
 
     file: str
     block: int
@@ -50,8 +50,8 @@ class _Task:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Load the checkpoint directory `path` into the tensors of `slices`, verifying the blocks read and this rank's
-    share of all others. rank, ranks: this rank and their number.
+    """Load the checkpoint directory `path` into the tensors of `slices`. Verifies the hashes of the blocks read and of
+    this rank's share of all others. rank, ranks: this rank's number, and the number of ranks.
 
     Raises `Damaged` (slices are then partly overwritten), `UserError` for a kind of state that the checkpoint lacks.
     """
@@ -97,9 +97,8 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
-    """Copy the common elements of two 1-D tensors that hold parts of the same matrix. has: range of the matrix in
-    `source`; wants: that in `destination`.
-    """
+    """Copy the elements that two 1-D tensors have in common, which hold parts of the same matrix. has: range of the
+    matrix in `source`; wants: range of it in `destination`."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))
@@ -108,9 +107,8 @@ def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wan
 
 
 def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:
-    """Read the task's block of a file into `memory` and verify its hash; returns the bytes read. path: checkpoint
-    directory. record: expected hashes of the file. Raises `Damaged`.
-    """
+    """Read the task's block of a file into `memory` (uint8 [BLOCK_BYTES]) and verify its hash; return the bytes read.
+    path: checkpoint directory. record: expected hashes of the file. Raises `Damaged`."""
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]

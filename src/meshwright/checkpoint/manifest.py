@@ -29,9 +29,8 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Expected content of a file. size: in bytes. sha256: hex, of the whole file. blocks: hex SHA-256 of each block
-    of `BLOCK_BYTES`.
-    """
+    """Expected content of a file. size: in bytes. sha256: hex digest of the whole file. blocks: hex SHA-256 digest of
+    each block of `BLOCK_BYTES`."""
 
     size: int
     sha256: str
@@ -40,9 +39,8 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """List of a checkpoint's files. step: optimizer steps done. validation_loss: nats per token at this step, or
-    None. files: expected size and hashes by name.
-    """
+    """List of a checkpoint's files. step: optimizer steps done. validation_loss: nats per token at this step, None if
+    not measured. files: expected size and hashes by file name."""
 
     step: int
     validation_loss: float | None
@@ -89,7 +87,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _parse_record(name: str, found: Any) -> FileRecord:
-    """Parse the record of one file. Raises `TypeError` for invalid values."""
+    """Parse the manifest's JSON record (`found`) of the file `name`. Raises `TypeError` for invalid values."""
     size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise TypeError(f"{name[:80]} is outside the checkpoint")
@@ -118,9 +116,8 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read the files `names` of the checkpoint directory `path`; raise `Damaged` for the first one with an altered
-    byte.
-    """
+    """Read the files `names` of the checkpoint directory `path` and compare their hashes with its manifest; raise
+    `Damaged` for the first file that differs."""
     for name in names:
         blocks = manifest.files[name].blocks
         try:
@@ -133,7 +130,8 @@ def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Read every byte of the checkpoint directory `path`; returns one line per problem (none: it is intact)."""
+    """Read every byte of the checkpoint directory `path`; return one line per problem, an empty list if it is
+    intact."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -158,14 +156,13 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 
 def block_count(size: int) -> int:
-    """Return the number of blocks in a file of `size` bytes."""
+    """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes, the last one perhaps shorter."""
     return -(-size // BLOCK_BYTES)
 
 
 def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
-    """Return size and hashes of a file and of its blocks, read in one pass. keep_going: called between reads; may
-    raise to stop.
-    """
+    """Return size and hashes of a file and of its blocks, read in one pass. keep_going: called between reads; raises an
+    exception to stop."""
     size = path.stat().st_size
     whole, blocks = hash_blocks(path, True, range(block_count(size)), keep_going)
     assert whole is not None
@@ -175,10 +172,10 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Return (hex SHA-256 of the whole file, if `whole`, else None; hex SHA-256 by number of the given blocks),
-    reading no more than needed.
+    """Return (hex SHA-256 of the whole file, None unless `whole`; {block number: hex SHA-256} of the blocks with the
+    numbers `blocks`), reading no more than needed.
 
-    keep_going: called between reads; may raise to stop.
+    keep_going: called between reads; raises an exception to stop.
     """
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
@@ -201,8 +198,8 @@ def hash_blocks(
 
 
 def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[bool, list[int]]]]:
-    """Distribute the hashing of files over the ranks. sizes: bytes by file. Returns for each rank, by file, (True if
-    it hashes the whole file, numbers of the blocks that it hashes).
+    """Distribute the hashing of files over `ranks` ranks. sizes: bytes by file name. Returns for each rank a dict {file
+    name: (True if the rank hashes the whole file, numbers of the blocks that it hashes)}.
 
     The hash of a whole file is one rank's work; the largest tasks go first, to the least loaded rank.
     """
@@ -225,7 +222,7 @@ def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, t
 
 
 def _read_chunks(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes [start, stop) of an open file in reads of at most `_READ_BYTES`."""
+    """Yield the bytes [start, stop) of an open file (`descriptor`) in reads of at most `_READ_BYTES`."""
     while start < stop:
         part = os.pread(descriptor, min(_READ_BYTES, stop - start), start)
         if not part:
@@ -240,7 +237,7 @@ def _format_block_range(block: int, size: int) -> str:
 
 
 def _hash_whole(path: Path) -> str:
-    """Hash a whole file. Raises `Damaged` if it cannot be read."""
+    """Return the hex SHA-256 of a whole file. Raises `Damaged` if it cannot be read."""
     try:
         return hash_blocks(path, True, [])[0] or ""
     except OSError as error:
@@ -248,5 +245,5 @@ def _hash_whole(path: Path) -> str:
 
 
 def _hash_content(content: Any) -> str:
-    """Hash the manifest's content without its own hash."""
+    """Return the hex SHA-256 of the manifest's content (JSON value) without its own hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

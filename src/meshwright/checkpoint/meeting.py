@@ -20,12 +20,12 @@ _BEGIN = ".begin"
 
 
 class SaveMarkers:
-    """Marker files by which the ranks of one save meet in the checkpoint's directory, as read and written by one
-    rank.
+    """Marker files by which the ranks of one save synchronize, in the checkpoint's directory, as written and read by
+    one rank.
 
-    partial: the hidden directory of the unfinished checkpoint. attempt: unique id of the save. rank, ranks: this rank
-    and their number. outcomes: on rank 0, "done" or the error of each save of the run by id, extended by
-    `record_outcome`. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
+    partial: the hidden directory of the unfinished checkpoint. attempt: unique id of the save. rank, ranks: this rank's
+    number, and the number of ranks. outcomes: on rank 0, "done" or the error of each earlier save of the run, by id;
+    `record_outcome` extends it. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
     """
 
     def __init__(self, partial: Path, attempt: str, rank: int, ranks: int, outcomes: dict[str, str]) -> None:
@@ -36,14 +36,14 @@ class SaveMarkers:
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has begun this very save, else an empty set. Never raises."""
+        """Return {0} if rank 0 has begun the save of this id, else an empty set. Never raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
             return set()
 
     def marker_name(self, what: str) -> str:
-        """Return the file name of this rank's marker of the kind `what`: "written" on rank 3 gives ".written-3"."""
+        """Return the file name of this rank's marker of the kind `what`: for "written" on rank 3 ".written-3"."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
@@ -71,27 +71,24 @@ class SaveMarkers:
             marker.touch()  # an empty file may still fit on a full disk
 
     def find_failure(self) -> tuple[int, str] | None:
-        """Return (rank, reason, perhaps empty) of the lowest other rank that wrote a failure marker, or None. Never
-        raises.
-        """
+        """Return (rank, reason) of the lowest other rank that wrote a failure marker; None if there is none. The reason
+        may be empty. Never raises."""
         with suppress(OSError):  # the directory is gone, or not there yet
             if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Publish how this save ended, "done" or the reason of failure, for the other ranks (rank 0 alone calls
-        this), beside the outcomes of the last saves.
-        """
+        """Publish for the other ranks how this save ended, "done" or the reason of failure, beside the outcomes of the
+        last saves (rank 0 alone calls this)."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}
             replace_file(self.partial.parent / LAST_SAVE, to_json_bytes(last), sync=False)
 
     def read_outcome(self) -> str | None:
-        """Return how rank 0 says this save ended: "done" or the reason of failure; None if it has not yet. Never
-        raises.
-        """
+        """Return the outcome of this save that rank 0 has recorded: "done" or the reason of failure; None if it has not
+        yet. Never raises."""
         try:
             outcomes: dict[str, str] = read_json(self.partial.parent / LAST_SAVE)
         except (OSError, ValueError):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.parallel.flat_buffers import Columns
-from meshwright.spec.parameters import ParameterTable, Row
+from meshwright.spec.parameters import ParameterEntry, ParameterTable
 
 DTYPE_CODES = {
     "float64": "F64",
@@ -38,9 +38,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One planned safetensors file. name: in the checkpoint. header: complete, length prefix included. size: of the
-    file in bytes.
-    """
+    """One planned safetensors file. name: its name in the checkpoint directory. header: complete header, length prefix
+    included. size: size of the file in bytes."""
 
     name: str
     header: bytes
@@ -49,20 +48,18 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a parameter entry is in the model files. file: name. offset: byte at which its elements begin. row: the
-    entry.
-    """
+    """Location of a parameter entry in the model files. file: file name. offset: byte in the file at which its elements
+    begin."""
 
     file: str
     offset: int
-    row: Row
+    entry: ParameterEntry
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """All files of the model's weights. places: location of each parameter entry by name. index: content of the index
-    file (`model.safetensors.index.json`) if there are several files, else None.
-    """
+    """Plan of the model's safetensors files. places: location of each parameter entry by name. index: content of the
+    index file (`model.safetensors.index.json`) if there are several files, else None."""
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -70,15 +67,15 @@ class ModelFiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes by file name."""
+        """Size of each file in bytes, by name."""
         return {file.name: file.size for file in self.files}
 
 
 def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """Build the header of a safetensors file for (name, dtype code, shape) in this order.
+    """Build the header of a safetensors file that holds `tensors`, tuples (name, dtype code, shape), in this order.
 
-    Returns the header, the byte in the file at which each tensor begins, and the file's size. Source: the format's
-    description in huggingface/safetensors.
+    Returns the header, {tensor name: byte in the file at which it begins}, and the file's size in bytes. Source: the
+    format's description in huggingface/safetensors.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -95,49 +92,51 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 
 
 def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
-    """Plan the model files that hold all parameter entries of `table` in `dtype` ("float32", "bfloat16"; buffers and
-    frozen parameters of a foreign module in their own).
+    """Plan the safetensors files that hold all parameter entries of `table` in `dtype` ("float32", "bfloat16"; buffers
+    and frozen parameters of a user's module in their own).
 
-    shard_bytes: most tensor bytes in a file (a larger tensor has its own file). Entries stay in the table's order,
+    shard_bytes: maximum tensor bytes per file (a larger tensor has its own file). Entries stay in the table's order,
     wider dtypes first, so that elements are aligned.
     """
-    codes = {row.name: DTYPE_CODES[row.kept or dtype] for row in table.rows}
-    in_order = sorted(table.rows, key=lambda row: -ITEM_BYTES[codes[row.name]])
-    shards: list[list[Row]] = [[]]
+    codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
+    in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
+    shards: list[list[ParameterEntry]] = [[]]
     filled = 0
-    for row in in_order:
-        size = row.numel * ITEM_BYTES[codes[row.name]]
+    for entry in in_order:
+        size = entry.numel * ITEM_BYTES[codes[entry.name]]
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(row)
+        shards[-1].append(entry)
         filled += size
     files, places = [], {}
-    for number, rows in enumerate(shards, 1):
+    for number, entries in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header, offsets, size = make_safetensors_header((row.name, codes[row.name], row.shape) for row in rows)
+        header, offsets, size = make_safetensors_header(
+            (entry.name, codes[entry.name], entry.shape) for entry in entries
+        )
         files.append(ModelFile(name, header, size))
-        places.update({row.name: Location(name, offsets[row.name], row) for row in rows})
+        places.update({entry.name: Location(name, offsets[entry.name], entry) for entry in entries})
     index = None
     if len(shards) > 1:
-        total = sum(row.numel * ITEM_BYTES[codes[row.name]] for row in table.rows)
+        total = sum(entry.numel * ITEM_BYTES[codes[entry.name]] for entry in table.entries)
         weight_map = {name: place.file for name, place in sorted(places.items())}
         index = to_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     return ModelFiles(tuple(files), places, index)
 
 
 def split_disk_runs(
-    row: Row, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
+    entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Cut a slice of a parameter entry into runs that are contiguous on disk; yields (index on disk of the run's
-    first element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`,
-    flattened in engine orientation.
+    """Cut a slice of a parameter entry into runs that are contiguous on disk; yield (index on disk of the run's first
+    element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`, flattened in
+    engine orientation.
 
-    An entry that is not transposed is one run, or one per matrix row for some columns. In a transposed one, disk row
-    i holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
+    An entry that is not transposed is one run, or with `columns` one per matrix row. In a transposed one, disk row i
+    holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
     """
     stop = start + len(values)
-    if not row.transposed:
+    if not entry.transposed:
         if columns is None:
             yield start, values
             return
@@ -145,7 +144,7 @@ def split_disk_runs(
             low, high = max(start, line * columns.width), min(stop, (line + 1) * columns.width)
             yield line * (columns.of - columns.width) + columns.start + low, values[low - start : high - start]
         return
-    outputs, inputs = row.engine_shape
+    outputs, inputs = entry.engine_shape
     leftmost = 0
     if columns is not None:
         leftmost, inputs = columns.start, columns.width
@@ -170,10 +169,10 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write part of the parameter entry at `place` by calls of `write(file, bytes, offset)`. values: its elements, or
-    those of its `columns`, from element `start` on, flat in engine orientation, in the dtype on disk.
-    """
-    for first, run in split_disk_runs(place.row, start, values, columns):
+    """Write a slice of the parameter entry at `place` by calls of `write(file name, bytes, byte offset)`. values: its
+    elements, or those of its `columns`, from element `start` on, flattened in engine orientation, in the dtype on
+    disk."""
+    for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 
 

@@ -52,9 +52,10 @@ class SaveCancelled(Exception):
 
 
 class Save:
-    """One save in progress; `run` returns on every rank when the checkpoint is complete.
+    """One save in progress on one rank; `run` returns when the checkpoint is complete on all ranks.
 
-    attempt: unique id. state: serialized training state.
+    attempt: unique id of the save. step: optimizer steps done. snapshot: copy of this rank's training state in host
+    memory. state: content of state.json. validation_loss: in nats per token, None if not measured.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "begun to write")
 
     def _write(self) -> None:
-        """Write this rank's slices and its parts of the model files, mark them written, and wait for the
-        other ranks."""
+        """Write this rank's slices and its slices of the model files, mark them written, and wait for the other
+        ranks."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -120,7 +121,7 @@ class Save:
         self._wait_for(lambda: self.markers.ranks_with("written"), set(range(self.target.ranks)), "written its part")
 
     def _write_slices(self) -> list[Slice]:
-        """Write this rank's slice file; returns its slices."""
+        """Write this rank's file of master weights and optimizer state; return the locations of its slices."""
         file = slice_file_name(self.target.rank, self.target.ranks)
         slices = self.snapshot.slices
         codes = [DTYPE_CODES[str(item.tensor.dtype).removeprefix("torch.")] for item in slices]
@@ -159,8 +160,8 @@ class Save:
             for item in self.snapshot.slices:
                 if item.kind == "master":
                     place = self.target.files.places[item.name]
-                    dtype = getattr(torch, place.row.kept or self.target.options.dtype)
-                    for start, part in _split_chunks(item.tensor, place.row.transposed):
+                    dtype = getattr(torch, place.entry.kept or self.target.options.dtype)
+                    for start, part in _split_chunks(item.tensor, place.entry.transposed):
                         values = part.to(dtype)
                         raw = values.view(torch.int16) if dtype == torch.bfloat16 else values
                         write_slice(place, item.start + start, raw.numpy(), write, item.columns)
@@ -222,7 +223,7 @@ class Save:
             self.markers.record_outcome("done")
 
     def _collect_records(self) -> dict[str, FileRecord]:
-        """Collect the file records from all ranks' hashes."""
+        """Combine the hashes that all ranks computed into a record of each file, by name."""
         sizes: dict[str, int] = {}
         whole: dict[str, str] = {}
         blocks: dict[str, dict[int, str]] = {}
@@ -248,7 +249,7 @@ class Save:
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act
+        """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act,
         for the time-out message, such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
@@ -283,7 +284,7 @@ class Save:
             raise SaveCancelled(reason)
 
     def _find_other_failure(self) -> str | None:
-        """Return why another rank failed, or None."""
+        """Return the reason why another rank failed, or None."""
         if failure := self.markers.find_failure():
             rank, why = failure
             return why or self._format_unexplained(rank)
@@ -291,7 +292,7 @@ class Save:
         return None if outcome in (None, "done") else outcome
 
     def _wait_for_reason(self) -> str:
-        """Return why rank 0 removed the directory, which it records shortly after."""
+        """Wait for the reason, which rank 0 records shortly after it has removed the directory, and return it."""
         for _ in range(100):
             if (outcome := self.markers.read_outcome()) is not None:
                 return outcome
@@ -330,12 +331,13 @@ class Save:
             )
 
     def _needed_bytes(self) -> int:
-        """Return the bytes of the whole checkpoint: the model files and every kind of state of every element."""
+        """Return the size of the whole checkpoint in bytes: the model files and every kind of state of every
+        element."""
         widths = {item.kind: item.tensor.element_size() for item in self.snapshot.slices}
         return sum(self.target.files.sizes.values()) + self.target.table.numel * sum(widths.values())
 
     def _free_bytes(self) -> int | None:
-        """Return the free bytes of the disk, or None if unknown."""
+        """Return the free space of the disk in bytes, or None if unknown."""
         try:
             disk = os.statvfs(self.target.directory)
         except OSError:
@@ -343,7 +345,7 @@ class Save:
         return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) if disk.f_blocks else None
 
     def _format_error(self, error: OSError) -> str:
-        """Format an `OSError` as a line for the user: rank, file, reason, space, newest checkpoint."""
+        """Return a line for the user about an `OSError`: rank, file, reason, space, newest checkpoint."""
         where = f"rank {self.target.rank} could not write {self.partial / self._writing}"
         space = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -360,7 +362,7 @@ class Save:
         return f"the newest whole checkpoint is {newest.name}" if newest else "there is no whole checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:
-        """Return the message for a rank that failed without a reason."""
+        """Return the error message for a rank that failed without leaving a reason."""
         return f"checkpoint of step {self.step} not written: rank {rank} could not go on; {self._describe_newest()}"
 
 
@@ -370,7 +372,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield (start, elements) of a slice in chunks, to keep converted copies small; a transposed one whole, since its
-    chunks would be many short runs on disk."""
+    """Yield (index of the first element, elements) of a 1-D slice in chunks, to keep converted copies small. whole: as
+    a single chunk, for transposed entries, whose chunks would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

@@ -12,11 +12,10 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Settings of the saves of a run. dtype: of the exported weights ("float32", "bfloat16"). keep: number of newest
-    checkpoints to retain; keep_best: retain the one with the lowest validation loss too. background: write in a thread
-    beside training. tokenizer_directory: whose files each checkpoint includes. shard_bytes: largest size of one model
-    file. timeout_seconds: how long a save waits for other ranks.
-    """
+    """Settings of the saves of a run. dtype: dtype of the exported weights ("float32", "bfloat16"). keep: number of
+    newest checkpoints to retain; keep_best: retain the one with the lowest validation loss too. background: write in a
+    thread beside training. tokenizer_directory: directory whose tokenizer files each checkpoint includes. shard_bytes:
+    maximum tensor bytes per model file. timeout_seconds: how long a save waits for other ranks."""
 
     dtype: str = "float32"
     keep: int = 2
@@ -29,9 +28,9 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Target of all saves of a run. directory: of the checkpoints. rank, ranks: this rank and their number. table:
-    parameter table. files: plan of the model files. log: receives lines for the user.
-    """
+    """Target of all saves of a run. directory: that of the checkpoints. rank, ranks: this rank's number, and the number
+    of ranks. table: parameter table. files: plan of the model files. small_files: other files, content by name. log:
+    receives lines for the user. outcomes: "done" or the error of each save so far, by id (rank 0)."""
 
     directory: Path
     rank: int

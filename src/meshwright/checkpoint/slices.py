@@ -24,11 +24,11 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a slice of the state is stored: elements [start, stop) of the parameter entry `name`, or of its
-    `columns`, flattened in engine orientation.
+    """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry `name`, or of
+    its `columns`, flattened in engine orientation.
 
-    kind: "master" (weights), "exp_avg" ... file: name of the file; offset: byte in it at which the elements begin;
-    code: their safetensors dtype, such as "F32".
+    kind: "master" (weights), "exp_avg" ... file: file name; offset: byte in it at which the elements begin; code: their
+    safetensors dtype, such as "F32".
     """
 
     kind: str
@@ -43,9 +43,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, stop) of the flattened columns [first, first + width) of a matrix; the whole matrix's width
-    need not be known.
-    """
+    """A part of a matrix: elements [start, stop) of its columns [first, first + width), flattened row-major. The whole
+    matrix's width need not be known."""
 
     start: int
     stop: int
@@ -53,7 +52,8 @@ class Range:
     width: int
 
     def to_rectangles(self) -> list[tuple[int, int, int, int]]:
-        """Decompose the range into at most three rectangles (row, end row, column, end column) of the matrix."""
+        """Decompose the range into at most three rectangles of the matrix, tuples (row, end row, column, end column)
+        with exclusive ends."""
         begin, head = divmod(self.start, self.width)
         end, tail = divmod(self.stop, self.width)
         if begin == end:
@@ -68,16 +68,15 @@ class Range:
         ]
 
     def index_of(self, row: int, column: int) -> int:
-        """Return the index of the matrix element (row, column) in this range, counted from the range's start."""
+        """Return the index of the matrix element (row, column) in this range, 0 at the range's start."""
         return row * self.width + column - self.first - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read from a file. source: range of the matrix that lies in the file. offset: byte in the file at which it
-    begins. code: safetensors dtype. wanted: range that slice number `destination` holds; the elements common to both
-    are to be copied there.
-    """
+    """One read from a file. source: range of the matrix to read; offset: byte in the file at which it begins; code: its
+    safetensors dtype. wanted: range that the slice with index `destination` holds; the elements common to both are
+    copied there."""
 
     offset: int
     code: str
@@ -91,22 +90,21 @@ class Read:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> Range:
-        """Return the range of `count` consecutive elements of the source, beginning with its
-        element number `first`.
-        """
+        """Return the range of `count` consecutive elements of the source from its element number `first` on."""
         start = self.source.start + first
         return Range(start, start + count, self.source.first, self.source.width)
 
 
 def slice_file_name(rank: int, ranks: int) -> str:
-    """Return the file name of a rank's slices, such as "training/rank-00001-of-00004.safetensors"."""
+    """Return the file name of the slices of rank `rank` of `ranks`, such as
+    "training/rank-00001-of-00004.safetensors"."""
     return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """Return the tensor name of a slice in its safetensors file: "exp_avg:model.norm.weight[0:64]". kind: of state;
-    name: of the parameter entry; start, stop: its elements; columns: those of the matrix that it is cut from.
-    """
+    """Return the tensor name of a slice in its safetensors file, such as "exp_avg:model.norm.weight[0:64]". kind: kind
+    of state; name: parameter entry; start, stop: range of its elements; columns: columns of the matrix to which the
+    range is limited."""
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 
@@ -122,7 +120,7 @@ def serialize_index(slices: Iterable[Slice]) -> bytes:
 
 
 def read_index(path: Path) -> list[Slice]:
-    """Load the slices of the checkpoint directory `path`. Raises `Damaged`."""
+    """Load the locations of all slices of training state in the checkpoint directory `path`. Raises `Damaged`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
         return [_parse_slice(file, *row) for file, rows in files.items() for row in rows]
@@ -133,9 +131,8 @@ def read_index(path: Path) -> list[Slice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> Slice:
-    """Build a slice from one entry of the index. columns: nothing, or (first, end, number of columns). Raises
-    `ValueError` for values that no slice has.
-    """
+    """Build a Slice from one entry of the index, whose fields the arguments are. columns: empty, or (first, end, number
+    of columns). Raises `ValueError` for invalid values."""
     part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -149,7 +146,7 @@ def _parse_slice(
 
 
 def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
-    """Raise `Damaged` for a slice beyond the end of its file. sizes: bytes by file."""
+    """Raise `Damaged` if one of `slices` ends beyond the end of its file. sizes: bytes by file name."""
     for part in slices:
         if part.file not in sizes:
             raise Damaged(f"{part.file[:80]} is not in the manifest")
@@ -163,40 +160,39 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
     for kind, by_name in parts.items():
-        unknown = by_name.keys() - {row.name for row in table.rows}
-        assert not unknown, f"{kind}: no such rows in the table: {sorted(unknown)}"
-        for row in table.rows:
-            if kind != "master" and row.kept is not None:
+        unknown = by_name.keys() - {entry.name for entry in table.entries}
+        assert not unknown, f"{kind}: no such entries in the table: {sorted(unknown)}"
+        for entry in table.entries:
+            if kind != "master" and entry.kept is not None:
                 continue  # nothing trains it
-            found = by_name.get(row.name, [])
-            width = next((part.columns.of for part in found if part.columns), row.numel)
+            found = by_name.get(entry.name, [])
+            width = next((part.columns.of for part in found if part.columns), entry.numel)
             column = 0  # columns side by side, and in each of them ranges one after the other
             for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
-                assert columns.start == column, f"{kind} of {row.name}: columns {column} to {columns.start}"
+                assert columns.start == column, f"{kind} of {entry.name}: columns {column} to {columns.start}"
                 column, reached = columns.stop, 0
                 for part in sorted(found, key=lambda part: part.start):
                     if (part.columns or Columns(0, width, width)) == columns:
                         low, high = sorted((part.start, reached))
-                        assert low == high, f"{kind} of {row.name}: {low} to {high}"
+                        assert low == high, f"{kind} of {entry.name}: {low} to {high}"
                         reached = part.stop
-                size = row.numel // width * columns.width
-                assert reached == size, f"{kind} of {row.name}: {reached} of {size} elements"
-            assert column == width, f"{kind} of {row.name}: {column} of {width} columns"
+                size = entry.numel // width * columns.width
+                assert reached == size, f"{kind} of {entry.name}: {reached} of {size} elements"
+            assert column == width, f"{kind} of {entry.name}: {column} of {width} columns"
 
 
 def plan_reads(
     slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
 ) -> dict[str, list[Read]]:
-    """Plan the reads, by file, that fetch the wanted elements. slices: those on disk. wanted: (kind, name of the
-    parameter entry, start, stop, columns) of each destination. Raises `Damaged` if an element is in no file.
-    """
-    by_row: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
+    """Plan the reads, by file name, that fetch the wanted elements. slices: those on disk. wanted: (kind, name of the
+    parameter entry, start, stop, columns) of each destination. Raises `Damaged` if an element is in no file."""
+    by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
-        by_row.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
+        by_entry.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
     reads: dict[str, list[Read]] = {}
     for number, (kind, name, start, stop, columns) in enumerate(wanted):
         found = 0
-        for others, parts in by_row.get((kind, name), {}).items():
+        for others, parts in by_entry.get((kind, name), {}).items():
             source, target = _align_columns(others, columns)
             destination = Range(start, stop, *target)
             # The rows of the matrix that the slice touches, as elements of the slices; its very elements, if cut alike.
@@ -220,7 +216,8 @@ def plan_reads(
 
 
 def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """Return the common elements of two ranges of one matrix as rectangles (row, end row, column, end column)."""
+    """Return the elements that two ranges of one matrix have in common, as rectangles (row, end row, column, end
+    column) with exclusive ends."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():
@@ -231,9 +228,8 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) of two column ranges (None: all columns) in one matrix that suits both: with equal
-    ranges a matrix of one column.
-    """
+    """Return (first column, width) of each of two column ranges (None: all columns) of one matrix; equal ranges are
+    treated as a matrix of one column."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -242,14 +238,13 @@ def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int
 
 
 def list_kinds(slices: Iterable[Slice]) -> set[str]:
-    """Return the kinds of state in the slices."""
+    """Return the kinds of state in the slices, such as {"master", "exp_avg"}."""
     return {part.kind for part in slices}
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split reads at the boundaries of blocks of `block_bytes`. Returns, by block number, (read, first element of the
-    read, number of elements, byte in the block at which they begin).
-    """
+    """Split reads at the boundaries of blocks of `block_bytes`. Returns by block number the pieces (read, first element
+    of the read, number of elements, byte in the block at which they begin)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

@@ -12,10 +12,9 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copy of state slices in host memory. slices: with their names and original tensors. buffers: their elements one
-    after another, wider dtypes first. ready: on CUDA the event after the last copy, which must have passed before the
-    buffers are read.
-    """
+    """Copy of state slices in host memory. slices: the copies, under the names of the originals. buffers: their
+    elements one after another, wider dtypes first. ready: on CUDA the event after the last copy, which must have passed
+    before the buffers are read; None on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -28,20 +27,19 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Host memory reused for all snapshots, since new pages cost more than the copy itself."""
+    """Host memory that is reused for all snapshots of a run, since new pages cost more than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the memory for a snapshot of such slices and touch its pages."""
+        """Allocate the memory for a snapshot of `slices` and touch its pages."""
         for dtype, group in _group_by_dtype(slices).items():
             self._get_buffer(dtype, group).fill_(0)  # pages are made when they are first written
 
     def take(self, slices: Sequence[TensorSlice]) -> Snapshot:
-        """Copy the slices to host memory. On CUDA the copies are queued on the current stream without
-        synchronization.
-        """
+        """Copy the slices to host memory and return the snapshot. On CUDA the copies are queued on the current stream
+        without synchronization."""
         copied: list[TensorSlice] = []
         used: list[torch.Tensor] = []
         ready: torch.cuda.Event | None = None
@@ -78,7 +76,7 @@ class SnapshotBuffers:
 
 
 def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:
-    """Group slices by dtype, wider ones first, so that elements are aligned in the file."""
+    """Return the slices by dtype, wider dtypes first, so that elements are aligned in the file."""
     groups: dict[torch.dtype, list[TensorSlice]] = {}
     for item in sorted(slices, key=lambda item: -item.tensor.element_size()):
         groups.setdefault(item.tensor.dtype, []).append(item)
@@ -86,7 +84,7 @@ def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[Ten
 
 
 def _merge_adjacent(slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-    """Return the slices' tensors, adjacent ones merged into one view for fewer, longer copies."""
+    """Return the slices' tensors, with those adjacent in memory merged into one view, for fewer and longer copies."""
     joined: list[torch.Tensor] = []
     for item in slices:
         tensor = item.tensor.detach()

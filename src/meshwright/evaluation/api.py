@@ -12,7 +12,7 @@ from meshwright.documents import to_json_dict
 from meshwright.launcher.device import refuse_device_of_layout
 from meshwright.layout import Layout
 from meshwright.names import check_options
-from meshwright.recipe import override_texts
+from meshwright.recipe import format_overrides
 from meshwright.threads import prepare_process
 
 
@@ -106,7 +106,7 @@ def evaluate(
     from meshwright.evaluation.evaluation import run_evaluation
 
     document = run_evaluation(
-        checkpoint, str(data), sequence=sequence, overrides=override_texts(overrides), device=device,
+        checkpoint, str(data), sequence=sequence, overrides=format_overrides(overrides), device=device,
         layout=None if layout is None else str(layout), **options,
     )  # fmt: skip
     names = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes", "documents", "sequence")

@@ -49,7 +49,7 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
     """Return the stages, layers and bytes of each rank at pipeline rank `place`. `dtype`: of the parameters."""
-    stages, units = partition.held(place), partition.units_at(place)
+    stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
     for state in states(flats, dtype, "float32", "adamw"):
@@ -67,5 +67,5 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
 
 def _held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
     """Return the indices of the experts that rank `place` of ep holds."""
-    held = {row.expert[0] for row in table.rows if row.expert is not None and row.place(layout) == place}
+    held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
     return sorted(held)

@@ -1,6 +1,6 @@
 """Grouped-query attention.
 
-Shapes: B rows, S tokens in a row (on this rank), H hidden, N query heads, K key-value heads, D head size.
+Shapes: B sequences, S tokens of a sequence (on this rank), H hidden, N query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class Attention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position,
-        None with learned positions; `visible`: attention mask that `visibility` (encoder: `bidirectional_mask`)
-        returns, None: plain causal (encoder: all visible); `cache`: KV cache whose layer `layer` is extended, and which
-        attends in place of the mask.
-        """
+        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position, [B or
+        1, 1, S, D/2] each, None with learned positions; `visible`: attention mask that `visibility` (encoder:
+        `bidirectional_mask`) returned, None: plain causal (encoder: all visible); `cache`: KV cache whose layer `layer`
+        is extended, and which attends in place of the mask."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

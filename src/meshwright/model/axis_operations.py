@@ -1,7 +1,8 @@
 """Operations along the parallel axes that a model calls. The classes here are those of one device, where ranks never
 meet; `meshwright.parallel` derives from them those of a mesh, and a model is built with either.
 
-Shapes: B rows, S tokens in a row (on this rank), H hidden, V vocabulary, N query heads, K key-value heads, D head size.
+Shapes: B sequences, S tokens of a sequence (on this rank), H hidden, V vocabulary, N query heads, K key-value heads,
+D head size.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class TokenAxis(Protocol):
     size: int
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
-        call in traces."""
+        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
+        label of the call in traces."""
 
 
 class TensorOperations:
@@ -44,26 +45,23 @@ class TensorOperations:
     """Between `leave` and `enter` each rank holds S / size tokens of a row."""
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every rank (all-gathered with sequence
-        parallelism). `site`: label of the call in traces.
-        """
+        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself, with sequence
+        parallelism all-gathered from the ranks' token slices. `site`: label of the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of the ranks' partial results of a row-parallel product (with sequence parallelism this rank's
-        token slice of it)."""
+        """Return the sum of the ranks' partial results `x_BSH` of a row-parallel product, [B, S, H]; with sequence
+        parallelism this rank's token slice of it. `site`: label of the call in traces."""
         return x_BSH
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
-        call in traces.
-        """
+        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
+        label of the call in traces."""
         return x
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along `dim`; backward returns this rank's slice of the summed gradient.
-        `site`: label of the call in traces.
-        """
+        """Return the ranks' `x` concatenated along dim `dim`; backward returns this rank's slice of the summed
+        gradient. `site`: label of the call in traces."""
         return x
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
@@ -85,8 +83,8 @@ class TensorOperations:
 
 
 class ContextOperations:
-    """Attention with context parallelism, which splits the tokens of each sequence over ranks. This base class is for
-    one device."""
+    """Attention under context parallelism, which splits the tokens of each sequence over ranks. This base class is for
+    one device, which holds all tokens."""
 
     name = "cp"
     size = 1
@@ -94,26 +92,28 @@ class ContextOperations:
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the argument `visible` of `attend` for the `tokens` tokens of every sequence that this rank holds.
-        `window`: sliding-window size in tokens."""
+        """Return the attention mask for the `tokens` tokens of every sequence that this rank holds, the argument
+        `visible` of `attend`; None: plain causal. `documents`: boundaries in packed sequences; `window`: sliding window
+        in tokens, None without."""
         return visibility(documents, tokens, window, device)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, S, D]. `visible`:
-        mask that `visibility` returned.
-        """
+        """Return the causal attention [B, N, S, D] of this rank's queries over the keys of all ranks. `visible`: mask
+        that `visibility` returned."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
-        call in traces."""
+        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
+        label of the call in traces."""
         return x
 
 
 class TokenDispatcher(Protocol):
-    """Dispatches tokens to the ranks that hold their experts and combines the results. Its calls cannot be compiled."""
+    """Token dispatcher of expert parallelism: sends tokens to the ranks that hold their experts and combines the
+    results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks that split each
+    expert (etp). Its calls cannot be compiled."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
@@ -122,8 +122,8 @@ class TokenDispatcher(Protocol):
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Send token copies `x_NH`, sorted by expert (expert e ends at index `ends_E[e]`), to the ranks of their
-        experts. Return the copies [R, H] received for the local experts, sorted by expert, the end index of each local
-        expert, and the routes that `combine` needs."""
+        experts. Return the R copies received for the local experts, [R, H], sorted by expert, the exclusive end index
+        of each local expert's copies, and the routes that `combine` needs."""
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
         """Send expert outputs `y_RH` back to the ranks of their tokens; returns [N, H] in the order before `dispatch`.
@@ -133,9 +133,8 @@ class TokenDispatcher(Protocol):
 
 
 class Recompute:
-    """Activation checkpointing of functions of a block. This base class recomputes nothing: autograd saves what it
-    needs.
-    """
+    """Activation checkpointing of the functions that run a transformer block. This base class recomputes nothing:
+    autograd saves what it needs."""
 
     kind = "none"
 
@@ -145,9 +144,8 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function` (with checkpointing in subclasses); if `compile_options` are given, compiled by
-        torch.compile with them and then wrapped by `around`.
-        """
+        """Return `function`, in subclasses with activation checkpointing. compile_options: compile it by torch.compile
+        with these options; None: run it eagerly. around: wrapper applied to the compiled function."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_parts(
@@ -157,18 +155,16 @@ class Recompute:
         compile_options: dict[str, Any],
         around: Callable[[Function], Function],
     ) -> tuple[Function, Function]:
-        """Return both of two functions that run one after the other, compiled and wrapped as far as possible: only
-        `first` can be compiled, with `compile_options`, and then wrapped by `around`.
-        """
+        """Return two functions that run one after the other, in subclasses with activation checkpointing. Only `first`
+        is compiled, with `compile_options`, and then wrapped by `around`."""
         return self.wrap(first, compile_options, around), self.wrap(second)
 
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """All communication of a model, and its activation checkpointing. `tensor`, `context`: operations of tensor and
-    context parallelism (default: one device). `dispatcher`: of expert parallelism; None where experts are split by
-    columns over the tensor axis, as any MLP. `recompute`: activation checkpointing.
-    """
+    """Everything about parallelism that a model is built with. `tensor`, `context`: communication of tensor and context
+    parallelism (default: one device). `dispatcher`: token dispatcher of expert parallelism; None: experts are split by
+    columns over tp, as any MLP. `recompute`: activation checkpointing."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

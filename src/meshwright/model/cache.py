@@ -1,6 +1,6 @@
 """Keys and values of the tokens a model has read, kept for generation.
 
-Shapes: B rows, K key-value heads, D head size, S new tokens, C tokens in the cache.
+Shapes: B sequences, K key-value heads, D head size, S new tokens, C tokens in the cache.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from meshwright.spec.config import ModelConfig
 
 
 class AttentionCache(Protocol):
-    """KV cache as attention sees it: it stores the keys and values of new tokens and attends to all that they may see.
+    """KV cache as attention sees it: it stores the keys and values of new tokens and attends to them and the cached
+    ones.
 
-    length: tokens of each sequence that every layer has seen, from which positions count where none are given.
+    length: tokens of each sequence that every layer has cached; positions continue from it where none are given.
     """
 
     length: int
 
     def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
-        """Store the keys and values of S new tokens of `layer`; return the attention of their queries over them and
-        the tokens before, inside the layer's sliding window, [B, N, S, D]."""
+        """Store the keys and values of S new tokens in the cache of layer number `layer`; return the causal attention
+        [B, N, S, D] of their queries over them and the tokens before, inside the layer's sliding window."""
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` new tokens of each sequence as seen; called after the last layer."""
+        """Add `tokens`, the number of new tokens of each sequence, to `length`; called after the last layer."""
 
 
 class KeyValueCache:
-    """KV cache of every layer for generation, in buffers that double when they are full. All sequences have the same
-    length. `rows`: number of sequences. `capacity`: tokens in the first buffers.
-    """
+    """KV cache of all layers for generation, in buffers that double when they are full. All sequences have the same
+    length. `rows`: number of sequences. `capacity`: tokens per sequence in the first buffers."""
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0
@@ -43,8 +43,8 @@ class KeyValueCache:
         self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}  # of the tokens being read, by window
 
     def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
-        """Append new tokens to the cache of `layer`; return the attention of their queries over the cached tokens and
-        themselves, [B, N, S, D]."""
+        """Append the keys and values of S new tokens to the cache of layer number `layer`; return the causal attention
+        [B, N, S, D] of their queries over the cached tokens and themselves."""
         assert k_BKSD.shape[0] == self._rows, (k_BKSD.shape, self._rows)
         sequence, window = k_BKSD.shape[2], self._windows[layer]
         length = self.length + sequence
@@ -63,13 +63,14 @@ class KeyValueCache:
         return attend(q_BNSD, k_BKCD, v_BKCD, self._masks[window, sequence])
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` new tokens of each sequence as seen; called after the last layer."""
+        """Add `tokens`, the number of new tokens of each sequence, to `length`; called after the last layer."""
         self.length += tokens
         self._masks.clear()
 
     def _mask(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return the attention mask of `sequence` new tokens: boolean, [1, 1, S, C], or, of tokens without any before
-        them, as `visibility` returns it; None: causal without a window, or one token, which sees all it is given."""
+        """Return the attention mask of `sequence` new tokens: boolean [1, 1, S, C]; if nothing is cached, the result of
+        `visibility`. None: plain causal, or a single token, which attends to all keys it is given. window: sliding
+        window in tokens."""
         if self.length == 0:
             return visibility(ONE_DOCUMENT, sequence, window, device)
         if sequence == 1:
@@ -83,9 +84,8 @@ class KeyValueCache:
 
 
 def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
-    """Return a cache buffer with room for at least `needed` tokens: `old` if it is large enough, else a larger copy
-    of its `used` tokens with the shape and dtype of `new`. `capacity`: smallest number of tokens.
-    """
+    """Return a cache buffer [B, K, C, D] with C >= `needed` tokens: `old` if it is large enough, else a larger copy of
+    its first `used` tokens; sizes and dtype as `new` [B, K, S, D]. `capacity`: smallest C."""
     if old is not None and old.shape[2] >= needed:
         return old
     size = max(capacity, needed if old is None else max(needed, 2 * old.shape[2]))

@@ -1,6 +1,6 @@
-"""Which tokens of a packed row belong together, and from it the positions and what each token may see.
+"""Document boundaries in packed sequences, and from them position IDs and attention masks.
 
-Shapes: B rows, S tokens in a row, C of them on this rank (all, without context parallelism).
+Shapes: B sequences, S tokens of a sequence, C of them on this rank (all, without context parallelism).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.model.pairs import Pairs
 @dataclass(frozen=True, slots=True)
 class Documents:
     """Document boundaries in the packed sequences of a batch. Documents of one sequence do not attend to each other,
-    and positions restart in each.
+    and position IDs restart in each.
 
     `starts_BS`: for each token the index in its sequence where its document begins; None: every sequence is one
     document, and attention is plain causal. `places_C`: with context parallelism the sequence indices of this rank's
@@ -31,7 +31,8 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
-        """Build from one document number per token: a document extends as long as its number repeats."""
+        """Return the boundaries of documents given by one number per token, [B, S]: a document extends as long as its
+        number repeats."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -42,8 +43,8 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """Build from the start indices of documents, one ascending list per sequence of `sequence` tokens; index 0
-        always starts one."""
+        """Return the boundaries of documents given by their start indices, one ascending list per sequence of
+        `sequence` tokens; index 0 always starts one."""
         ids = torch.zeros(len(starts), sequence, dtype=torch.int64)
         for row, places in enumerate(starts):
             assert all(0 <= place < sequence for place in places), (row, places, sequence)
@@ -89,4 +90,4 @@ class Documents:
 
 
 ONE_DOCUMENT = Documents()
-"""Every row is one document."""
+"""Every sequence is one document."""

@@ -3,7 +3,7 @@
 Made of the decoder's parts (attention.py, layers.py), with norms after the sums of the residual stream instead of
 before what is added. Parameter names are those of the parameter table (spec/parameters.py).
 
-Shapes: B rows, S tokens in a row, H hidden, V vocabulary, M masked tokens of a batch, D documents, C classes.
+Shapes: B sequences, S tokens of a sequence, H hidden, V vocabulary, M masked tokens of a batch, D documents, C classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
 from meshwright.model.documents import ONE_DOCUMENT, Documents
-from meshwright.model.layers import Embedding, FeedForward, Linear, activate, norm
+from meshwright.model.layers import Embedding, FeedForward, Linear, activate, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import bidirectional_mask
@@ -37,20 +37,19 @@ class EncoderBlock(nn.Module):
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         self.attention = Attention(config, axes, **options)
-        self.attention_norm = norm(config, **options)
+        self.attention_norm = make_norm(config, **options)
         self.mlp = FeedForward(config, axes, **options)
-        self.mlp_norm = norm(config, **options)
+        self.mlp_norm = make_norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Return the block's output [B, S, H]. `added`: additive attention mask (0 or a large negative number), None:
-        every token attends to every other.
-        """
+        """Return the block's output [B, S, H]. `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large
+        negative number) of `bidirectional_mask`; None: every token attends to every other."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 
 class _VocabularyBias(nn.Module):
-    """Bias [V] of the masked-language-model head, whose weight is the embedding's."""
+    """Output bias [V] of the masked-language-model head, whose weight matrix is the embedding's."""
 
     def __init__(self, vocabulary: int, **options: Any) -> None:
         super().__init__()
@@ -83,13 +82,13 @@ class Encoder(nn.Module):
         self.embedding = Embedding(config.vocabulary, hidden, None, **options)
         self.positions = Embedding(config.max_positions, hidden, None, **options)
         self.token_types = Embedding(config.token_types, hidden, None, **options)
-        self.embedding_norm = norm(config, **options)
+        self.embedding_norm = make_norm(config, **options)
         self.layers = nn.ModuleList(EncoderBlock(config, SINGLE_DEVICE, **options) for _ in range(config.layers))
         if config.pooled:
             self.pooler = Linear(hidden, hidden, True, **options)
         if config.head == "masked":
             self.transform = Linear(hidden, hidden, True, **options)
-            self.transform_norm = norm(config, **options)
+            self.transform_norm = make_norm(config, **options)
             self.head = _VocabularyBias(config.vocabulary, **options)
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
@@ -116,8 +115,9 @@ class Encoder(nn.Module):
     ) -> torch.Tensor:
         """Return the sum of the losses (nats, a scalar in float32 or float64) over targets that are not -100.
 
-        `targets`: of head "masked" the true token at each masked position, [B, S]; of head "classes" the class of each
-        sequence, [B], or of each document, [D]. Only masked positions go through the head.
+        `targets`: with head "masked" the true token ID at each masked position, [B, S], elsewhere -100; with head
+        "classes" the class of each sequence, [B], or of each document, [D]. Only masked positions go through the head.
+        `units`: hooks around FSDP units. Other arguments as in `hidden`.
         """
         x_BSH = self._forward_blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
         x_BSH = units.enter("head", x_BSH)
@@ -145,7 +145,7 @@ class Encoder(nn.Module):
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the last block's output, [B, S, H]. `attention_mask_BS`: 0 at padding, which no token attends to;
-        `token_types_BS`: segment of each token (default 0); `documents`: boundaries in packed sequences."""
+        `token_types_BS`: segment ID of each token (default 0); `documents`: boundaries in packed sequences."""
         return self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -168,8 +168,8 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits in the model's dtype: of head "masked" [B, S, V], of head "classes" [B, C] (packed documents:
-        [D, C])."""
+        """Return logits in the model's dtype: with head "masked" [B, S, V], with head "classes" [B, C] (packed
+        documents: [D, C]). Arguments as in `hidden`."""
         hidden_BSH = self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
@@ -178,11 +178,11 @@ class Encoder(nn.Module):
         raise UserError('an encoder of head "none" has no logits: it gives `hidden` and `pooled`')
 
     def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the transform of the masked-language-model head: norm(activation(linear(x)))."""
+        """Return norm(activation(linear(x))), the transform of the masked-language-model head, [..., H]."""
         return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
 
     def _class_logits(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        """Return the class logits [B, C] or [D, C] of the last block's output."""
+        """Return the class logits of the last block's output `x_BSH`: [B, C], or [D, C] for packed documents."""
         return self.classifier(self.pooled(x_BSH, documents))  # type: ignore[no-any-return]
 
     def _forward_blocks(

@@ -3,7 +3,7 @@
 Without axes of their own, experts are split over tp by columns, as all MLPs are, and every rank of tp computes with all
 its tokens. With ep or etp each rank routes tokens of its own: its slice of them, where ranks of tp share a sequence.
 
-Shapes: B rows, S tokens in a row, T = B x S, H hidden, E experts, K experts of a token, N = T x K assignments (sorted
+Shapes: B sequences of S tokens, T = B x S, H hidden, E experts, K experts of a token, N = T x K assignments (sorted
 by expert), F an expert's width.
 """
 
@@ -39,8 +39,8 @@ class Mixture(nn.Module):
     def forward(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output [B, S, H] and, given `counted_B` (number of targets of each sequence), its
-        load-balancing loss, else None."""
+        """Return the layer's output [B, S, H] and its load-balancing loss (scalar, None without `counted_B`).
+        `counted_B`: number of targets of each sequence, which weighs its loss."""
         if self.expert_parallel:
             return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
@@ -84,7 +84,7 @@ class Mixture(nn.Module):
         return y_TH.view_as(x_BSH), loss
 
     def _forward_shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the output of the shared expert, times its sigmoid gate if it has one."""
+        """Return the output [B, S, H] of the shared expert, times its sigmoid gate if it has one."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
         return y_BSH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
@@ -112,9 +112,8 @@ class Router(nn.Module):
         return F.linear(x_TH, self.weight).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights [T, K] and the expert indices [T, K] of each token's K experts, given its scores for all
-        E.
-        """
+        """Return the weights [T, K] and the expert indices [T, K] of the K experts of each token, given its scores of
+        all experts."""
         count = self.config.experts_per_token
         if self.bias is None:
             weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
@@ -128,13 +127,14 @@ class Router(nn.Module):
     def balance(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return this layer's load-balancing term of the summed loss (scalar).
+        """Return this layer's load-balancing term of the summed loss (scalar). `chosen_TK`: expert indices of each
+        token; `parts`: parallel axes whose ranks hold different tokens of a sequence, over which loads and mean scores
+        are summed.
 
         The auxiliary loss of a sequence is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
         (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. It is weighted by the
-        sequence's number of targets `counted_B`: divided by the targets of the whole step, neither micro-batches nor
-        ranks change it. Ranks of the axes `parts` hold different tokens of a sequence: loads and mean scores are summed
-        over them.
+        sequence's number of targets `counted_B`: divided by the targets of the whole step, it does not depend on
+        micro-batches or ranks.
 
         The gradient of a router bias is its expert's load minus the mean load; the bias adds 0 to the value.
         """
@@ -158,8 +158,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed expert MLPs, stacked: `up.weight` is [E x 2F, H], each expert's gate before its up projection;
-    `down.weight` is [E x H, F]."""
+    """Routed expert MLPs of this rank, stacked: `up.weight` is [E x 2F, H], each expert's gate before its up
+    projection; `down.weight` is [E x H, F]."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -190,24 +190,21 @@ class Experts(nn.Module):
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the MLP output [N, H] of each of the N token copies (sorted by expert) under its expert, of those on
-        this rank; a partial sum where experts are cut over ranks. `ends_E`: exclusive end index of each expert's
-        copies.
-        """
+        """Return the MLP outputs [N, H] of token copies sorted by expert, `x_NH`, under this rank's experts; partial
+        sums where experts are split over ranks. `ends_E`: exclusive end index of each expert's copies."""
         gate_NF, up_NF = _expert_linear(x_NH, self.up, ends_E).chunk(2, dim=-1)
         return _expert_linear(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
 
 
 def _expert_linear(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W. `stacked`: layer whose
-    weight holds all W, [E x Y, X]; `ends_E`: exclusive end index of each expert's copies.
-    """
+    """Return x Wᵀ, [N, Y], for token copies sorted by expert, each with its expert's W. `stacked`: layer whose weight
+    holds the W of all experts, [E x Y, X]; `ends_E`: exclusive end index of each expert's copies."""
     return grouped_linear(x_NX, stacked.weight, ends_E, stacked.weight_gradients)
 
 
 class SharedExpert(nn.Module):
-    """MLP down(activation(gate) * up) that every token passes; tensor-parallel by columns, the caller sums over the
-    ranks."""
+    """MLP down(activation(gate) * up) that every token passes through; column- and row-parallel over tp, the caller
+    sums over the ranks."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -223,8 +220,8 @@ class SharedExpert(nn.Module):
 
 
 class _CopyToExperts(torch.autograd.Function):
-    """Copies each token once per expert, sorted by expert, [N, H]. Its backward is a gather, so the order of sums is
-    fixed."""
+    """Copies each token [T, H] once for each of its experts, sorted by expert: [N, H]. Its backward is a gather, so
+    that the order of sums is fixed."""
 
     @staticmethod
     def forward(

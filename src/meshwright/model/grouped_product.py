@@ -21,9 +21,8 @@ ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multi
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W; differentiable.
-    `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies, int32.
-    """
+    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, each with its expert's W; differentiable.
+    `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies, int32."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)

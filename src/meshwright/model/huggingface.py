@@ -18,15 +18,15 @@ from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.model.encoder import Encoder
-from meshwright.model.initialise import initial_value, place_row, take_row
+from meshwright.model.initialise import extract_entry, initial_value, write_entry
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface, read_config
 from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.spec.rows import Row
 from meshwright.untrusted import read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -61,7 +61,7 @@ class CheckpointFiles:
         return frozenset(self._place)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading its values."""
+        """Return the shape of the tensor `name` without reading its values."""
         with _convert_read_errors(self._place[name], name):
             return tuple(self._open(self._place[name]).get_slice(name).get_shape())
 
@@ -71,13 +71,13 @@ class CheckpointFiles:
             return self._open(self._place[name]).get_tensor(name)
 
     def dtype(self, name: str) -> str:
-        """Return a tensor's safetensors dtype name ("F32") without reading its values."""
+        """Return the safetensors dtype name ("F32") of the tensor `name` without reading its values."""
         with _convert_read_errors(self._place[name], name):
             return str(self._open(self._place[name]).get_slice(name).get_dtype())
 
     def read_weights(self, name: str) -> torch.Tensor:
-        """Read an unsharded floating-point tensor in its dtype on disk. Raises UserError for another dtype and for NaN
-        or infinite values."""
+        """Read the unsharded floating-point tensor `name` in its dtype on disk. Raises UserError for another dtype and
+        for NaN or infinite values."""
         self.check_weights(name)
         value = self.read(name)
         if value.numel():
@@ -91,7 +91,7 @@ class CheckpointFiles:
         return value
 
     def check_weights(self, name: str) -> None:
-        """Raise UserError unless a tensor's dtype is one of `WEIGHT_TYPES`."""
+        """Raise UserError unless the dtype of the tensor `name` is one of `WEIGHT_TYPES`."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_TYPES:
             raise UserError(
@@ -100,11 +100,11 @@ class CheckpointFiles:
             )
 
     def file(self, name: str) -> Path:
-        """Return the path of the file that contains a tensor."""
+        """Return the path of the file that contains the tensor `name`."""
         return self._place[name]
 
     def _locate_tensors(self) -> dict[str, Path]:
-        """Return the file of each tensor name, from the index or the single safetensors file of the directory."""
+        """Return {tensor name: file}, from the index or the single safetensors file of the directory."""
         index, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
         if index.is_file():
             return self._locate_by_index(index)
@@ -119,7 +119,7 @@ class CheckpointFiles:
         raise UserError(f"{self.directory}: no {SINGLE_FILE} and no {INDEX_FILE} in it")
 
     def _locate_by_index(self, index: Path) -> dict[str, Path]:
-        """Return the file of each tensor name listed in `index`; raises UserError where index and files disagree."""
+        """Return {tensor name: file} as listed in the file `index`; raises UserError where index and files disagree."""
         try:
             weight_map = read_json(index, object_pairs_hook=partial(_reject_duplicate_keys, index))["weight_map"]
             places = {str(name): self.directory / file for name, file in weight_map.items()}
@@ -172,9 +172,8 @@ def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[st
 
 
 class _convert_read_errors:
-    """Context manager that converts safetensors and file-system errors to a UserError naming the file `path` and the
-    tensor `name`.
-    """
+    """Context manager that converts safetensors and file-system errors to a UserError that names the file `path` and,
+    if given, the tensor `name`."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name
@@ -191,7 +190,8 @@ class _convert_read_errors:
 def load_huggingface(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, ModelConfig]:
-    """Load the decoder in a directory, its parameters cast to `dtype`; return the model and its configuration.
+    """Load the decoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
+    its configuration.
 
     Raises UserError when a file or the configuration is missing or damaged, and when tensors are missing, unexpected,
     or of another shape than the configuration implies.
@@ -205,7 +205,7 @@ def load_huggingface(
             f"{directory}: {config.family} is an encoder, which predicts no next token; `load_encoder` reads it"
         )
     table = parameter_table(config)
-    names = match_rows(files, table, config)
+    names = match_entries(files, table, config)
     model = Transformer(config, device=device, dtype=dtype)
     _load_parameters(model, table, files, names)
     return model, config
@@ -220,23 +220,24 @@ def load_encoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Encoder, ModelConfig]:
-    """Load the encoder in a directory, its parameters cast to `dtype`; return the model and its configuration.
+    """Load the encoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
+    its configuration.
 
-    `head`: replaces the head of its configuration ("masked", "classes", "none"; "classes" needs `labels`). Head
-    parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
+    `head`: replaces the head of its configuration ("masked", "classes", "none"; "classes" needs `labels`, the class
+    names). Head parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
     """
     files = CheckpointFiles(directory)
-    config = encoder_config(directory, head, labels)
+    config = read_encoder_config(directory, head, labels)
     table = parameter_table(config)
-    names = match_rows(files, table, config, new_head=head is not None)
+    names = match_entries(files, table, config, new_head=head is not None)
     model = Encoder(config, device=device, dtype=dtype)
     _load_parameters(model, table, files, names, seed)
     return model, config
 
 
-def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
-    """Return the configuration of the encoder in a directory, with `head` and `labels` replaced if given. Raises
-    UserError if it is no encoder or has no such head."""
+def read_encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
+    """Return the configuration of the encoder in a Hugging Face directory, with `head` and `labels` (class names)
+    replaced if given. Raises UserError if it is no encoder or has no such head."""
     data = read_config(directory)
     family = FAMILIES.get(str(data.get("model_type")))
     if family is not None and not family.encoder:
@@ -255,18 +256,19 @@ def encoder_config(directory: str | Path, head: Head | None = None, labels: Sequ
 def _load_parameters(
     model: nn.Module, table: ParameterTable, files: CheckpointFiles, names: Mapping[str, str], seed: int = 0
 ) -> None:
-    """Load every parameter entry of `table` into the model; entries absent from `names` are initialised from `seed`."""
+    """Load every parameter entry of `table` into the model. `names`: {entry's name: its name in the files}; entries
+    absent from it are initialised from `seed`."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for row in table.rows:
-            value = files.read_weights(names[row.name]) if row.name in names else initial_value(row, seed)
-            place_row(parameters[row.tensor], row, value)
+        for entry in table.entries:
+            value = files.read_weights(names[entry.name]) if entry.name in names else initial_value(entry, seed)
+            write_entry(parameters[entry.tensor], entry, value)
 
 
-def match_rows(
+def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Map the name of each parameter entry of `table` to its name in the files. Raises UserError unless both match
+    """Return {name of each parameter entry of `table`: its name in the files}. Raises UserError unless both match
     exactly.
 
     Files of a base model omit the prefix "transformer.", "model." or "bert.". A head that the model ties to its
@@ -277,18 +279,18 @@ def match_rows(
     bare = not any(name.startswith(prefix) for name in files.names)
     written = _map_current_names(files, config)
     names = {}
-    for row in table.rows:
-        wanted = row.name.removeprefix(prefix) if bare else row.name
-        names[row.name] = name = written.get(wanted, wanted)
-        if new_head and row.unit == "head" and (name not in files.names or files.shape(name) != row.shape):
-            del names[row.name]
+    for entry in table.entries:
+        wanted = entry.name.removeprefix(prefix) if bare else entry.name
+        names[entry.name] = name = written.get(wanted, wanted)
+        if new_head and entry.unit == "head" and (name not in files.names or files.shape(name) != entry.shape):
+            del names[entry.name]
             continue
         if name not in files.names:
-            raise UserError(f"{files.directory}: tensor {name} {list(row.shape)} is missing")
+            raise UserError(f"{files.directory}: tensor {name} {list(entry.shape)} is missing")
         files.check_weights(name)
-        if files.shape(name) != row.shape:
+        if files.shape(name) != entry.shape:
             raise UserError(
-                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(row.shape)}"
+                f"{files.file(name)}: tensor {name} is {list(files.shape(name))}, by config.json {list(entry.shape)}"
             )
     known = {*names.values(), *(("lm_head.weight",) if config.tied else ())}
     others = OTHER_HEADS.get(config.family, ())
@@ -306,7 +308,7 @@ def match_rows(
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Map today's name of each tensor to its name in the files, which may be an older one."""
+    """Return {current Hugging Face name of each tensor: its name in the files, which may be an older one}."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:
@@ -315,9 +317,10 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
     return found
 
 
-def read_row(files: CheckpointFiles, row: Row, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """Read a parameter entry as stored on disk. `names`: result of `match_rows`; default: the entry's own name."""
-    name = row.name if names is None else names[row.name]
+def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
+    """Read the unsharded value of a parameter entry, oriented as on disk. `names`: result of `match_entries`; default:
+    the entry's own name."""
+    name = entry.name if names is None else names[entry.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")
     return files.read_weights(name)
@@ -344,48 +347,49 @@ def save_huggingface(
     dtype = dtype or model.embedding.weight.dtype
     groups = list(_split_into_files(table, dtype.itemsize, largest_file_bytes))
     weight_map: dict[str, str] = {}
-    for number, rows in enumerate(groups, start=1):
+    for number, entries in enumerate(groups, start=1):
         file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         # Copies: a file cannot hold tensors that share memory, as those of a fused tensor do.
         tensors = {
-            row.name: take_row(parameters[row.tensor].detach(), row).to("cpu", dtype, copy=True).contiguous()
-            for row in rows
+            entry.name: extract_entry(parameters[entry.tensor].detach(), entry).to("cpu", dtype, copy=True).contiguous()
+            for entry in entries
         }
         temporary = directory / f".{file}"
         save_file(tensors, temporary, {"format": "pt"})
         os.replace(temporary, directory / file)
         weight_map |= dict.fromkeys(tensors, file)
-    total = sum(row.numel for row in table.rows) * dtype.itemsize
+    total = sum(entry.numel for entry in table.entries) * dtype.itemsize
     if len(groups) > 1:
         _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     name = str(dtype).removeprefix("torch.")
     _write_json(directory / "config.json", {**config_to_huggingface(model.config), "dtype": name, "torch_dtype": name})
     if not model.config.encoder:
-        _write_json(directory / "generation_config.json", generation_config(model.config))
+        _write_json(directory / "generation_config.json", make_generation_config(model.config))
     for file in TOKENIZER_FILES:
         if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
             shutil.copyfile(Path(tokenizer_from) / file, directory / file)
 
 
-def generation_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: the IDs of the begin and end tokens."""
+def make_generation_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of `generation_config.json`: the IDs of the begin- and end-of-sequence tokens."""
     ends = config.eos_tokens
     end = ends[0] if len(ends) == 1 else list(ends)
     tokens = {"bos_token_id": config.bos_token, "eos_token_id": end if ends else None}
     return {key: value for key, value in tokens.items() if value is not None}
 
 
-def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[Row]]:
-    """Split the parameter entries, in order, into lists of at most `largest` bytes, one per file."""
-    rows: list[Row] = []
+def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[ParameterEntry]]:
+    """Yield the parameter entries of each file, in order, at most `largest` bytes per file. `itemsize`: bytes per
+    element."""
+    entries: list[ParameterEntry] = []
     size = 0
-    for row in table.rows:
-        if rows and size + row.numel * itemsize > largest:
-            yield rows
-            rows, size = [], 0
-        rows.append(row)
-        size += row.numel * itemsize
-    yield rows
+    for entry in table.entries:
+        if entries and size + entry.numel * itemsize > largest:
+            yield entries
+            entries, size = [], 0
+        entries.append(entry)
+        size += entry.numel * itemsize
+    yield entries
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Initial values: those of a tensor depend on (seed, its name on disk) alone, not on layout, rank or other tensors."""
+"""Initial values of parameters: those of a tensor depend on (seed, its name on disk) alone, not on layout, rank or
+other tensors."""
 
 from __future__ import annotations
 
@@ -7,43 +8,40 @@ import hashlib
 import torch
 from torch import nn
 
+from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable
-from meshwright.spec.rows import Row
 
 
-def initial_value(row: Row, seed: int) -> torch.Tensor:
-    """Return the unsharded initial value of a parameter entry (`row`), float32 on the CPU, in its shape on disk
-    (`row.shape`).
-    """
-    if row.initial.kind == "zeros":
-        return torch.zeros(row.shape)
-    if row.initial.kind == "ones":
-        return torch.ones(row.shape)
-    digest = hashlib.sha256(f"{seed}:{row.name}".encode()).digest()
+def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
+    """Return the unsharded initial value of a parameter entry, a function of `seed` and its name: float32 on the CPU,
+    in its shape on disk."""
+    if entry.initial.kind == "zeros":
+        return torch.zeros(entry.shape)
+    if entry.initial.kind == "ones":
+        return torch.ones(entry.shape)
+    digest = hashlib.sha256(f"{seed}:{entry.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.empty(row.shape).normal_(std=row.initial.std, generator=generator)
+    return torch.empty(entry.shape).normal_(std=entry.initial.std, generator=generator)
 
 
 def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
-    """Initialise all parameters of an unsharded model from `seed`, in place."""
+    """Initialise all parameters of an unsharded model from `seed`, in place. table: its parameter table."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in table.tensors:
-            for row in tensor.rows:
-                place_row(parameters[tensor.name], row, initial_value(row, seed))
+            for entry in tensor.entries:
+                write_entry(parameters[tensor.name], entry, initial_value(entry, seed))
 
 
-def place_row(tensor: torch.Tensor, row: Row, value: torch.Tensor) -> None:
-    """Copy the value of a parameter entry (`row`), oriented as on disk, into its slice of the unsharded (fused) model
-    parameter `tensor`.
-    """
-    part = tensor[row.offset : row.offset + row.engine_shape[0]]
-    part.copy_(value.T if row.transposed else value)
+def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
+    """Copy `value`, that of a parameter entry oriented as on disk, into its slice of the unsharded (fused) model
+    parameter `tensor`."""
+    part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
+    part.copy_(value.T if entry.transposed else value)
 
 
-def take_row(tensor: torch.Tensor, row: Row) -> torch.Tensor:
-    """Return a view of a parameter entry (`row`), oriented as on disk, in the unsharded (fused) model parameter
-    `tensor`.
-    """
-    part = tensor[row.offset : row.offset + row.engine_shape[0]]
-    return part.T if row.transposed else part
+def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
+    """Return a view of a parameter entry in the unsharded (fused) model parameter (or gradient) `tensor`, oriented as
+    on disk."""
+    part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
+    return part.T if entry.transposed else part

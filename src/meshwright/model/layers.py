@@ -18,10 +18,9 @@ from meshwright.spec.config import ModelConfig
 
 
 class Linear(nn.Module):
-    """Linear layer y = x Wᵀ + b with W [Y, X]; parameters are uninitialised. `x`, `y`: input and output size.
-    weight_gradients: queue that gets the weight gradient in backward, None for autograd. taps: dummy inputs of the
-    running compiled call, through whose gradients it gets there.
-    """
+    """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size.
+    weight_gradients: queue that gets the weight gradient in backward, None: autograd computes it. taps: dummy inputs of
+    the running compiled call, through whose gradients the queue gets it."""
 
     weight_gradients: WeightGradients | None = None  # where they are left for later, if they may be
     taps: Taps | None = None  # of the call that runs, where it is compiled
@@ -37,8 +36,8 @@ class Linear(nn.Module):
 
 
 class RowParallelLinear(Linear):
-    """Linear layer whose product is summed over tensor-parallel ranks before the bias is added. `site`: label of the
-    call in traces."""
+    """Row-parallel linear layer: its product is summed over the tensor-parallel ranks of `tensor` before the bias is
+    added. `x`, `y`: this rank's input size, and output size. `site`: label of the call in traces."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
@@ -54,8 +53,8 @@ class RowParallelLinear(Linear):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension: x / root mean square(x) * weight (Zhang & Sennrich 2019, arXiv:1910.07467, eq.
-    4)."""
+    """RMSNorm over the last dimension, of `size` elements: x / root mean square(x) * weight (Zhang & Sennrich 2019,
+    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square."""
 
     def __init__(self, size: int, epsilon: float, **options: Any) -> None:
         super().__init__()
@@ -70,8 +69,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dimension: (x - mean) / standard deviation * weight + bias (Ba et al. 2016,
-    arXiv:1607.06450)."""
+    """LayerNorm over the last dimension, of `size` elements: (x - mean) / standard deviation * weight + bias (Ba et al.
+    2016, arXiv:1607.06450). `epsilon`: added to the variance."""
 
     def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -84,15 +83,15 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)  # sums in float32 at least
 
 
-def norm(config: ModelConfig, **options: Any) -> nn.Module:
-    """Build the norm layer that `config` names, over the hidden dimension."""
+def make_norm(config: ModelConfig, **options: Any) -> nn.Module:
+    """Build the norm layer that `config.norm` selects, over the hidden dimension. options: device and dtype."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_epsilon, **options)
     return LayerNorm(config.hidden, config.norm_epsilon, config.norm_bias, **options)
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply the activation function named "silu", "relu", "gelu" or "gelu_tanh"."""
+    """Return the activation function named "silu", "relu", "gelu" or "gelu_tanh" applied to `x`, elementwise."""
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":
@@ -124,7 +123,7 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding table [rows, hidden]. Its gradient is summed in float32 or float64.
+    """Embedding table [rows, hidden]: one row for each ID. Its gradient is summed in float32 or float64.
 
     With `tensor` the table is vocabulary-parallel: each rank holds a slice and returns zeros for IDs outside it.
     """
@@ -149,7 +148,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, weight_VH: torch.Tensor, numbers_BS: torch.Tensor) -> torch.Tensor:
-        """Return the table entries [B, S, H] of the IDs `numbers_BS`."""
+        """Return the rows [B, S, H] of the embedding table `weight_VH` for the IDs `numbers_BS`."""
         context.save_for_backward(numbers_BS)
         context.rows, context.dtype = weight_VH.shape[0], weight_VH.dtype
         return F.embedding(numbers_BS, weight_VH)

@@ -31,10 +31,10 @@ def linear_cross_entropy(
     keep: bool = True,
 ) -> torch.Tensor:
     """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar); targets of -100 do not
-    count.
+    count. `head`: weight and bias.
 
     The sum, and that of the weight's gradient over chunks, are in float32 or float64. `keep`: compute the gradients in
-    the forward pass and save them, one of the weight's size; else backward recomputes the logits. Both give the same
+    the forward pass and save them, the weight's in its size; else backward recomputes the logits. Both give the same
     gradients bit for bit and communicate in the forward pass alone.
     """
     mode = "none" if not torch.is_grad_enabled() else "save" if keep else "recompute"
@@ -43,7 +43,7 @@ def linear_cross_entropy(
 
 def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Return each token's -log softmax(hidden weightᵀ)[target] (nats), [T], float32 or float64; 0 where the target is
-    -100.
+    -100. `head`: the weight.
 
     Backward recomputes the logits; saved are `hidden_TH` and two numbers per token.
     """
@@ -51,11 +51,10 @@ def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: 
 
 
 class OutputHead(NamedTuple):
-    """This rank's vocabulary slice of the output head, and how to compute with it.
+    """This rank's vocabulary slice of the output head, with tensor parallelism (`tensor`).
 
-    `weight_VH`, `bias_V`: slice from token ID `first_token` on, with tensor parallelism (`tensor`); ranks may hold
-    different numbers of token IDs, at most `widest` (default: as many as this rank). `compiled`: fuse the elementwise
-    work with torch.compile.
+    `weight_VH`, `bias_V`: those of the token IDs from `first_token` on; ranks may hold different numbers of token IDs,
+    at most `widest` (default: as many as this rank). `compiled`: fuse the elementwise work with torch.compile.
     """
 
     weight_VH: torch.Tensor
@@ -151,7 +150,8 @@ def _scale_gradients(
     d_bias_V: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the three gradients multiplied by `factor`, those of weight and bias cast to `dtype`."""
+    """Return the gradients of hidden states, weight and bias multiplied by `factor`, those of weight and bias cast to
+    `dtype`; None stays None."""
     if d_hidden_TH is not None:
         # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
         d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
@@ -163,9 +163,8 @@ def _scale_gradients(
 
 
 class _Gradients:
-    """Sums the gradients of the loss over chunks of tokens: of hidden states, head weight and head bias, None where
-    not required. `of_hidden`, `of_weight`, `of_bias`: which ones are.
-    """
+    """Accumulator of the loss's gradients over chunks of tokens: of hidden states, head weight and head bias.
+    `of_hidden`, `of_weight`, `of_bias`: which of them are required; the others stay None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -177,11 +176,12 @@ class _Gradients:
         self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
 
     def collect(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of hidden states, weight and bias."""
+        """Return the accumulated gradients of hidden states, weight and bias; None where not required."""
         return self.hidden_TH, self.weight_VH, self.bias_V
 
     def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
-        """Add the gradients of one chunk. `factors_T`: weight of each token's loss; default 1."""
+        """Add the gradients of one chunk of tokens. `factors_T`: factor on each token's loss (all T tokens); default
+        1."""
         hidden_TH, weight_VH = self._inputs
         d_logits_CV = chunk.differentiate(None if factors_T is None else factors_T[chunk.tokens])
         if self.hidden_TH is not None:
@@ -198,8 +198,8 @@ class _Gradients:
 def _recompute_gradients(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias from recomputed logits. `factors_T`: weight of each
-    token's loss; default 1."""
+    """Return the gradients of hidden states, weight and bias from recomputed logits. `context`: saved tensors of the
+    forward; `factors_T`: factor on each token's loss; default 1."""
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
@@ -209,8 +209,8 @@ def _recompute_gradients(
 
 
 class _Chunk:
-    """Logits, losses (nats) and logit gradients of one chunk of tokens. `known_2C`: log-sum-exp and target logit from
-    the forward pass; without them they are computed, and all-reduced over tp."""
+    """Logits, losses (nats) and logit gradients of one chunk of tokens. `tokens`: its slice of all tokens. `known_2C`:
+    log-sum-exp and target logit from the forward pass; without them they are computed, and all-reduced over tp."""
 
     def __init__(
         self,
@@ -273,22 +273,21 @@ class _Chunk:
 
 
 def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's maximum logit and the sum of exp(logit - maximum), [C] each."""
+    """Return each token's maximum logit and its sum of exp(logit - maximum) over this rank's vocabulary, [C] each."""
     wide = at_least_float32(logits_CV.dtype)
     maximum_C = logits_CV.amax(dim=1).to(wide)
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor) -> None:
-    """Overwrite the logits with softmax * `counted_C` (weight of each token, 0 for ignored ones). `log_sum_C`:
-    log-sum-exp of each token.
-    """
+    """Overwrite the logits with softmax times `counted_C`, the factor on each token's loss (0 for ignored tokens).
+    `log_sum_C`: log-sum-exp of each token."""
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
-    """Return losses and logit gradients of one chunk from its logits [C, V] and targets [C], without the head matmul;
-    the probe times it."""
+    """Return the losses and logit gradients of one chunk of tokens from its logits [C, V] and targets [C], without the
+    head matmul; the hardware probe times it."""
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
@@ -303,11 +302,11 @@ def _compile_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
-    """Yield loss chunks of nearly equal size, which share one logits buffer: each is invalid when the next is
-    requested.
+    """Yield the chunks of tokens, nearly equal in size, with their logits; they share one buffer, so each is invalid
+    when the next is requested.
 
     All tp ranks cut the tokens alike, because they communicate in every chunk. `known_2T`: log-sum-exp and target logit
-    of each token.
+    of each token, if known.
     """
     chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))

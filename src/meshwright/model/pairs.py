@@ -29,8 +29,9 @@ class Pairs:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
-        """Build from one document number per token: of numbers 0, 0, 1, 2, 3, 3, 4 documents 0 and 1 are a pair, so are
-        2 and 3, and 4 is padding. `most`: P, where other batches have more pairs per sequence."""
+        """Return the pairs in sequences given by one document number per token, [B, S]: of numbers 0, 0, 1, 2, 3, 3, 4
+        documents 0 and 1 are a pair, so are 2 and 3, and 4 is padding. `most`: P, where other batches have more pairs
+        per sequence."""
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
@@ -43,7 +44,8 @@ class Pairs:
         return replace(self, reference_BD=reference_BD)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
-        """Return a copy with `change` applied to every tensor, to move it to a device or select sequences."""
+        """Return a copy with `change` applied to every tensor, for example to move it to a device or to select
+        sequences."""
         return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
 
     def at(self, places_C: torch.Tensor) -> Pairs:

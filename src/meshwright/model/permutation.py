@@ -13,8 +13,8 @@ def invert_permutation(order: torch.Tensor) -> torch.Tensor:
 
 
 class Permuted(torch.autograd.Function):
-    """Permutes dim 0: x[order]. Backward gathers by the inverse instead of scattering, so no sum has an undefined
-    order."""
+    """Permutes tensor dim 0: x[order]. Backward gathers by the inverse permutation instead of scattering, so that the
+    order of sums is defined."""
 
     @staticmethod
     def forward(context: Any, x_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:

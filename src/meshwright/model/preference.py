@@ -19,8 +19,8 @@ REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward
 
 
 class PreferenceLoss(NamedTuple):
-    """Sums over pairs: the loss, and detached `figures` (float64 [3]): the rewards of chosen responses, of rejected
-    ones, and the number of pairs whose chosen response has the higher reward."""
+    """Loss summed over pairs, and detached `figures` (float64 [3]), sums over pairs too: the rewards of chosen
+    responses, of rejected ones, and 1 for each pair whose chosen response has the higher reward."""
 
     loss: torch.Tensor
     figures: torch.Tensor

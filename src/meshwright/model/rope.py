@@ -1,7 +1,7 @@
 """Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published stretchings, in the half-rotation order
 of Hugging Face: the pair of dimension i is dimension i + D/2.
 
-Shapes: B rows, S tokens in a row, D head size, P positions.
+Shapes: B sequences, S tokens of a sequence, D head size, P positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1: long wavelengths divided by the factor, short ones unchanged, a ramp between."""
+    """Return inverse frequencies [D/2] scaled as in Llama 3.1 by the factors of `scaling`: long wavelengths divided by
+    the factor, short ones unchanged, a ramp between."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wavelengths = 2 * math.pi / frequencies
@@ -44,8 +45,8 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 
 def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
-    """Return YaRN inverse frequencies (arXiv:2309.00071, section 3.2): high-frequency pairs unchanged, low-frequency
-    pairs interpolated. `wave`: base ** (2i / D)."""
+    """Return YaRN inverse frequencies [D/2] (arXiv:2309.00071, section 3.2): high-frequency pairs unchanged,
+    low-frequency pairs interpolated. `wave`: base ** (2i / D) of each dimension pair i."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
@@ -89,7 +90,7 @@ class RotaryTable:
     def at(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [B or 1, 1, S, D/2] at the given positions; None means start ... stop - 1 in every
+        """Return cosine and sine [B or 1, 1, S, D/2] at the positions `positions_BS`; None: start ... stop - 1 in every
         sequence."""
         if positions_BS is None:
             cosine, sine = self.up_to(stop, device)
@@ -100,8 +101,8 @@ class RotaryTable:
 
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding: rotate each pair of dimensions (i, i + D/2) by the angle of its position. Shape and
-    dtype stay.
+    """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair of dimensions (i, i + D/2)
+    is rotated by the angle of its position. `cosine`, `sine`: [B or 1, 1, S, D/2].
 
     In memory the result has a head's tokens side by side on a CPU, elsewhere a token's heads, as PyTorch's attention
     kernels and the next product read them without a copy.

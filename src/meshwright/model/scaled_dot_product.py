@@ -1,6 +1,6 @@
 """Scaled dot-product attention of one device, and which tokens of a batch each token may attend to.
 
-Shapes: B rows, S tokens in a row, N query heads, K key-value heads, D head size, C tokens in a cache.
+Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, D head size, C tokens in a cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from meshwright.model.tiled_attention import tiled_attention
 
 
 def visibility(documents: Documents, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return the causal attention mask for packed documents and a sliding `window`; None: plain causal.
+    """Return the causal attention mask for packed documents and a sliding window of `window` tokens (None: without);
+    None: plain causal.
 
     Built once per batch for all layers with the same window. On a CPU it is the first visible index of each of the
     `sequence` tokens, [B or 1, S]; else a boolean mask [B or 1, 1, S, S], True where a token may attend.
@@ -28,7 +29,8 @@ def visibility(documents: Documents, sequence: int, window: int | None, device: 
 def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v for the last S of C tokens under the mask `visible` of `visibility`, [B, N, S, D]."""
+    """Return softmax(q kᵀ / √D) v for the last S of C tokens, [B, N, S, D], under `visible`, the mask that `visibility`
+    returned (None: causal for S = C, all keys for S < C)."""
     same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)

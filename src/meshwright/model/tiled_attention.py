@@ -31,9 +31,9 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """A contiguous range of queries and an equally long one of keys: `queries`, `keys` index the tensors;
-    `query_place`, `key_place` are the sequence index of each range's first token. Both indices are equal, or all keys
-    precede all queries."""
+    """A range of queries and an equally long range of keys to be attended to: `queries`, `keys` are slices along the
+    token dim of the tensors; `query_place`, `key_place` are the sequence index of each range's first token. Both
+    indices are equal (causal mask), or all keys precede all queries."""
 
     queries: slice
     keys: slice
@@ -42,8 +42,8 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention: slices of the query and the key tensor, and an additive `mask` [..., queries, m] for the
-    last m keys (None: all visible)."""
+    """One tile of attention: slices of the query and the key tensor along the token dim, and an additive `mask` [...,
+    queries, m] for the last m keys (None: all visible)."""
 
     queries: slice
     keys: slice
@@ -54,7 +54,7 @@ def tiled_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
     """Return softmax(q kᵀ / √D) v over the keys from index `first_BS` (None: 0) to the query's own; query head n reads
-    key-value head n // G. Result [B, N, S, D], in memory [B, S, N, D]."""
+    key-value head n // G. Result [B, N, S, D], stored in memory as [B, S, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # An operator's first call loads the compiler, over a second: the first token of a generation should not wait.
         return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
@@ -68,12 +68,12 @@ def _compute_attention(
     q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
-        k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
+    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+        k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL = torch.softmax(scores(pairs(part), wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
+            p_PXL = torch.softmax(compute_scores(flatten_heads(part), wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -95,14 +95,14 @@ def _backward(
     dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
-    for rows, heads, tiles in groups(q, _full_span(q), first_BS):
-        k_PSD, v_PSD = pairs(k_BKSD[rows, heads]), pairs(v_BKSD[rows, heads])
+    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+        k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            q_PXD, d_out_PXD = pairs(part), pairs(d_out[rows, heads, :, tile.queries])
-            p_PXL = torch.softmax(scores(q_PXD, wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
+            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
+            p_PXL = torch.softmax(compute_scores(q_PXD, wide_k_PSD, tile, part.shape), dim=-1).to(q.dtype)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             ds_PXL = torch.ops.aten._softmax_backward_data(dp_PXL, p_PXL, -1, q.dtype)  # sums in float32 at least
@@ -114,12 +114,12 @@ def _backward(
     return dq, dk, dv
 
 
-def scores(
+def compute_scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the dtype of
-    the keys `wide_k_PSD`. P: sequences x KV heads; X: G x queries. `shape`: [sequences, heads, G, queries, D].
-    """
+    """Return the attention scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the
+    dtype of the keys `wide_k_PSD`. P: sequences x KV heads; X: G x queries. `shape`: [sequences, heads, G, queries,
+    D]."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -132,13 +132,12 @@ def scores(
     return scores_PXL
 
 
-def groups(
+def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Yield (slice of sequences, slice of key-value heads, tiles to compute for them), cut such that a tile's scores
-    fit in cache. `span`: range of queries and of keys; `first_BS`: first visible sequence index of each query, None:
-    no lower limit.
-    """
+    """Yield (slice of sequences, slice of key-value heads, attention tiles to compute for them), cut such that a tile's
+    scores fit in cache. `span`: range of queries and of keys; `first_BS`: first visible sequence index of each query,
+    None: no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -158,10 +157,9 @@ def groups(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a range of queries and keys into tiles of len(`triangle`) queries, each with the range of keys visible to
-    any of them; tiles without visible keys are omitted. `triangle`: additive causal mask; `first_RS`: first visible
-    sequence index of each query, None: no lower limit.
-    """
+    """Cut the queries and keys of a `span` into attention tiles of len(`triangle`) queries, each with the range of keys
+    visible to any of them; tiles without visible keys are omitted. `triangle`: additive causal mask [queries, queries];
+    `first_RS`: first visible sequence index of each query, None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
@@ -187,28 +185,26 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
 
 
 def _full_span(q_BKGSD: torch.Tensor) -> Span:
-    """Return the span of all queries and keys."""
+    """Return the span of all queries and keys of one device."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """Return a view [B, K, G, S, D] of `x_BNSD` that groups the N query heads by the key-value head they read, one of
-    the K of `k_BKSD`.
-    """
+    """View `x_BNSD` as [B, K, G, S, D]: its N query heads grouped by the key-value head they read, one of the K of
+    `k_BKSD`."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
-def pairs(x: torch.Tensor) -> torch.Tensor:
+def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
-    without that dim).
-    """
+    without that dim), for batched matrix products."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
 def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the same shape, stored in memory as [B, S, N, D], as the products around attention read
-    it."""
+    """Return an uninitialised tensor of the shape and dtype of `x_BNSD`, stored in memory as [B, S, N, D], as the
+    projections around attention read it."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 

@@ -20,7 +20,7 @@ from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Reco
 from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
-from meshwright.model.layers import Embedding, FeedForward, Linear, norm
+from meshwright.model.layers import Embedding, FeedForward, Linear, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
@@ -39,9 +39,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
-        self.attention_norm = norm(config, **options)
+        self.attention_norm = make_norm(config, **options)
         self.attention = Attention(config, axes, **options)
-        self.mlp_norm = norm(config, **options)
+        self.mlp_norm = make_norm(config, **options)
         self.mlp = (Mixture if config.has_experts(layer) else FeedForward)(config, axes, **options)
 
     def forward(
@@ -53,8 +53,8 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the block's output [B, S, H] and the load-balancing loss of its mixture (None without one or without
-        `counted_B`, the number of targets of each sequence). Other arguments as in `Attention.forward`."""
+        """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one
+        or without `counted_B`, the number of targets of each sequence). Other arguments as in `Attention.forward`."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return x_BSH + self.mlp(normed_BSH), None
@@ -69,9 +69,8 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + attention(norm(x)) and its norm, the input of the MLP, [B, S, H] each. `rotation`: cosine and
-        sine of each token's position; `visible`: attention mask; `cache`: KV cache whose layer `layer` is extended.
-        """
+        """Return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S, H] each. `rotation`: cosine and
+        sine of each token's position; `visible`: attention mask; `cache`: KV cache whose layer `layer` is extended."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
         return x_BSH, self.mlp_norm(x_BSH)
 
@@ -82,7 +81,7 @@ class Block(nn.Module):
 
 
 class StageInput(NamedTuple):
-    """Input of a pipeline stage. `x_BSH`: the previous stage's output; None on the first stage."""
+    """Input of a pipeline stage for one micro-batch. `x_BSH`: the previous stage's output; None on the first stage."""
 
     stage: Stage
     x_BSH: torch.Tensor | None
@@ -91,8 +90,8 @@ class StageInput(NamedTuple):
 
 
 class LoadBalancing(NamedTuple):
-    """Load-balancing losses of the blocks that ran (`losses`). `counted_B`: number of targets of each sequence; None:
-    no such losses."""
+    """Collector of load-balancing losses: `losses` of the blocks that ran. `counted_B`: number of targets of each
+    sequence, which weighs its loss; None: none are computed."""
 
     counted_B: torch.Tensor | None
     losses: list[torch.Tensor]
@@ -145,7 +144,7 @@ class Transformer(nn.Module):
         for layer in range(config.layers):  # None holds the place of one that is on another stage
             block = Block(config, axes, layer, **options) if layer in held else None
             self.layers.add_module(str(layer), block)
-        self.final_norm = norm(config, **options) if last else None
+        self.final_norm = make_norm(config, **options) if last else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self._rotary = None if learned else RotaryTable(config, dtype)
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap(Block.__call__)
@@ -162,7 +161,7 @@ class Transformer(nn.Module):
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
 
     def output_head(self) -> OutputHead:
-        """Return this rank's slice of the output head, as the loss takes it."""
+        """Return this rank's slice of the output head, the argument `head` of the loss functions."""
         tensor, compiled = self.axes.tensor, self._compiled_loss
         return OutputHead(
             self.head_weight, tensor, first_token=self._first_token, widest=self._widest, compiled=compiled
@@ -181,7 +180,8 @@ class Transformer(nn.Module):
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
         """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100;
-        with preference pairs the log-probability of each response, float64 [B, D] (model/pairs.py).
+        with preference pairs the log-probability of each response, float64 [B, D] (model/pairs.py). `units`: hooks
+        around FSDP units.
 
         Load-balancing losses of experts are in the gradient alone, not in the value.
         """
@@ -197,9 +197,9 @@ class Transformer(nn.Module):
         units: Units = NO_UNITS,
         at_once: bool = True,
     ) -> StageOutput:
-        """Run the pipeline stage `stage` of `forward` on `x_BSH`, the previous stage's output (None: first stage). The
-        last stage adds its load-balancing loss. `at_once`: its backward follows immediately; if not, the loss does not
-        save the head's gradient until then, unless that is small."""
+        """Run one pipeline stage of `forward` on `x_BSH`, the previous stage's output (None: first stage). The last
+        stage adds its load-balancing loss. `at_once`: its backward follows immediately; if not, the loss does not save
+        the head's gradient until then, unless that is small."""
         pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
@@ -255,11 +255,11 @@ class Transformer(nn.Module):
         cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype."""
+        """Return the next-token logits, [B, S, V], in the model's dtype. Arguments as in `hidden`."""
         return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
 
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the next-token logits [B, S, V] of the head's input `hidden_BSH`."""
+        """Return the next-token logits [B, S, V] for `hidden_BSH`, the output of the final norm."""
         local_BSV = nn.functional.linear(hidden_BSH, self._head_module.weight)
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
@@ -276,7 +276,8 @@ class Transformer(nn.Module):
         self.compiled = self._compiled_loss = True
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap compiled `run_block` such that its weight gradients go to a queue, where there is one."""
+        """Wrap the compiled function `run_block` such that its weight gradients go to the linear layers' queues, if
+        any."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
@@ -350,7 +351,8 @@ class Transformer(nn.Module):
     def _learned_positions(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
-        """Return learned position embeddings, [B or 1, S, H] (with sequence parallelism this rank's token slice)."""
+        """Return the learned embeddings, [B or 1, S, H], of the position IDs `positions_BS` (None: start ... stop - 1);
+        with sequence parallelism this rank's token slice."""
         assert self.positions is not None
         if positions_BS is None:
             positions_BS = torch.arange(start, stop, device=device)[None]
@@ -360,7 +362,7 @@ class Transformer(nn.Module):
         return self.positions(positions_BS)
 
     def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the final norm of `x_BSH`, as input of the tensor-parallel head."""
+        """Return the final norm of `x_BSH`, all-gathered as input of the tensor-parallel head, [B, S, H]."""
         return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
 
 
@@ -370,9 +372,9 @@ def _compile_around_dispatch(
     options: dict[str, Any],
     around: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function that runs a block: blocks with expert parallelism compile the part before the mixture and run
-    the mixture uncompiled, other blocks go to `run_dense`. A graph break inside a checkpoint would leave the whole
-    block uncompiled. `around`: wrapper of compiled parts."""
+    """Return a function that runs a block: of blocks with expert parallelism the part before the mixture is compiled
+    and the mixture is not, other blocks go to `run_dense`. A graph break inside a checkpoint would leave the whole
+    block uncompiled. `options`: those of torch.compile; `around`: wrapper of compiled parts."""
     before, mixture = recompute.wrap_parts(Block.attend, Mixture.__call__, options, around)
 
     def apart(

@@ -1,4 +1,5 @@
-"""FSDP units: model parts whose parameters are gathered and released together. ZeRO hooks into these calls."""
+"""FSDP units: parts of a model (the embedding, each layer, the head) whose parameters are all-gathered and resharded
+together. ZeRO hooks into these calls."""
 
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ X = TypeVar("X", torch.Tensor, None)
 
 
 class Units(Protocol):
-    """Hooks that the model calls around each FSDP unit, to gather its parameters before use and free them after; the
-    returned tensor replaces `x`, so that hooks of backward run in reverse order.
-    """
+    """Hooks that the model calls around each FSDP unit, to all-gather its parameters before use and reshard them after;
+    the returned tensor replaces `x`, so that hooks of backward run in reverse order."""
 
     def enter(self, unit: str, x: X) -> X:
         """Called before the first use of the parameters of the FSDP unit named `unit`. Return `x`, the unit's input
@@ -29,9 +29,9 @@ class NoUnits:
     """Hooks around FSDP units that do nothing, for a model whose parameters are all unsharded."""
 
     def enter(self, unit: str, x: X) -> X:
-        """Return `x`."""
+        """Return `x`, the input of the FSDP unit named `unit`, unchanged."""
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
+        """Return `x`, the output of the FSDP unit named `unit`, unchanged."""
         return x

@@ -8,7 +8,7 @@ micro-batches itself, which saves one pass over the memory of every weight.
 A compiled backward cannot write to a queue. So a compiled linear layer gets two tensors, its taps, whose gradients it
 declares to be dy and x; the backward of the taps' creator puts them into the queue.
 
-Shapes: N rows, X and Y input and output size, E experts.
+Shapes: N tokens, X and Y input and output size, E experts.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from meshwright.model.grouped_product import grouped_product
 Multiply = Callable[..., torch.Tensor]
 
 
-class Sums(Protocol):
-    """Accumulation buffers of gradients."""
+class GradientSums(Protocol):
+    """Accumulation buffers of parameter gradients."""
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient of the parameter's shape."""
+        """Add `gradient`, of the parameter's shape, to the parameter's buffer."""
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        """Add dyᵀ x, the gradient of a parameter [Y, X]."""
+        """Add dyᵀ x, the gradient of a weight [Y, X], to the parameter's buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Deferred weight gradient of `parameter`: `multiply(*operands)`, or dyᵀ x where `multiply` is None."""
+    """Deferred weight gradient of `parameter`: `multiply(*operands)`, or dyᵀ x of the operands (dy, x) if `multiply` is
+    None."""
 
     parameter: nn.Parameter
     multiply: Multiply | None
     operands: tuple[torch.Tensor, ...]
 
-    def add_to(self, sums: Sums) -> None:
+    def add_to(self, sums: GradientSums) -> None:
         """Compute this gradient and add it to the accumulation buffers `sums`."""
         if self.multiply is None:
             sums.accumulate_product(self.parameter, *self.operands)
@@ -55,19 +56,18 @@ class _Product:
 
 
 class WeightGradients:
-    """Queues of deferred weight gradients, one per backward pass (key: stage, replica and micro-batch); computed
-    gradients are added to `sums`."""
+    """Queues of deferred weight gradients, one for each backward pass (key: stage, replica and micro-batch); `run`
+    computes them and adds them to the accumulation buffers `sums`."""
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: GradientSums) -> None:
         self._sums = sums
         self._queues: dict[Hashable, deque[_Product]] = {}
         self._collects: deque[_Product] | None = None
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Context in which backward passes queue their weight gradients under `key`, any hashable name of the pass,
-        until `run(key)`; outside of it they compute them at once.
-        """
+        """Context manager in which backward queues its weight gradients under `key`, any hashable name of the pass,
+        until `run(key)`; outside of it they are computed at once."""
         assert self._collects is None and key not in self._queues, key
         self._collects = self._queues[key] = deque()
         try:
@@ -78,8 +78,7 @@ class WeightGradients:
     def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
         """Add a parameter's gradient to the accumulation buffers, at once or, inside `collecting`, when `run` is
         called. The gradient is `multiply(*operands)`, reshaped to the parameter; multiply=None: dyᵀ x of the two
-        operands (dy, x).
-        """
+        operands (dy, x)."""
         product = _Product(parameter, multiply, operands)
         if self._collects is None:
             product.add_to(self._sums)
@@ -103,9 +102,8 @@ class WeightGradients:
 
 
 def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Let all linear layers of `model` with at least `smallest` weight elements hand their weight gradients to
-    `queue` in backward; smaller ones, and all for queue=None, leave them to autograd.
-    """
+    """Make all linear layers of `model` with at least `smallest` weight elements hand their weight gradients to `queue`
+    in backward; for smaller ones, and for queue=None, autograd computes them."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
             elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -129,9 +127,8 @@ def linear(
     taps: Taps | None = None,
 ) -> torch.Tensor:
     """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: gets the weight gradient in backward;
-    None: autograd does. `taps`: in a compiled graph, the two tensors through whose gradients dy and x reach the
-    queue; None: this layer is left out of the graph.
-    """
+    None: autograd computes it. `taps`: in a compiled graph, two dummy inputs through whose gradients dy and x reach the
+    queue; None: this layer is left out of the graph."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -229,9 +226,8 @@ class Tapped(Protocol):
 
 @contextmanager
 def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context in which the compiled linear layers `products` hand their weight gradients to their queues. `rows`:
-    shape of their inputs [*rows, X] without the last dim, such as (batch, tokens).
-    """
+    """Context manager in which the compiled linear layers `products` hand their weight gradients to their queues.
+    `rows`: shape of their inputs [*rows, X] without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
@@ -245,10 +241,9 @@ def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]
 def grouped_linear(
     x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
 ) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W. `weight` [E x Y, X]:
-    the experts' W stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: gets the weight gradient
-    in backward; None: autograd does.
-    """
+    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, each with its expert's W. `weight` [E x Y, X]: the
+    W of all experts stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: gets the weight gradient
+    in backward; None: autograd computes it."""
     if queue is None or not torch.is_grad_enabled():
         return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
@@ -267,10 +262,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ, [N, Y], each of the N token copies (sorted by expert) times its expert's W. `weight` [E x Y,
-        X]: the experts' W stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: gets the weight
-        gradient in backward.
-        """
+        """Return x Wᵀ, [N, Y], as `grouped_linear`. `queue`: gets the weight gradient in backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
         return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]

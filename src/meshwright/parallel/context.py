@@ -1,21 +1,21 @@
-"""Context parallelism: the tokens of each row are split over ranks, and attention alone communicates.
+"""Context parallelism: the tokens of each sequence are split over ranks, and attention alone communicates.
 
 Idea: ring attention keeps a rank's queries in place while KV blocks travel around the ring of ranks (Liu et al. 2023,
-arXiv:2310.01889). Under a causal mask, ranks with contiguous slices would have unequal work: a row is cut into 2 cp
-chunks, and rank c holds c and 2 cp - 1 - c (zig-zag; as balanced as the stripes of Brandon et al. 2023,
+arXiv:2310.01889). Under a causal mask, ranks with contiguous slices would have unequal work: a sequence is cut into 2
+cp chunks, and rank c holds c and 2 cp - 1 - c (zig-zag; as balanced as the stripes of Brandon et al. 2023,
 arXiv:2311.09431).
-Ulysses trades tokens for heads instead: between two all-to-alls each rank attends over whole rows with N / cp of the
-heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); its ranks hold contiguous slices.
+Ulysses trades tokens for heads instead: between two all-to-alls each rank attends over whole sequences with N / cp of
+the heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); its ranks hold contiguous slices.
 Mathematics: partial results over some keys are merged by their log-sum-exps; backward recomputes probabilities from the
-log-sum-exp of the whole row (Dao 2023, arXiv:2307.08691, algorithms 1 and 2).
+log-sum-exp over all keys (Dao 2023, arXiv:2307.08691, algorithms 1 and 2).
 Communication: in each of cp - 1 ring steps a rank passes the KV block on; in backward the gradients of a block travel
 with it and are home after cp steps. Ulysses: two all-to-alls forward, two backward.
 Overlap: a KV block is sent while the one before is computed with, a gradient while the next one is.
 
 Every other gradient is a sum over `data`, which is dp x cp.
 
-Shapes: B rows, C tokens of a row on this rank, S of the whole row, N query heads, K key-value heads, G = N / K, D head
-size. In a tile: P pairs of a row and a key-value head, X = G x queries of the tile, L keys that the tile sees.
+Shapes: B sequences, C tokens of a sequence on this rank, S on all, N query heads, K key-value heads, G = N / K, D head
+size. In a tile: P pairs of a sequence and a key-value head, X = G x queries of the tile, L keys that the tile sees.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import Span, by_kv_head, groups, like_queries, pairs, scores
+from meshwright.model.tiled_attention import Span, by_kv_head, compute_scores, cut_tiles, flatten_heads, like_queries
 
 SITE = "attention.ring"
 aten = torch.ops.aten
@@ -46,8 +46,8 @@ aten = torch.ops.aten
 
 
 def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that context-parallel rank `rank` holds, ascending, [C]. `sequence`:
-    tokens of an unsharded sequence; `spec.refuse` checks that chunks are equal."""
+    """Return the sequence indices of the tokens that cp rank `rank` holds, ascending, int64 [S / cp]. `sequence`: S,
+    tokens of an unsharded sequence, which `spec.refuse` has checked to divide."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -57,8 +57,8 @@ def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
 def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this rank's part of unsharded tokens and targets, each [B, S / cp], and the documents at these positions
-    of the sequence. Without context parallelism returns its arguments."""
+    """Return this cp rank's slices of unsharded tokens and targets, [B, S / cp] each, and of `documents` (boundaries in
+    packed sequences). Without context parallelism returns its arguments."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     places_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -66,19 +66,20 @@ def shard_sequences(
 
 
 def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the indices of the two chunks that a rank holds, of the 2 x `ranks` chunks of a sequence (zig-zag)."""
+    """Return the indices of the two chunks that cp rank `rank` holds, of the 2 x `ranks` chunks of a sequence
+    (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
 
 
 class ContextParallel(ContextOperations):
-    """Base class of ring and Ulysses attention."""
+    """Base class of ring and Ulysses attention on the cp ranks of `axis`."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged. `site`: label of the
-        call in traces."""
+        """Return the sum of `x` (any shape) over the cp ranks; backward passes the gradient through unchanged. `site`:
+        label of the call in traces."""
         return reduce_from(x, self.axis, site)
 
 
@@ -88,7 +89,8 @@ class RingAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the first visible sequence index of each token on this rank, [B or 1, C]; None: plain causal."""
+        """Return the first visible sequence index of each token on this rank, [B or 1, C], the argument `visible` of
+        `attend`; None: plain causal. `tokens`: C; `window`: sliding window in tokens."""
         assert documents.places_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.places_C]
@@ -96,7 +98,8 @@ class RingAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, C, D]."""
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all ranks. `visible`: result
+        of `visibility`."""
         return ring_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
 
 
@@ -106,13 +109,15 @@ class UlyssesAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask of unsharded sequences, as on one device."""
+        """Return the attention mask of unsharded sequences, the argument `visible` of `attend`. `tokens`: tokens of a
+        sequence on this rank; `window`: sliding window in tokens."""
         return visibility(documents, self.size * tokens, window, device)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention of this rank's queries over the keys of all ranks, [B, N, C, D]."""
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all ranks. `visible`: result
+        of `visibility`."""
         return ulysses_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
 
 
@@ -127,8 +132,8 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """Return the pairs of chunks in which queries of rank `rank` attend to keys of rank `source`. `ranks`: size of cp;
-    `tokens`: tokens of a sequence on each rank."""
+    """Return the pairs of a query chunk and a visible key chunk (`Span`) that cp rank `rank` computes when it has the
+    KV block of rank `source`. `ranks`: size of cp; `tokens`: tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -148,14 +153,15 @@ def _add_span(
     first_BC: torch.Tensor | None,
     span: Span,
 ) -> None:
-    """Merge the attention of a span's queries over its keys into `out_BKGCD` and `log_sum_BKGC`, in place."""
-    for rows, heads, tiles in groups(q_BKGCD, span, first_BC):
-        k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
+    """Compute the attention of a span's queries over its keys and merge it, in place, into the output so far
+    `out_BKGCD` and its log-sum-exp `log_sum_BKGC`. `first_BC`: first visible sequence index of each query; None: 0."""
+    for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
+        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
             part = q_BKGCD[at]
-            scores_PXL = scores(pairs(part), wide_k_PCD, tile, part.shape)
+            scores_PXL = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape)
             p_PXL = torch.softmax(scores_PXL, dim=-1)
             # The greatest probability is exp(greatest score - log sum).
             here = (scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()).view(part.shape[:-1])
@@ -171,7 +177,7 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span` with PyTorch's flash attention."""
+    """Compute `_add_span` with PyTorch's flash attention, which has no mask beside the causal one."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
     o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
@@ -180,8 +186,8 @@ def _add_span_fused(
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge attention results over other keys (`more`, `log_sum_more`) into `out` and `log_sum` in place, weighted by
-    log-sum-exp."""
+    """Merge attention over other keys, output `more` and its `log_sum_more`, into `out` and `log_sum` in place,
+    weighted by the exponentials of the log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -189,8 +195,8 @@ def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum
 
 
 class _SavedQueries(NamedTuple):
-    """This rank's queries and their saved activations in backward. `inner_BKGC`: sum over D of output times output
-    gradient; `first_BC`: first visible index of each query."""
+    """This rank's queries, attention output, output gradient (each [B, K, G, C, D]) and what backward needs beside:
+    `inner_BKGC`, sum over D of output times output gradient; `first_BC`, first visible sequence index of each query."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -208,17 +214,18 @@ def _add_span_gradients(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Add the gradients of a span to `dq_BKGCD` and `d_keys_values` [2, B, K, C, D], in place."""
+    """Add the gradients of a span's attention in place: of its queries to `dq_BKGCD`, of its keys and values to
+    `d_keys_values` [2, B, K, C, D]. `saved`: this rank's queries, outputs and output gradients."""
     dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
-    for rows, heads, tiles in groups(saved.q, span, saved.first_BC):
-        k_PCD, v_PCD = pairs(k_BKCD[rows, heads]), pairs(v_BKCD[rows, heads])
+    for rows, heads, tiles in cut_tiles(saved.q, span, saved.first_BC):
+        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
         wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
             part = saved.q[at]
-            q_PXD, d_out_PXD = pairs(part), pairs(saved.d_out[at])
-            p_PXL = scores(q_PXD, wide_k_PCD, tile, part.shape, _to_column(saved.log_sum_BKGC[at])).exp_()
+            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(saved.d_out[at])
+            p_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, _to_column(saved.log_sum_BKGC[at])).exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
             less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
             if dtype == less_PX1.dtype:
@@ -239,8 +246,7 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span_gradients` with PyTorch's flash attention, from the output and log-sum-exp of the unsharded
-    sequence."""
+    """Compute `_add_span_gradients` with PyTorch's flash attention, from the output and log-sum-exp over all keys."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -258,21 +264,21 @@ def _add_span_gradients_fused(
 
 
 def _supports_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
-    """True if PyTorch's flash attention is used: on CUDA, in 16-bit dtypes, without a mask, heads up to 256 and a
-    multiple of 8."""
+    """Return True if PyTorch's flash attention is used: on CUDA, in 16-bit dtypes, without a document mask
+    (`first_BC`), for head sizes that are multiples of 8 up to 256."""
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return PyTorch's flash attention operator for the device."""
+    """Return PyTorch's flash attention operator (forward) for the device, CUDA or CPU."""
     on_cuda = device.type == "cuda"
     return aten._scaled_dot_product_flash_attention if on_cuda else aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
     """Reshape [sequences, heads, G, X] to [P, X, 1]."""
-    return pairs(x[..., None])
+    return flatten_heads(x[..., None])
 
 
 # --- communication and overlap
@@ -281,8 +287,8 @@ def _to_column(x: torch.Tensor) -> torch.Tensor:
 def ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, axis: Axis
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v over the keys of all ranks of `axis`, from sequence index `first_BC` (None: 0) to the
-    query's own: [B, N, C, D], in memory [B, C, N, D]."""
+    """Return softmax(q kᵀ / √D) v over the keys of all cp ranks of `axis`, from sequence index `first_BC` (None: 0) to
+    the query's own: [B, N, C, D], stored in memory as [B, C, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[
             0
@@ -293,9 +299,9 @@ def ring_attention(
 def ulysses_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None, axis: Axis
 ) -> torch.Tensor:
-    """Return causal attention [B, N, C, D] by two all-to-alls: each rank of `axis` attends over unsharded sequences for
-    N / cp heads. `visible`: attention mask of unsharded sequences. With more ranks than key-value heads, neighbouring
-    ranks share a head."""
+    """Return causal attention [B, N, C, D] by two all-to-alls, between which each cp rank of `axis` attends over
+    unsharded sequences for N / cp heads. `visible`: attention mask of unsharded sequences. With more ranks than
+    key-value heads, neighbouring ranks share a head."""
     copies = max(1, axis.size // k_BKCD.shape[1])
     three = q_BNCD, k_BKCD.repeat_interleave(copies, dim=1), v_BKCD.repeat_interleave(copies, dim=1)
     by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -306,8 +312,8 @@ def ulysses_attention(
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the source rank and KV block [2, B, K, C, D] of every rank, this rank's first. The next block is in
-    transfer while the caller computes. `site`: label of the transfers in traces."""
+    """Yield (source rank, its KV block [2, B, K, C, D]) for every cp rank, this rank's own first. The next block is
+    being received while the caller computes. `site`: label of the transfers in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -323,8 +329,8 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
 def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ring attention without autograd; return the output and each query's log-sum-exp, [B, N, C]. `key`:
-    `Axis.key`."""
+    """Compute ring attention without autograd; return the output [B, N, C, D] and each query's log-sum-exp [B, N, C].
+    `key`: `Axis.key`, the text by which an operator finds its axis."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -345,8 +351,8 @@ _forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention
 def _backward(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values of ring attention, given that of its output. `saved_tensors`:
-    queries, keys, values, output, log-sum-exps."""
+    """Return the gradients of queries, keys and values of ring attention, in their shapes, given that of its output.
+    `saved_tensors`: queries, keys, values, output, log-sum-exps. `key`: as for the forward."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)

@@ -3,11 +3,11 @@
 Idea: each rank of ep holds E / ep experts and routes its own tokens; an all-to-all dispatches every copy of a token to
 the rank that holds its expert, another combines the results (GShard, Lepikhin et al. 2020, arXiv:2006.16668, section
 3.2; Switch Transformer, Fedus et al. 2021, arXiv:2101.03961, section 2.4). Dispatch is dropless: there is no capacity
-and no padding, experts multiply groups of rows of any size (MegaBlocks, Gale et al. 2022, arXiv:2211.15841).
+and no padding, experts multiply groups of tokens of any size (MegaBlocks, Gale et al. 2022, arXiv:2211.15841).
 Expert tensor parallelism: ranks of etp hold 1 / etp of each expert's width, gather what they received, and reduce-
 scatter the partial sums of their products.
-Communication: ranks first exchange how many rows go where, because message sizes differ in every step; a rank that gets
-none takes part in every call all the same.
+Communication: ranks first exchange how many copies go where, because message sizes differ in every step; a rank that
+gets none takes part in every call all the same.
 
 Shapes: N copies of this rank's tokens, sorted by expert; R copies that its experts get; H hidden; E experts, L = E / ep
 of them held here; P ranks of ep, G of etp.
@@ -29,8 +29,8 @@ COUNTS_SITE = "experts.counts"
 
 
 class Routes(NamedTuple):
-    """Row counts of one dispatch. `sent`, `received`: rows to and from each rank of ep; `shared`: rows that each rank
-    of etp received; `counts_GPL`: rows by rank of etp, rank of ep and local expert."""
+    """Numbers of token copies in one dispatch. `sent`, `received`: to and from each rank of ep; `shared`: received by
+    each rank of etp; `counts_GPL`: received by each rank of etp, from each rank of ep, for each local expert."""
 
     sent: list[int]
     received: list[int]
@@ -39,8 +39,8 @@ class Routes(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """State that `combine` needs of a dispatch: its routes, and the permutation that sorted received rows by expert,
-    with its inverse."""
+    """State of a dispatch that `combine` needs: its routes, and the permutation `order_R` that sorted the received
+    token copies by expert, with its inverse."""
 
     routes: Routes
     order_R: torch.Tensor
@@ -48,7 +48,8 @@ class Dispatched(NamedTuple):
 
 
 class AllToAllTokenDispatcher:
-    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`)."""
+    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: ranks that
+    hold different experts; `etp`: ranks that hold slices of the same experts."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp
@@ -56,8 +57,8 @@ class AllToAllTokenDispatcher:
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
         """Send token copies `x_NH`, sorted by expert (expert e ends at index `ends_E[e]`), to the ranks of their
-        experts. Return the received copies [R, H] sorted by local expert, the end index of each, and the state for
-        `combine`."""
+        experts. Return the received copies [R, H] sorted by local expert, the exclusive end index of each local
+        expert's copies (int32 [L]), and the state for `combine`."""
         routes = self._agree_on_routes(ends_E)
         x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -71,14 +72,16 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R), ends_L, Dispatched(routes, order_R, inverse_R)
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Return expert outputs `y_RH` to the ranks of their tokens: [N, H] in the order before `dispatch`."""
+        """Send expert outputs `y_RH` back to the ranks of their tokens, summed over etp; return those of this rank's
+        token copies, [N, H] in the order before `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return exchange(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange the row counts by expert over ep, and the counts of received rows over etp; return the routes."""
+        """Exchange over ep how many token copies go to each expert, and over etp how many each rank received; return
+        the routes. `ends_E`: as for `dispatch`."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL = self._share_counts(counts_PL, self.ep)
         counts_GPL = self._share_counts(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, *counts_PL.shape)
@@ -88,8 +91,8 @@ class AllToAllTokenDispatcher:
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Return the counts that each rank of the axis sends to this one, one tensor row per sender: row i of `counts`
-        goes to rank i, a single row to all ranks.
+        """Exchange counts among the ranks of an axis; return [ranks, counts], row i from rank i. `counts`: row i is
+        sent to rank i (all-to-all), a single row to all ranks (all-gather).
 
         A checksum column verifies that each row is intact, of this call, and its sender and receiver: with wrong sizes
         ranks would hang or read data that was never sent. Raises RanksDisagree.

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from meshwright.layout import Layout
-from meshwright.spec.parameters import ParameterTable, Row, Tensor
-from meshwright.spec.rows import Part, kept_buffers, padded_numel
+from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.parameters import EngineTensor, ParameterEntry, ParameterTable
 
 
 class Columns(NamedTuple):
-    """Column range [start, stop) of a parameter entry viewed as a matrix with `of` columns."""
+    """Column range [start, stop) of a matrix with `of` columns in all; the matrix is a parameter entry in engine
+    orientation."""
 
     start: int
     stop: int
@@ -34,8 +35,8 @@ class Columns(NamedTuple):
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """Return the elements in `columns` (None: all) of an unsharded flat parameter entry `values` [..., row.numel], flat
-    again."""
+    """Return the elements of `columns` (None: all) of an unsharded parameter entry's `values`, flat in the last dim:
+    [..., entry.numel] -> [..., selected elements]."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
@@ -43,12 +44,13 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements [start, stop) of one parameter entry, held in the 1-D view `tensor`, into which loading writes.
+    """Elements [start, stop) of one parameter entry (a tensor of the checkpoint), held in the 1-D view `tensor`, into
+    which loading writes.
 
-    Elements are counted row-major in engine orientation: as Meshwright multiplies with the matrix, which may be the
-    transpose of the file's. With `columns` only elements of these columns are counted.
+    Elements are counted row-major in engine orientation, [output, input], which may be the transpose of the file's.
+    With `columns` only elements of these columns are counted.
 
-    `kind`: "master", "exp_avg", "exp_avg_sq", "momentum"; `name`: name of the parameter entry.
+    `kind`: "master", "exp_avg", "exp_avg_sq", "momentum" ...; `name`: name of the parameter entry.
     """
 
     kind: str
@@ -59,11 +61,12 @@ class TensorSlice:
     columns: Columns | None = None
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this slice's elements of unsharded `values`, flat in engine orientation in the last dimension."""
+        """Return this slice's elements of `values`, the unsharded entry flattened in engine orientation: [...,
+        entry.numel] -> [..., stop - start]."""
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
     def put(self, values: torch.Tensor) -> None:
-        """Write this slice into unsharded `values`, flat in engine orientation."""
+        """Write this slice into `values` [entry.numel], the unsharded entry flattened in engine orientation."""
         if self.columns is None:
             values[self.start : self.stop] = self.tensor
         else:
@@ -71,14 +74,15 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSlice:
-    """A slice of a parameter entry in a flat buffer: `numel` elements at buffer offset `offset` are the entry's flat
-    elements (or those of its `columns`) from index `begin` on.
+class EntrySlice:
+    """A slice of a parameter entry in a flat buffer: the `numel` buffer elements from `offset` on are the entry's
+    flattened elements (or those of its `columns`) from index `begin` on.
 
-    `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: each of them has a partial gradient.
+    `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: True if each of them has a partial
+    gradient, to be summed over tp.
     """
 
-    row: Row
+    entry: ParameterEntry
     offset: int
     numel: int
     begin: int
@@ -87,38 +91,40 @@ class RowSlice:
     partial: bool
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the slice's elements of an unsharded parameter entry, flat in engine orientation."""
+        """Return the slice's elements of `values`, the unsharded entry flattened in engine orientation: [entry.numel]
+        -> [numel]."""
         return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
 
 
 class PlacedTensor(NamedTuple):
-    """An engine tensor, its offset in the flat buffer (elements), and the shape of this rank's slice of it."""
+    """An engine tensor in a flat buffer: its offset there in elements, and the shape of this rank's shard of it."""
 
-    tensor: Tensor
+    tensor: EngineTensor
     offset: int
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements of this rank's slice."""
+        """Number of elements of this rank's shard."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Layout of one flat buffer on one rank: `padded` elements, of which `numel` are not padding; weight decay applies
-    to the first `decay_numel`. Vocabulary padding belongs to no parameter entry."""
+    """Layout of one flat buffer, called `name`, on one rank before ZeRO shards it: `padded` elements, of which the
+    first `numel` are parameters; weight decay applies to the first `decay_numel`. `tensors`: the engine tensors in it;
+    `slices`: the parameter entries in it, without vocabulary padding."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
-    slices: tuple[RowSlice, ...]
+    slices: tuple[EntrySlice, ...]
     decay_numel: int
     numel: int
     padded: int
 
-    def within(self, low: int, high: int) -> Iterator[tuple[RowSlice, int, int]]:
-        """Yield the slices of parameter entries that overlap buffer elements [low, high), each with its overlap [first,
-        last)."""
+    def within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
+        """Yield (slice, first, last) for each slice of a parameter entry that overlaps buffer elements [low, high); the
+        overlap is the buffer elements [first, last)."""
         for part in self.slices:
             first, last = max(low, part.offset), min(high, part.offset + part.numel)
             if first < last:
@@ -126,10 +132,10 @@ class FlatLayout:
 
     def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """Split buffer elements [low, high) into ranges (first, last, copies), `copies` being the number of tp ranks
-        that hold the same elements; padding and router balancing biases, excluded from gradient norms, are omitted."""
+        that hold the same elements; padding and router balancing biases, which gradient norms exclude, are omitted."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.within(low, high):
-            if part.row.balances:
+            if part.entry.balances:
                 continue
             if ranges and ranges[-1][1:] == (first, part.copies):
                 first = ranges.pop()[0]
@@ -137,11 +143,13 @@ class FlatLayout:
         return ranges
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of an unsharded buffer that are the engine tensors, in their shapes."""
+        """Return views of an unsharded flat buffer [padded]: the engine tensors in the order of `tensors`, in this
+        rank's shapes."""
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the model's parameters views of an unsharded buffer; return them in the order of `tensors`.
+        """Make the model's parameters views of an unsharded flat buffer [padded]; return them in the order of
+        `tensors`.
 
         The views have their own version counters (`.data`): an all-gather that refills the memory must not look to
         autograd like an in-place change of saved tensors.
@@ -161,19 +169,19 @@ class FlatLayout:
             bound.append(parameter)
         return bound
 
-    def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[Row], torch.Tensor]) -> None:
-        """Write values into a shard whose first element is buffer element `start`. `value_of`: returns the unsharded
-        value of a parameter entry as on disk; called once per entry in the shard."""
-        for row, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].row):
-            value = value_of(row)
-            flat = (value.t() if row.transposed else value).reshape(-1)
+    def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
+        """Write parameter values into `shard`, a 1-D part of the buffer that begins at buffer element `start`.
+        `value_of`: called once for each parameter entry in the shard; returns its unsharded value as on disk."""
+        for entry, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].entry):
+            value = value_of(entry)
+            flat = (value.t() if entry.transposed else value).reshape(-1)
             for part, first, last in found:
                 mine = part.of(flat)[first - part.offset : last - part.offset]
                 shard[first - start : last - start].copy_(mine)
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the current values of the model's parameters (before `bind`) into a shard whose first element is buffer
-        element `start`."""
+        """Write the current values of the model's parameters (before `bind`) into `shard`, a 1-D part of the buffer
+        that begins at buffer element `start`."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -181,9 +189,10 @@ class FlatLayout:
                 shard[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
 
 
-def buffer_name(unit: str, part: Part) -> str:
-    """Return the name of the flat buffer of part `part` ("dense" or an expert part) of an FSDP unit."""
-    return unit if part == "dense" else f"{unit}.{part}"
+def buffer_name(unit: str, buffer: BufferKind) -> str:
+    """Return the name of a flat buffer: that of its FSDP unit (`unit`) for the "dense" one, "UNIT.experts" for the
+    other."""
+    return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
 def flat_layout(
@@ -192,83 +201,84 @@ def flat_layout(
     shards: int = 1,
     layout: Layout | None = None,
     coordinates: Mapping[str, int] | None = None,
-    part: Part = "dense",
+    buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the flat buffer layout of FSDP unit `name` (of its `part`) for the rank at `coordinates` of `layout`
-    (default: one device), padded to a multiple of `shards`."""
+    """Return the layout of the flat buffer (of kind `buffer`) of the FSDP unit `name` for the rank at `coordinates`
+    ({axis: position}) of `layout` (default: one device), padded to equal shards for `shards` ranks."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
-    for tensor in table.unit_tensors(name, layout, part):
+    for tensor in table.unit_tensors(name, layout, buffer):
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
-        for row in tensor.rows:
-            slices += _row_slices(table, row, layout, coordinates, placed)
-    numel, decay_numel = table.unit_numel(name, layout, part), table.unit_decay_numel(name, layout, part)
+        for entry in tensor.entries:
+            slices += _entry_slices(table, entry, layout, coordinates, placed)
+    numel, decay_numel = table.unit_numel(name, layout, buffer), table.unit_decay_numel(name, layout, buffer)
     padded = padded_numel(numel, shards)
-    return FlatLayout(buffer_name(name, part), tuple(tensors), tuple(slices), decay_numel, numel, padded)
+    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded)
 
 
-def _row_slices(
-    table: ParameterTable, row: Row, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
-) -> list[RowSlice]:
-    """Return the slices of a parameter entry that this rank's slice of its engine tensor contains."""
-    copies, partial = row.replicas(layout), "tp" in row.gradient_axes(layout)
+def _entry_slices(
+    table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
+) -> list[EntrySlice]:
+    """Return the slices of a parameter entry that are in this rank's shard of its engine tensor, `placed` in a flat
+    buffer."""
+    copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
-    for box in table.local_slices(row, layout, coordinates):
-        whole = row.engine_shape
-        assert box.shape[1:] == placed.shape[1:], f"{row.name}: a box that is not contiguous in its tensor"
+    for box in table.local_slices(entry, layout, coordinates):
+        whole = entry.engine_shape
+        assert box.shape[1:] == placed.shape[1:], f"{entry.name}: a box that is not contiguous in its tensor"
         cut = [dim for dim in range(1, len(whole)) if box.shape[dim] != whole[dim]]
-        assert len(cut) <= 1, f"{row.name}: cut along dims {cut}"
+        assert len(cut) <= 1, f"{entry.name}: cut along dims {cut}"
         columns = None
         for dim in cut:
             inner, start = math.prod(whole[dim + 1 :]), box.start[dim]
             columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
         stride = math.prod(box.shape[1:])
         offset = placed.offset + box.local_start[0] * stride
-        slices.append(RowSlice(row, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
+        slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
     return slices
 
 
 def slices_of(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the slices of parameter entries inside buffer elements [low, high), as views of `values`, whose first
-    element is buffer element `start`. `position`: this rank's index on tp, to return only its even share of elements
-    that several tp ranks hold."""
+    """Return the parts of parameter entries inside buffer elements [low, high), as views of the 1-D `values`, whose
+    first element is buffer element `start`. `kind`: label of the slices ("master", ...). `position`: this rank's index
+    on tp, to return only its even share of elements that several tp ranks hold; None: all."""
     slices = []
     for part, first, last in flat.within(low, high):
         if position is not None:
             first, last = even_share(first, last, position % part.copies, part.copies)
         if first < last:
             view, shift = values[first - start : last - start], part.begin - part.offset
-            slices.append(TensorSlice(kind, part.row.name, first + shift, last + shift, view, part.columns))
+            slices.append(TensorSlice(kind, part.entry.name, first + shift, last + shift, view, part.columns))
     return slices
 
 
 def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """Return the range of the `index`-th of `shares` nearly equal parts of [start, stop)."""
+    """Split the index range [start, stop) into `shares` nearly equal ranges; return number `index` as (start, stop)."""
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares
 
 
 class GradientBufferPool:
-    """Pool of unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of layers are
-    reused for the next layer, others (an embedding's) freed at once. `sizes`: elements of each unit's buffers, in
-    order."""
+    """Pool of 1-D unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of layers
+    are reused for the next layer, others (an embedding's) freed at once. `sizes`: for each FSDP unit, in forward order,
+    the sizes in elements of its buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
-        self._kept = kept_buffers(sizes)
+        self._kept = count_reused_buffers(sizes)
         self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
 
     def acquire(self, size: int) -> torch.Tensor:
-        """Return an uninitialised buffer of `size` elements."""
+        """Return an uninitialised 1-D buffer of `size` elements, from the pool or newly allocated."""
         free = self._free.get(size)
         return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Return an unused buffer to the pool."""
+        """Give `buffer`, no longer needed, back to the pool, which keeps it for reuse or frees it."""
         free = self._free.get(buffer.numel())
         if free is not None and len(free) < self._kept[buffer.numel()]:
             free.append(buffer)

@@ -1,5 +1,5 @@
-"""Gradient accumulation over backward passes, into one unsharded buffer per FSDP unit. A unit's reduction starts as
-soon as its gradient is complete, while backward continues with earlier layers.
+"""Gradient accumulation over backward passes, into one unsharded buffer per FSDP unit. A unit's reduction over ranks
+starts as soon as its gradient is complete, while backward continues with earlier layers.
 
 A pass is the backward pass of one micro-batch through one stage. A split pass (input gradients now, weight gradients
 later) is paused in between and holds the gradients of incomplete units.
@@ -20,10 +20,12 @@ from meshwright.parallel.zero import FsdpUnit, GradientReducer
 
 @dataclass(slots=True)
 class BackwardPass:
-    """State of a running or paused backward pass. `order`: incomplete units, the stage's last first; `missing`: for
-    each the indices of tensors whose gradients are missing.
+    """State of a running or paused backward pass of one micro-batch through one stage. `order`: names of FSDP units
+    whose gradients are incomplete, the last unit of the stage first; `missing`: for each the indices of its tensors
+    without gradient.
 
-    `held`: gradients collected until the pause of a split pass; `early`: gradients held over the pause, by unit.
+    `held`: (parameter, gradient) pairs collected until the pause of a split pass, None in others; `early`: those kept
+    over the pause, by unit.
     """
 
     order: list[str]
@@ -33,8 +35,9 @@ class BackwardPass:
 
 
 class GradientAccumulator:
-    """Accumulates the gradients that autograd computes for this rank's parameters. `units`: FSDP units in the order of
-    the parameter table; `parameters`: the parameters bound to each."""
+    """Accumulates the gradients that autograd computes for this rank's parameters. `units`: FSDP units by name, in the
+    order of the parameter table; `parameters`: the parameters bound to each; `reducer`: reduces complete gradients over
+    ranks."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
@@ -61,13 +64,14 @@ class GradientAccumulator:
         self.begin_step({})
 
     def begin_step(self, passes: Mapping[str, int]) -> None:
-        """Discard the gradients. `passes`: number of backward passes that will go through each unit in this step."""
+        """Discard the gradients of the last step. `passes`: number of backward passes that will go through each FSDP
+        unit in this step, by name."""
         self._reducer.begin_step()
         self._passes = {name: passes.get(name, 0) for name in self._units}
         self._running: BackwardPass | None = None
 
     def finish(self) -> None:
-        """Wait until all gradients are reduced."""
+        """Wait until all gradients of the step are reduced; assert that all announced passes have taken place."""
         left = [name for name, passes in self._passes.items() if passes]
         assert not left, f"passes are missing: {left}"
         self._reducer.finish()
@@ -75,7 +79,8 @@ class GradientAccumulator:
     # --- one pass
 
     def start(self, units: Iterable[str], split: bool = False) -> BackwardPass:
-        """Start a backward pass through `units` (given in forward order) and return it; `split`: it will be paused."""
+        """Start a backward pass through the FSDP units named `units` (in forward order) and return its state. `split`:
+        the pass computes input gradients first, and `pause` ends that half."""
         assert self._running is None, "one pass at a time"
         order = list(units)[::-1]
         missing = {name: set(range(len(self._parameters[name]))) for name in order}
@@ -83,8 +88,8 @@ class GradientAccumulator:
         return self._running
 
     def pause(self, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause the split pass. All gradients except those of `still_to_come` are complete: units without these are
-        reduced."""
+        """Pause the split pass after its input gradients. `still_to_come`: parameters whose gradients follow after
+        `resume`; FSDP units without any of them are complete and are reduced."""
         running = self._running
         assert running is not None and running.held is not None
         places = {self._place[parameter] for parameter in still_to_come}
@@ -102,8 +107,9 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a paused pass: `accumulate` the remaining gradients, then `end`. Gradients that a unit had before the
-        pause are added with its first new one, so that one unit's buffer is needed at a time."""
+        """Resume a paused pass: the caller then calls `accumulate` for the remaining gradients, and `end`. Gradients
+        that a unit had before the pause are added with its first new one, so that one unit's buffer is needed at a
+        time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
@@ -111,14 +117,14 @@ class GradientAccumulator:
 
     def end(self) -> None:
         """End the running backward pass: count parameters that got no gradient as complete, and reduce the remaining
-        FSDP units (ZeRO-0 and 1: only after a unit's last pass).
-        """
+        FSDP units (ZeRO-0 and 1: only after a unit's last pass of the step)."""
         assert self._running is not None
         self.skip(self._running.order)
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Expect no further gradients of these units in the running pass."""
+        """Count the FSDP units named `units` as complete in the running pass: none of their gradients is still to
+        come."""
         running = self._running
         assert running is not None
         for name in units:
@@ -126,7 +132,7 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient of the running pass to its unit's buffer; in a split pass hold it until the
+        """Add a parameter's gradient (of its shape) to its FSDP unit's buffer; in a split pass keep it until the
         pause."""
         running = self._running
         assert running is not None, "a gradient outside of every pass"
@@ -142,8 +148,8 @@ class GradientAccumulator:
         self._mark_accumulated(running, parameter)
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        """Add the gradient dyᵀ x of a parameter [Y, X]; where dtypes agree, the matrix product accumulates into the
-        buffer itself."""
+        """Add dyᵀ x, the gradient of a weight [Y, X], to its FSDP unit's buffer; where dtypes agree, the matrix product
+        itself accumulates into the buffer."""
         running = self._running
         assert running is not None, "a gradient outside of every pass"
         unit = self._units[self._place[parameter][0]]
@@ -161,14 +167,15 @@ class GradientAccumulator:
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """Return the buffer view that accumulates a parameter's gradient, and True if it is to be overwritten."""
+        """Return the view of the unit's buffer that accumulates a parameter's gradient in the `running` pass, and True
+        if its old values are to be overwritten instead of added to."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
         return self._reducer.unsharded(name).view(index)
 
     def _mark_accumulated(self, running: BackwardPass, parameter: nn.Parameter) -> None:
-        """Mark a parameter's gradient as accumulated; reduce its unit if that was the last missing one."""
+        """Record that a parameter's gradient is in the buffer; reduce its FSDP unit if it was the last missing one."""
         name, index = self._place[parameter]
         running.missing[name].discard(index)
         if not running.missing[name]:
@@ -176,13 +183,14 @@ class GradientAccumulator:
             self._end_units(running)
 
     def _end_units(self, running: BackwardPass) -> None:
-        """Reduce complete units, in the same order on all ranks, so that reductions match."""
+        """Reduce the complete FSDP units at the head of `running.order`: in the same order on all ranks, so that
+        collectives match."""
         while running.order and not running.missing[running.order[0]]:
             self._end_unit(running.order.pop(0))
 
     def _end_unit(self, name: str) -> None:
-        """End the running pass for a unit: reduce its gradient after each pass (ZeRO-2 and 3) or after the last (ZeRO-0
-        and 1)."""
+        """End the running pass for the FSDP unit `name`: reduce its gradient after each pass (ZeRO-2 and 3) or after
+        the step's last (ZeRO-0 and 1)."""
         self._passes[name] -= 1
         last = self._passes[name] == 0
         assert self._passes[name] >= 0, f"{name}: more passes than expected"

@@ -20,7 +20,7 @@ from meshwright.spec.stage_times import program_for
 
 class ParallelModel(NamedTuple):
     """A model on one rank: the modules of its pipeline stages, the ZeRO engine that owns their parameters, and the
-    pipeline program that `parallel.step.ForwardBackward` runs."""
+    pipeline program (order of forwards, backwards and transfers) that `parallel.step.ForwardBackward` runs."""
 
     model: Transformer
     engine: ZeroEngine
@@ -39,8 +39,9 @@ def parallelize(
 ) -> ParallelModel:
     """Build this rank's part of a model under `mesh.layout`. Every rank calls it.
 
-    `sequence`: tokens of a sequence, for which stages are balanced; `seed`: initialises the parameters (None: to be
-    loaded into the master weights). Raises UserError on every rank if ranks have different pipeline programs.
+    `sequence`: tokens of a sequence, for which stages are balanced in FLOPs; `seed`: initialises the parameters (None:
+    left to be loaded into the master weights); `compile_blocks`: compile with torch.compile. Raises UserError on every
+    rank if ranks have different pipeline programs.
     """
     layout, table = mesh.layout, parameter_table(config)
 
@@ -56,7 +57,7 @@ def parallelize(
         axes=axis_operations(mesh),
         device="meta",
         dtype=parameter_dtype,
-        stages=partition.held(mesh.pp.rank),
+        stages=partition.stages_on(mesh.pp.rank),
     )
 
     # ZeRO and data parallelism: parameters become views of flat buffers, initial values are written into shards.

@@ -1,6 +1,7 @@
-"""Pipeline runtime: executes a pipeline program's steps on one rank and transfers messages between stages.
+"""Pipeline runtime: executes the steps of a pipeline program (each rank's order of forwards, backwards, sends and
+receives) on one rank and transfers activations and gradients between stages.
 
-A group's messages are posted together; a receive is waited for when a step reads it. A sent tensor is kept until its
+Transfers of a group are posted together; a receive is waited for when a step reads it. A sent tensor is kept until its
 receiver is known to have used it. Consecutive stages on one rank pass tensors without a copy. The computation of a step
 is supplied by a `Compute`.
 """
@@ -32,34 +33,37 @@ PROGRAM_SITE = "start.program"
 
 
 class Compute(Protocol):
-    """Computation of a pipeline program's steps. Tensors enter without autograd history and leave with or without
-    it."""
+    """Computation of the compute steps of a pipeline program. Every method is about one micro-batch (index
+    `micro_batch`), one stage (index `stage`) and one model copy (index `replica`; bidirectional schedules have
+    several). Tensors enter without autograd history and leave with or without it."""
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the stage's output for input `x` (None on the first stage). The last stage keeps its loss and returns
-        None."""
+        """Run the forward of a micro-batch through a stage of a model copy (`replica`), all given by index: return the
+        stage's output for its input `x` (first stage: None). The last stage keeps its loss and returns None."""
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the weight gradients and return the gradient of the stage's input (first stage: None), given that of
+        """Run the backward of a micro-batch through a stage of a model copy (`replica`), all given by index: compute
+        the weight gradients and return the gradient of the stage's input (first stage: None), given `d_out`, that of
         its output (last stage: None)."""
 
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the gradient of the stage's input as `backward`, deferring weight gradients to `weight_gradient` (B
-        pass)."""
+        """Run the first half of a split backward (B pass): return the gradient of the stage's input as `backward` does,
+        but defer the weight gradients to `weight_gradient`. Arguments as for `backward`."""
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Compute the weight gradients that `input_gradient` deferred (W pass)."""
+        """Run the second half of a split backward (W pass): compute the weight gradients that `input_gradient` deferred
+        for this stage, model copy (`replica`) and micro-batch, given by index."""
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Return an uninitialised contiguous receive buffer for the input of `stage`; its gradient has the same shape
-        and dtype."""
+        """Return an uninitialised contiguous receive buffer for the input of a stage of a model copy (`replica`) and a
+        micro-batch, given by index; the gradient of that input has the same shape and dtype."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 (its name aside): ranks
-    generate or read it on their own, and different programs would deadlock."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 in more than its name:
+    ranks generate or read it on their own, and different programs would deadlock. Collective."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -81,8 +85,9 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step, with the stage input it reads, the output it makes, and the sends that are known to be complete
-    by then."""
+    """One compute step of a pipeline program. reads: the activation or gradient from another stage that it takes;
+    makes: the one for another stage that it returns. answers: values that this rank has sent and that other ranks have
+    used for certain once `reads` is here."""
 
     kind: Kind
     stage: int
@@ -95,7 +100,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One send or receive of an activation or gradient between pipeline ranks."""
+    """One send or receive of an activation or gradient between pipeline ranks. peer: the other rank; arrives: True for
+    a receive; enters: index of the stage whose input the value is or is the gradient of; site, name: labels in traces
+    and error messages."""
 
     value: Value
     peer: int
@@ -107,15 +114,15 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Steps of one group: computation or transfers, never both."""
+    """Steps of one group of a pipeline program: compute steps in order, or transfers posted together, never both."""
 
     steps: list[_Step]
     transfers: list[_Transfer]
 
 
 class Pipeline:
-    """Executes a pipeline program on this rank of `axis`; transfers are inserted where the program has none, and it is
-    checked.
+    """Executor of a pipeline program on this rank of `axis` (pp). Transfers are inserted where the program has none,
+    and the program is checked.
 
     Raises ProgramError for an invalid program.
     """
@@ -131,11 +138,13 @@ class Pipeline:
             barrier(axis, START_SITE)  # NCCL connects a group at its first call, in which all of its ranks take part
 
     def run(self, compute: Compute) -> None:
-        """Execute this rank's steps. Raises RankLost when a neighbour does not answer."""
+        """Execute this rank's steps of the program once, calling `compute` for each compute step. Raises RankLost when
+        a neighbour does not answer."""
         _PipelineExecution(self.axis, compute).execute(self._groups)
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
-        """Execute the forwards of the first `micro_batches` alone, in the same order. Raises RankLost."""
+        """Execute the forward steps of the first `micro_batches` micro-batches alone, in the program's order
+        (evaluation), calling `compute` for each. Raises RankLost when a neighbour does not answer."""
         groups = []
         for group in self._groups:
             steps = [
@@ -150,7 +159,8 @@ class Pipeline:
 
 
 class _PipelineExecution:
-    """Tensors in flight during one execution of a program: local, arriving and leaving."""
+    """One execution of a pipeline program on a rank, with the tensors in flight: computed here, being received, and
+    being sent."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute
@@ -159,7 +169,7 @@ class _PipelineExecution:
         self.leaving: dict[Value, Handle] = {}  # each holds its tensor
 
     def execute(self, groups: list[_Group]) -> None:
-        """Execute groups of steps in order, then wait for all sends."""
+        """Execute groups of steps in order, then wait for all sends to complete."""
         for group in groups:
             if group.transfers:
                 self.post(group.transfers)
@@ -170,7 +180,7 @@ class _PipelineExecution:
         assert not self.here and not self.arriving, "a checked program uses whatever it makes"
 
     def post(self, group: list[_Transfer]) -> None:
-        """Post the sends and receives of a group together."""
+        """Post the sends and receives of a group together, without waiting for them."""
         messages = []
         for each in group:
             _, replica, _, micro_batch = each.value
@@ -185,7 +195,7 @@ class _PipelineExecution:
                 self.leaving[each.value] = handle
 
     def step(self, step: _Step) -> None:
-        """Execute one compute step, releasing the tensor it reads."""
+        """Execute one compute step and store what it makes for another stage; the tensor that it read is released."""
         where = step.stage, step.replica, step.micro_batch
         if step.kind == Kind.WEIGHT_GRADIENT:
             self.compute.weight_gradient(*where)
@@ -201,7 +211,8 @@ class _PipelineExecution:
             self.here[step.makes] = made.detach()
 
     def read(self, step: _Step) -> torch.Tensor | None:
-        """Return the tensor that a step reads from another stage, waiting for its receive; None if it reads none."""
+        """Return the activation or gradient that a step takes from another stage, after waiting for its receive; None
+        if it takes none."""
         if step.reads is None:
             return None
         if step.reads in self.here:
@@ -214,7 +225,7 @@ class _PipelineExecution:
 
 
 def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
-    """Return the groups of steps that `rank` executes, in order."""
+    """Return the groups of compute steps and of transfers that pipeline rank `rank` executes, in order."""
     s, last = program.steps, program.stages - 1
     answers = find_consumed_sends(program, rank)
     groups: list[_Group] = []

@@ -58,11 +58,12 @@ GATHERED = frozenset(
 
 
 class ActivationCheckpointing(Recompute):
-    """Activation checkpointing of a block by `kind`:
+    """Activation checkpointing of a transformer block by `kind`:
 
-    "none": save all that backward needs; when compiled, the results of matrix products and attention, because
-    elementwise work fused into backward kernels is cheaper to recompute than to save; "selective": save the results of
-    matrix products and of sums over ranks; "full": save the block's inputs alone.
+    * "none": save all that backward needs; when compiled, the results of matrix products and attention, because
+      elementwise work fused into backward kernels is cheaper to recompute than to save;
+    * "selective": save the results of matrix products and of sums over ranks;
+    * "full": save the block's inputs alone.
     """
 
     def __init__(self, kind: str) -> None:
@@ -75,8 +76,8 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function` with activation checkpointing; if `compile_options` are given, compiled by torch.compile
-        with them and wrapped by `around`."""
+        """Return `function` with activation checkpointing. compile_options: compile it by torch.compile with these
+        options; None: run it eagerly. around: wrapper applied to the compiled function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -93,15 +94,16 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any],
         around: Callable[[Function], Function],
     ) -> tuple[Function, Function]:
-        """Wrap two consecutive parts of a function, of which only `first` can be compiled; with "full" the caller
-        checkpoints both together."""
+        """Return two functions that run one after the other with activation checkpointing. Only `first` is compiled,
+        with `compile_options`, and then wrapped by `around`; with kind "full" the caller checkpoints both together."""
         if self.kind == "full":
             return Recompute.wrap(self, first, compile_options, around), second
         return super().wrap_parts(first, second, compile_options, around)
 
 
 def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
-    """Return `function` with selective checkpointing that saves the results of `operators`."""
+    """Return `function` with selective checkpointing that saves the results of `operators` (overloads of torch.ops) and
+    recomputes all else."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
@@ -111,7 +113,7 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
 
 
 def _checkpoint_always(function: Function, **options: Any) -> Function:
-    """Return `function` under torch.utils.checkpoint, which gets `options`; without gradients it runs directly."""
+    """Return `function` run under torch.utils.checkpoint with `options`; without gradients it runs directly."""
 
     def run(*arguments: Any) -> Any:
         """Run `function` under checkpointing when gradients are enabled."""

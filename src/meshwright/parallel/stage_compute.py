@@ -23,8 +23,9 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class BackwardOrder(NamedTuple):
-    """Order of the backward passes on this rank, from the pipeline program. `at_once`: forwards immediately followed by
-    their own backward; `queue`: deferred weight gradients of split backward passes."""
+    """Order of the backward passes on this rank, from the pipeline program. `at_once`: (stage, replica, micro-batch) of
+    forwards that are immediately followed by their own backward; `queue`: collects the weight gradients that split
+    backward passes defer; None for forwards alone."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -35,10 +36,11 @@ _FORWARD_ONLY = BackwardOrder()
 
 class StageCompute:
     """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
-    evaluation.
+    evaluation. The methods' arguments stage, replica (model copy) and micro_batch are indices.
 
-    `targets`: divisor of the summed loss; `mark`: called with the name of each finished phase; `objective`: loss of
-    preference pairs. `loss`: sum over the micro-batches whose last stage is on this rank (float64).
+    `micro_batches`: this rank's; `targets`: number by which the summed loss is divided; `order`: order of backward
+    passes; `mark`: called with the name of each finished phase ("forward", "backward", ...); `objective`: returns the
+    loss of preference pairs. Attribute `loss`: sum over the micro-batches whose last stage is on this rank (float64).
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the stage's output for input `x`; on the last stage add its loss to `loss` and return None."""
+        """Run the forward of a micro-batch through a stage (model copy `replica`), given by index: return the stage's
+        output [B, S, H] for its input `x` (first stage: None); on the last stage add its loss to `loss` and return
+        None."""
         self._mark_end_of_wait()
         key, part = (stage, replica, micro_batch), self._stages[stage]
         units = self.engine.prefetchers[stage]
@@ -82,7 +86,9 @@ class StageCompute:
         return None if part.last else out.detach()
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the gradient of the stage's input; parameter gradients are accumulated by the engine."""
+        """Run the backward of a micro-batch through a stage (model copy `replica`), given by index: return the gradient
+        of the stage's input (first stage: None), given `d_out`, that of its output (last stage: None). The engine
+        accumulates the parameter gradients."""
         self._mark_end_of_wait()
         part = self._stages[stage]
         self.engine.start_pass(part)
@@ -94,8 +100,8 @@ class StageCompute:
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the gradient of the stage's input (B pass); weight gradients of linear layers are queued for
-        `weight_gradient`."""
+        """Run the first half of a split backward (B pass), as `backward`: return the gradient of the stage's input;
+        weight gradients of linear layers are queued for `weight_gradient`."""
         self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -107,7 +113,8 @@ class StageCompute:
         return d_x
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Compute the queued weight gradients (W pass)."""
+        """Run the second half of a split backward (W pass): compute the weight gradients that `input_gradient` queued
+        for this stage, model copy (`replica`) and micro-batch, given by index."""
         self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -117,13 +124,13 @@ class StageCompute:
         self.mark("backward")
 
     def _mark_end_of_wait(self) -> None:
-        """Mark the end of the wait for another stage ("pipeline" phase)."""
+        """Call `mark("pipeline")`, the phase of waiting for another stage, if there are several pipeline ranks."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")
 
     def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Return an uninitialised receive buffer for a stage's input: [B, S, H], with sequence parallelism this rank's
-        slice of S."""
+        """Return an uninitialised receive buffer for the input of a stage and a micro-batch (given by index): [B, S,
+        H], S being this tp rank's slice with sequence parallelism."""
         tokens_BS, mesh = self._micro_batches[micro_batch][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -132,8 +139,8 @@ class StageCompute:
         return torch.empty(shape, dtype=self.engine.parameter_dtype, device=mesh.device)
 
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Run autograd's backward of one saved forward; return the gradient of the stage's input (None on the first
-        stage)."""
+        """Run autograd's backward of the saved forward of `key` (stage, replica, micro-batch), given the output
+        gradient `d_out` (last stage: None); return the gradient of the stage's input (first stage: None)."""
         x, root, balance = self._kept.pop(key)
         roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
         # What this stage's mixtures add to the summed loss; nothing, where no loss and no bias balances them.
@@ -145,7 +152,8 @@ class StageCompute:
 
 
 class _SavedForward(NamedTuple):
-    """Tensors saved by a forward for its backward: stage input, autograd root, and load-balancing loss."""
+    """Tensors of a forward that its backward needs: stage input `x`, autograd `root` (the loss, or a stand-in for the
+    output), and load-balancing loss `balance`; None where there is none."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -1,5 +1,5 @@
-"""Forward and backward of a training step, and forward of an evaluation: every rank runs its part of a pipeline
-program."""
+"""Forward and backward of a training step, and forward of an evaluation: every rank runs its part of a pipeline program
+(each rank's order of forwards, backwards and transfers)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ WORTH_ADDING_AT_ONCE = 2**17
 
 
 class ForwardBackward:
-    """Runs the pipeline program on this rank of pp. `mark`: called with each finished phase ("pipeline": wait for
-    another stage; "forward", "backward", "reduce"). `fused_accumulation_min_numel`: minimum weight elements for which
-    the wgrad kernel accumulates directly. `preference`: loss of preference pairs."""
+    """Runs a pipeline program on this rank of pp, without optimizer step, on the `model` whose parameters `engine`
+    owns. `mark`: called with each finished phase ("pipeline": wait for another stage; "forward", "backward", "reduce").
+    `fused_accumulation_min_numel`: weights with at least this many elements have their gradient accumulated by the
+    matrix product itself. `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,
@@ -55,11 +56,12 @@ class ForwardBackward:
             take_weight_gradients(model, queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches; afterwards `engine.shards` hold the reduced gradients.
+        """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
+        gradients.
 
-        `targets`: divisor of the summed loss, the targets (or pairs) of the whole step over the loss scale. Returns the
-        loss of the micro-batches whose last stage is on this rank, else 0 (float64; `loss_share` turns it into this
-        rank's share of the step's loss).
+        `targets`: number by which the summed loss is divided: the targets (or pairs) of the whole step, over the loss
+        scale. Returns the loss of the micro-batches whose last stage is on this rank, else 0 (float64 scalar;
+        `loss_share` turns it into this rank's share of the step's loss).
         """
         self.engine.begin_step(self._passes)
         objective = self._objective(micro_batches)
@@ -70,8 +72,8 @@ class ForwardBackward:
         return compute.loss
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
-        """Return the summed loss over `targets`, without gradients; 0 where the last stage is on another rank. Takes at
-        most as many micro-batches as a step has."""
+        """Return the summed loss divided by `targets`, without gradients (float64 scalar); 0 where the last stage is on
+        another rank. `micro_batches`: at most as many as a step has."""
         with torch.no_grad():
             objective = self._objective(micro_batches)
             compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
@@ -79,12 +81,12 @@ class ForwardBackward:
         return compute.loss
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Return the response log-probabilities [B, D] (nats) of preference micro-batches, by micro-batch index, for
-        those whose last stage is on this rank. Takes at most as many micro-batches as a step has."""
+        """Return {micro-batch index: response log-probabilities [B, D] in nats} for the preference micro-batches whose
+        last stage is on this rank. `micro_batches`: at most as many as a step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
-            """Store the log-probabilities of a micro-batch and return a zero loss."""
+            """Store the log-probabilities of a micro-batch and return a zero loss (an `Objective`)."""
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 
@@ -94,15 +96,15 @@ class ForwardBackward:
         return found
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return the preference loss of the micro-batches, which also accumulates `figures`; None for next-token
-        training."""
+        """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to
+        `figures`; None for next-token training."""
         preference = self.preference
         if preference is None:
             return None
         self.figures.zero_()
 
         def of_pairs(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
-            """Return the preference loss of a micro-batch and add its figures to `figures`."""
+            """Return the summed preference loss of a micro-batch (by index) and add its metrics to `figures`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents that come in pairs"
             found = preference(log_probabilities_BD, pairs)
@@ -113,19 +115,19 @@ class ForwardBackward:
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
-    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1, given this rank's
-    micro-batches."""
+    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: those of
+    this rank's micro-batches, [B, S] each. Collective."""
     return max(1, _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh))
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
-    """Return the number of preference pairs of the whole step over all ranks, at least 1; ranks of cp hold slices of
-    the same pairs."""
+    """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: those of this rank's
+    micro-batches; ranks of cp have slices of the same pairs. Collective."""
     return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
-    """Return the sum of `counts` over this rank's micro-batches and the data axis."""
+    """Return the sum of `counts` (integer scalars, one per micro-batch of this rank) over the ranks of axis data."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
@@ -134,14 +136,14 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss, given the loss of its own micro-batches: the sum over `mesh.world`
-    is the loss, not finite if it is not on any rank. tp ranks compute equal losses; so do cp ranks for `of_pairs`."""
+    """Return this rank's share of the step's loss, given the loss of its own micro-batches: the sum of the shares over
+    all ranks (`mesh.world`) is the loss. tp ranks compute equal losses; so do cp ranks if it is a loss `of_pairs`."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
 def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Return the number of backward passes through each stage of a rank, the forwards immediately followed by their own
-    backward, and True if any backward is split."""
+    """Return {stage: number of backward passes through it} of a pipeline rank, the (stage, replica, micro-batch) of
+    forwards that are immediately followed by their own backward, and True if any backward is split."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

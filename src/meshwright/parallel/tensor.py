@@ -31,54 +31,60 @@ SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
 
 
 class TensorParallel(TensorOperations):
-    """Tensor-parallel operations of one rank; on an axis of size 1 they return their input. `site`: label of the call
-    in traces."""
+    """Tensor-parallel operations of one rank on `axis` (tp); on an axis of size 1 they return their input.
+    `sequence_parallel`: between column- and row-parallel products each rank holds a slice of the tokens. `site`: label
+    of a call in traces."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
         self.axis, self.sequence_parallel = axis, sequence_parallel
         self.size, self.rank, self.trivial = axis.size, axis.rank, axis.trivial
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every rank (all-gathered with sequence
-        parallelism)."""
+        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself, with sequence
+        parallelism all-gathered from the ranks' token slices [B, S / size, H]. `site`: label of the call in traces."""
         return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of the ranks' partial results of a row-parallel product (with sequence parallelism this rank's
-        token slice)."""
+        """Return the sum of the ranks' partial results `x_BSH` of a row-parallel product, [B, S, H]; with sequence
+        parallelism this rank's token slice of it, [B, S / size, H]. `site`: label of the call in traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` over the ranks; backward passes the gradient through unchanged."""
+        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
+        label of the call in traces."""
         return reduce_from(x, self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along `dim`; backward returns this rank's slice of the summed gradient."""
+        """Return the ranks' `x` concatenated along dim `dim`; backward returns this rank's slice of the summed
+        gradient. `site`: label of the call in traces."""
         return gather_from(x, self.axis, site, dim)
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks."""
+        """Return this rank's token slice [B, S / size, H] of an `x_BSH` that is equal on all ranks. `site`: label of
+        the call in traces."""
         return split_to(x_BSH, self.axis, site)
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Invert `split_tokens`: return the ranks' token slices concatenated, [B, S, H]."""
+        """Return the ranks' token slices concatenated, [B, S, H], the inverse of `split_tokens`. `site`: label of the
+        call in traces."""
         return join_from(x_BSH, self.axis, site)
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
-        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd."""
+        """Replace `x` by its sum (op="max": its maximum) over the ranks, in place and without autograd. `site`: label
+        of the call in traces."""
         all_reduce(x, self.axis, site, op)
 
 
 class PartialGradients:
-    """Views of this rank's gradient shards that are partial sums over tp. Ranks of one tp group own equal ranges of
-    their flat buffers, so the views correspond."""
+    """Views of the gradient shards of this rank's FSDP `units` whose values are partial sums over tp. Ranks of one tp
+    group own equal ranges of their flat buffers, so the views correspond."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
         neighbours: dict[int, Axis] = {}
-        for row in table.rows:  # also those that this rank has nothing of: all ranks make the groups
-            copies = row.replicas(mesh.layout)
-            if "tp" in row.gradient_axes(mesh.layout) and copies not in neighbours:
+        for entry in table.entries:  # also those that this rank has nothing of: all ranks make the groups
+            copies = entry.replicas(mesh.layout)
+            if "tp" in entry.gradient_axes(mesh.layout) and copies not in neighbours:
                 neighbours[copies] = mesh.make_block_axis("tp", copies)
         for unit in units:
             for part, low, high in unit.flat.within(unit.start, unit.stop):
@@ -90,7 +96,7 @@ class PartialGradients:
         ]
 
     def all_reduce(self) -> None:
-        """Replace the partial gradients by their sums over tp."""
+        """Replace the partial gradients by their sums over tp, in place."""
         under_way = []
         for axis, site, views in self._groups:
             together = torch.cat(views)

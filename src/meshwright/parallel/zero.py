@@ -47,7 +47,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis
 from meshwright.parallel.flat_buffers import FlatLayout, GradientBufferPool
-from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP
 
 PARAMETER_SITE = "data.parameters"
@@ -62,8 +62,8 @@ TIED_SITE = "pipeline.gradients.shared"
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
     """Axes of an FSDP unit: its gradient is summed over `data`, ZeRO shards it over `shard`, and ranks of `replica`
-    hold the same shard. `tied`: other pipeline stages that hold the unit too (a tied embedding, a replica of a
-    bidirectional schedule); None where there are none."""
+    hold the same shard (hybrid sharding). `tied`: other pipeline stages that hold the unit too (a tied embedding, a
+    replica of a bidirectional schedule); None where there are none."""
 
     data: Axis
     shard: Axis
@@ -117,7 +117,7 @@ class FsdpUnit:
         self._bytes = self.parameters.untyped_storage().nbytes()
 
     def start_all_gather(self) -> None:
-        """Start to all-gather the parameters, unless they are unsharded or already in flight."""
+        """Start to all-gather the parameters over the shard axis, unless they are unsharded or already in flight."""
         if self.is_unsharded or self.pending_all_gather is not None:
             return
         if self.zero == 3:
@@ -127,7 +127,7 @@ class FsdpUnit:
         )
 
     def unshard(self) -> None:
-        """All-gather the parameters and wait until they are unsharded."""
+        """Make the unsharded parameters available: all-gather them and wait for it."""
         if self.is_unsharded:
             return
         self.start_all_gather()
@@ -145,8 +145,8 @@ class FsdpUnit:
             self.is_unsharded = False
 
     def update_parameters(self) -> None:
-        """Copy the master weights to the parameters, rounded to their dtype. ZeRO-1 and 2 start the all-gather; ZeRO-3
-        all-gathers before each use."""
+        """Copy the master weights to the parameter shard, rounded to its dtype. ZeRO-1 and 2 start the all-gather;
+        ZeRO-3 all-gathers before each use."""
         if self.zero == 3:
             self.reshard()
         elif self.pending_all_gather is not None:
@@ -163,22 +163,24 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction: its buffer, a view for each tensor, and the indices of `stale`
-    views, whose old values are to be overwritten instead of added to."""
+    """Gradient of an FSDP unit before its reduction over ranks: its flat buffer, a view of it for each engine tensor,
+    and the indices of `stale` views, whose old values are to be overwritten instead of added to."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return the view of a tensor, and True if the caller must overwrite it; it counts as written afterwards."""
+        """Return the view of the tensor with this index, and True if the caller must overwrite it instead of adding;
+        afterwards it counts as written."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
 
 
 class GradientReducer:
-    """Reduces the gradients of a rank's FSDP units over ranks, each as soon as backward has completed it."""
+    """Reduces the gradients of a rank's FSDP units (by name) over ranks, each as soon as backward has completed it.
+    `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
@@ -195,7 +197,8 @@ class GradientReducer:
         """The units whose gradient shard is that of the last step."""
 
     def unsharded(self, name: str) -> UnshardedGradient:
-        """Return the buffer that accumulates a unit's gradient, acquired if necessary."""
+        """Return the unsharded gradient of the FSDP unit `name`, into which backward accumulates; its buffer is
+        acquired if necessary."""
         if name not in self._open:
             unit = self._units[name]
             buffer = unit.unsharded_gradient
@@ -207,7 +210,8 @@ class GradientReducer:
         return self._open[name]
 
     def reduce(self, name: str, last: bool) -> None:
-        """Start to reduce a unit's gradient; `last`: no further micro-batch of this step adds to it."""
+        """Start to reduce the gradient of the FSDP unit `name` over ranks; `last`: no further micro-batch of this step
+        adds to it."""
         unit, gradient = self._units[name], self.unsharded(name)
         axes, first = unit.axes, name in self._stale
         self._stale.discard(name)
@@ -227,14 +231,14 @@ class GradientReducer:
         self._in_flight.append((handle, partial(self._add_to_shard, unit, output, gradient.buffer, last)))
 
     def _wait_for_oldest(self) -> None:
-        """Wait for the oldest reduction in flight and run its completion."""
+        """Wait for the oldest reduction in flight and finish it: add its output to the shard and release its buffer."""
         handle, complete = self._in_flight.popleft()
         handle.wait()
         complete()
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
-        """Add a reduction's output to the unit's gradient shard; after the last one start the all-reduce over
-        replicas."""
+        """Add a reduction's `output` to the unit's gradient shard and release the unsharded `buffer`; after the step's
+        `last` reduction start the all-reduce over replicas (hybrid sharding)."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -243,7 +247,7 @@ class GradientReducer:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
-        """Wait for the reductions, and all-reduce the gradients of units that several pipeline stages hold."""
+        """Wait for all reductions, and all-reduce the gradients of units that several pipeline stages hold."""
         while self._in_flight:
             self._wait_for_oldest()
         for handle in self._replica_sums:
@@ -264,11 +268,11 @@ class GradientReducer:
 
 
 class ParameterPrefetcher:
-    """All-gathers, prefetches and reshards the FSDP units of one pipeline stage as the model computes (model/units.py):
-    during a unit's computation the next one's all-gather runs; under ZeRO-3 all others are sharded.
+    """All-gathers, prefetches and reshards the FSDP units of one pipeline stage as the model computes (hooks of
+    model/units.py): during a unit's computation the next one's all-gather runs; under ZeRO-3 all others are sharded.
 
-    `units`: unit names in forward order; `needs`: the FSDP units whose parameters each uses. `keeps_last`: the last
-    unit stays unsharded, because its backward follows at once.
+    `units`: unit names in forward order; `needs`: the FSDP units whose parameters each uses. Attribute `keeps_last`:
+    True if the last unit stays unsharded after forward, because its backward follows at once.
     """
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
@@ -317,30 +321,30 @@ class ParameterPrefetcher:
             unit.unshard()
 
     def _enter_backward(self, name: str) -> None:
-        """Unshard a unit before its backward pass and prefetch the previous one; an embedding lookup needs no
-        parameters in backward."""
+        """Unshard the FSDP unit `name` before its backward pass and prefetch the previous one; an embedding lookup
+        needs no parameters in backward."""
         if name not in LOOKED_UP:
             before = self._previous.get(name)
             self._unshard(name, None if before in LOOKED_UP else before)
 
     def _leave_backward(self, name: str) -> None:
-        """Reshard a unit after its backward pass, when every gradient function inside it has run."""
+        """Reshard the FSDP unit `name` after its backward pass, when every gradient function inside it has run."""
         for unit in self._sharded[name]:
             unit.reshard()
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Identity whose backward first calls a function. On a unit's input it runs last in the unit's backward, on its
-    output first."""
+    """Identity whose backward first calls a function. Applied to an FSDP unit's input it is called last in the unit's
+    backward, applied to its output first."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-        """Return a view of `x`; `call` is run in backward."""
+        """Return a view of `x`; `call` is called in backward."""
         context.call = call
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        """Run the function, then return the gradients unchanged."""
+        """Call the function given to `forward`, then return the gradients unchanged."""
         context.call()
         return (*gradients, None)

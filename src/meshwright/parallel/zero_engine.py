@@ -27,17 +27,18 @@ from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccu
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
 from meshwright.planner.states import flats_of, states
-from meshwright.spec.parameters import ParameterTable, Row
+from meshwright.spec.parameter_entries import BufferKind
+from meshwright.spec.parameters import ParameterEntry, ParameterTable
 from meshwright.spec.partition import Partition
-from meshwright.spec.rows import Part
 from meshwright.spec.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard of one FSDP unit that the optimizer updates: [start, stop) of its flat buffer. `master` and `gradient` are
-    1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements. `balancing`: index
-    ranges of router biases, whose gradient is their experts' load minus the mean."""
+    """Shard of one FSDP unit that the optimizer updates: elements [start, stop) of its flat buffer. `unit`: name of the
+    buffer. `master` and `gradient` are 1-D, of equal length and dtype; weight decay applies to their first
+    `decay_numel` elements. `balancing`: index ranges in the shard of router biases, whose gradient is their experts'
+    load minus the mean."""
 
     unit: str
     master: torch.Tensor
@@ -49,7 +50,8 @@ class Shard:
 
 
 class ZeroEngine:
-    """Parameters, masters and gradients of `model` on one rank, and the collective calls that keep ranks in step.
+    """Parameters, master weights and gradients of `model` on one rank, and the collective calls of data parallelism and
+    ZeRO.
 
     A step: `begin_step`, then for each micro-batch and stage of this rank a forward with
     `units=prefetchers[stage.index]` and a backward pass between `start_pass` and `end_pass`
@@ -57,9 +59,8 @@ class ZeroEngine:
     parameters become views of flat buffers; load values into the masters (`master_slices(owned=False)`, then
     `all_gather_parameters`), never into the model.
 
-    The rank holds the units of its pipeline stages alone (`partition`).
-
-    seed: initial values (a function of seed and parameter name); None keeps the values the model has, if it has memory.
+    table: the model's parameter table. seed: initialises the parameters; None keeps the values the model has, if it has
+    memory. partition: pipeline stages, of which the rank holds its own alone; default: one stage.
     """
 
     prefetcher_class: type[Any] = ParameterPrefetcher
@@ -78,7 +79,7 @@ class ZeroEngine:
         self.mesh, self.table = mesh, table
         self.partition = partition = Partition.whole(table) if partition is None else partition
         self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
-        held = partition.units_at(mesh.pp.rank)
+        held = partition.units_on(mesh.pp.rank)
         tied = self._tied_axes()
         self._units: dict[str, FsdpUnit] = {}
         """The FSDP units by the name of their flat buffer."""
@@ -86,8 +87,8 @@ class ZeroEngine:
         """Those of each unit of the model: one, or under expert parallelism two."""
         parameters: dict[str, list[nn.Parameter]] = {}
         for name in held:
-            for part in table.unit_parts(name, mesh.layout):
-                unit = self._build_unit(name, part, tied[name])
+            for buffer in table.unit_buffers(name, mesh.layout):
+                unit = self._build_unit(name, buffer, tied[name])
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
@@ -102,7 +103,7 @@ class ZeroEngine:
         }
         self.prefetchers = {
             stage.index: self.prefetcher_class(names, {name: needs[name] for name in names})
-            for stage in partition.held(mesh.pp.rank)
+            for stage in partition.stages_on(mesh.pp.rank)
             for names in (partition.units(stage),)
         }
         """By the number of the stage; the model calls them around each unit (model/units.py)."""
@@ -114,47 +115,48 @@ class ZeroEngine:
         self.all_gather_parameters()
 
     def _tied_axes(self) -> dict[str, Axis | None]:
-        """Return for each FSDP unit the axis of pp ranks that hold it, None if one does. Every rank creates all process
-        groups."""
+        """Return for each FSDP unit, by name, the axis of the pp ranks that hold it, None if one does. Collective:
+        every rank creates all process groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
         holders = {name: self.partition.holders(name) for name in self.table.units}
         for places in dict.fromkeys(holders.values()):
             axes[places] = self.mesh.make_subset_axis("pp", places) if len(places) > 1 else None
         return {name: axes[places] for name, places in holders.items()}
 
-    def _build_unit(self, name: str, part: Part, tied: Axis | None) -> FsdpUnit:
-        """Build the FSDP unit `name` (its dense or expert part). `tied`: other pipeline ranks that hold it."""
+    def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
+        """Build the flat buffer of kind `buffer` of the FSDP unit `name`. `tied`: axis of the pipeline ranks that hold
+        the unit too; None: no others."""
         mesh = self.mesh
-        if part == "dense":
+        if buffer == "dense":
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
         else:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
-        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), part)
+        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _shard(self, unit: FsdpUnit) -> Shard:
-        """Build the optimizer's view of a unit's shard."""
+        """Return the shard of an FSDP unit as the optimizer sees it."""
         decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
         balancing = tuple(
             (low - unit.start, high - unit.start)
             for part, low, high in unit.flat.within(unit.start, unit.stop)
-            if part.row.balances
+            if part.entry.balances
         )
         return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
 
     def _unit_names(self, stage: Stage) -> list[str]:
-        """Return the names of the FSDP units that a stage uses, in the order of first use."""
+        """Return the names of the flat buffers that a pipeline stage uses, in the order of first use."""
         return [unit.flat.name for name in self.partition.needed(stage) for unit in self._units_of[name]]
 
     # --- one step
 
     def begin_step(self, micro_batches: int | Mapping[int, int]) -> None:
-        """Discard the last step's gradients. `micro_batches`: number of backward passes through each stage of this
-        rank, one number for all or by stage index."""
+        """Discard the last step's gradients. `micro_batches`: number of backward passes through each stage of this rank
+        in the coming step, one number for all or by stage index."""
         passes = dict.fromkeys(self._units, 0)
-        for stage in self.partition.held(self.mesh.pp.rank):
+        for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
             for name in self._unit_names(stage):
                 passes[name] += count
@@ -165,18 +167,20 @@ class ZeroEngine:
         self.gradients.begin_step({})
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of one micro-batch through a model that is one stage."""
+        """Run the backward pass of one micro-batch from its scalar `loss`, through a model that is one stage."""
         (stage,) = self.partition.stages
         self.start_pass(stage)
         loss.backward()
         self.end_pass(stage)
 
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
-        """Start a backward pass through a stage and return it; `split`: `pause_pass` ends its first half."""
+        """Start a backward pass of one micro-batch through a stage and return its state; `split`: input gradients
+        first, and `pause_pass` ends that half."""
         return self.gradients.start(self._unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause a split pass; `gradients.resume` and `accumulate` later add the gradients of `still_to_come`."""
+        """Pause a split pass after its input gradients; `gradients.resume` and `accumulate` later add the weight
+        gradients of the parameters `still_to_come`."""
         self.gradients.pause(still_to_come)
         self.prefetchers[stage.index].reshard()
 
@@ -186,7 +190,8 @@ class ZeroEngine:
         self.prefetchers[stage.index].reshard()
 
     def finish(self) -> None:
-        """Wait for the reductions; `shard.gradient` is then the sum over all ranks and micro-batches."""
+        """Wait for the reductions of a step; `gradient` of each of `shards` is then the sum over all ranks and
+        micro-batches."""
         self.gradients.finish()
         for unit in self._units.values():
             if unit.pending_all_gather is not None:  # no pass went through it, and the optimizer is about to change it
@@ -206,15 +211,15 @@ class ZeroEngine:
         """Initialise the parameters from `seed`; values depend on (seed, parameter name) alone."""
         self.load(partial(initial_value, seed=seed))
 
-    def load(self, value_of: Callable[[Row], torch.Tensor]) -> None:
-        """Load parameter values. `value_of`: returns the unsharded value of a parameter entry, as on disk."""
+    def load(self, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
+        """Load parameter values. `value_of`: returns the unsharded value of a parameter entry, oriented as on disk."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, value_of)
         self.all_gather_parameters()
 
     def all_gather_parameters(self) -> None:
-        """Copy the master weights to the parameters and start their all-gathers, which the next forward waits for unit
-        by unit."""
+        """Copy the master weights to the parameters and start their all-gathers; the next forward waits for each FSDP
+        unit's before it uses the unit."""
         for unit in self._units.values():
             unit.update_parameters()
 
@@ -226,8 +231,8 @@ class ZeroEngine:
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return slices, as `master_slices`, of other optimizer state: `tensors` are one per shard, as long as its
-        master weights. `kind`: label of the slices."""
+        """Return slices of other optimizer state, cut as those of `master_slices`. `tensors`: 1-D, one per shard, as
+        long as its master weights; `kind`: label of the slices, such as "exp_avg"; `owned`: as in `master_slices`."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self._units.values(), strict=True):
@@ -238,8 +243,8 @@ class ZeroEngine:
         return slices
 
     def parameter_slices(self) -> list[TensorSlice]:
-        """Return copies of the unsharded parameters in their own dtype, all-gathered where they are sharded. Every rank
-        calls it, between steps."""
+        """Return copies of this rank's parameters in their own dtype as slices of parameter entries, all-gathered where
+        they are sharded. Every rank calls it, between steps."""
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
@@ -249,8 +254,8 @@ class ZeroEngine:
         return slices
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank holds now by kind: parameters, master weights (where separate), gradients,
-        and pooled gradient buffers."""
+        """Return the bytes that this rank's memory holds now, by kind: "parameters", "masters" (where separate from
+        parameters), "gradients", and idle "gradient_buffers"."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "parameters": [tensor for unit in units for tensor in (unit.parameters, unit.parameter_shard)],
@@ -268,7 +273,7 @@ class ZeroEngine:
         return sizes
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the planner's prediction of `memory` between steps, from the parameter table."""
+        """Return the planner's prediction of `memory` between steps, in bytes by kind, from the parameter table."""
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
@@ -278,8 +283,8 @@ class ZeroEngine:
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares in float64, from norms of blocks of 4096: one float32 sum over millions loses four
-    digits."""
+    """Return the sum of squares of a 1-D tensor in float64, from norms of blocks of 4096: one float32 sum over millions
+    loses four digits."""
     row = 4096
     whole = values.numel() // row * row
     rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
+from meshwright.spec.parameter_entries import BufferKind, padded_numel
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
-from meshwright.spec.rows import Part, padded_numel
 
-AXES_OF: dict[Part, tuple[str, str, str]] = {
+AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
     "dense": ("data", "shard", "replica"),
     "experts": ("expert_data", "expert_shard", "expert_replica"),
 }
@@ -81,7 +81,7 @@ class DataCalls:
         if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
             self.all_reduce(site, axis, ranks, numel * itemsize)
 
-    def shard(self, site: str, operation: str, part: Part, numel: int, itemsize: int, times: int = 1) -> None:
+    def shard(self, site: str, operation: str, part: BufferKind, numel: int, itemsize: int, times: int = 1) -> None:
         """Add `times` reduce-scatters or all-gathers over the ranks that ZeRO shards a part over, by collective program
         if any.
 
@@ -115,12 +115,12 @@ class DataCalls:
 
     # --- parameters and their gradients
 
-    def zero(self, part: Part) -> int:
+    def zero(self, part: BufferKind) -> int:
         """Return the effective ZeRO level of a part of the parameters, "dense" or "experts": 0 where it has a single
         rank."""
         return self.layout.zero if self.on(AXES_OF[part][1])[0] > 1 else 0
 
-    def padded(self, unit: str, part: Part) -> int:
+    def padded(self, unit: str, part: BufferKind) -> int:
         """Return the elements, padding included, of the flat buffer of a unit such as "layers.3"; part: "dense" or
         "experts"."""
         shards = self.on(AXES_OF[part][1])[0] if self.zero(part) else 1
@@ -130,7 +130,7 @@ class DataCalls:
         """Add the gradient reductions of a unit such as "layers.3". passes: backward passes of a step that contribute
         to it."""
         holders = self.partition.holders(unit)
-        for part in self.table.unit_parts(unit, self.layout):
+        for part in self.table.unit_buffers(unit, self.layout):
             data, shard, replica = AXES_OF[part]
             numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
             if zero == 0:

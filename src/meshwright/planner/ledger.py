@@ -35,10 +35,10 @@ from meshwright.program.consumed_sends import (
 from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
-from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage
 
@@ -224,7 +224,7 @@ class _Step:
         self.table = _table(config)
         self.program = _complete(program_for(repeating(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
-        self.units = self.partition.units_at(self.place["pp"])
+        self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
         self.states = list(states(self.flats, dtype, self.master, optimizer))
         self.stages: dict[tuple[int, bool], StageMoments] = {}
@@ -262,7 +262,7 @@ class _Step:
         """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
         for state in self.states:
             yield Item(OF_STATE[state.kind], state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
-        if any(stage.layers for stage in self.partition.held(self.place["pp"])):
+        if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             for table in position_tables(self.config, self.sequence, self.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
         for way in ("forward", "backward") if self.of_cublas else ():
@@ -381,7 +381,7 @@ class _Step:
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""
         sizes = next(iter(self.stages.values()), None) or self.stage(
-            self.partition.held(self.place["pp"])[0].index, False
+            self.partition.stages_on(self.place["pp"])[0].index, False
         )
         return sizes.stream
 

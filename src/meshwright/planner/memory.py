@@ -26,7 +26,7 @@ from meshwright.planner.rates import attention_kernel
 from meshwright.planner.space import Problem
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage, stages_of
-from meshwright.spec.work import predictions
+from meshwright.spec.work import count_predictions
 
 GIB = 2.0**30
 CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -194,7 +194,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         again = max(again, sum(published_layer(whose, whole).values()) - sum(kept.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
-        tokens = predictions(config, rows, sequence) / layout.cp
+        tokens = count_predictions(config, rows, sequence) / layout.cp
         logits = tokens * -(-config.vocabulary // layout.tp) * (x + engine.loss_holds)
     # The loss is through when a layer is computed again: the larger of the two counts.
     if again * x / 2 > logits:

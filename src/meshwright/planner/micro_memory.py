@@ -22,7 +22,7 @@ from meshwright.planner.states import optimizer_kinds
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.stages import Stage
-from meshwright.spec.work import predictions
+from meshwright.spec.work import count_predictions
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
@@ -132,7 +132,7 @@ class KeptBytes:
         config = self.problem.config
         if config.head not in ("next", "masked"):
             return 0.0
-        tokens = predictions(config, rows, self.problem.sequence) // layout.cp
+        tokens = count_predictions(config, rows, self.problem.sequence) // layout.cp
         width = -(-config.vocabulary // layout.tp)
         chunks = loss_chunks(tokens, min(width, config.vocabulary), self.device)
         return float(width * config.hidden * (self.x if len(chunks) == 1 else 4))
@@ -141,7 +141,7 @@ class KeptBytes:
         """Return the peak bytes of logits and of the head's gradient. way: layout of a stage, and sequences of a
         micro-batch."""
         config, layout = self.problem.config, way.layout
-        tokens = predictions(config, way.rows, self.problem.sequence) // layout.cp
+        tokens = count_predictions(config, way.rows, self.problem.sequence) // layout.cp
         if config.head not in ("next", "masked"):
             return 0.0
         width = -(-config.vocabulary // layout.tp)

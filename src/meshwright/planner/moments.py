@@ -18,9 +18,9 @@ from meshwright.planner.saved_blocks import Local
 from meshwright.planner.states import Flat
 from meshwright.planner.temporaries import Extra, attention_backward, mixture_backward
 from meshwright.spec.chunks import loss_chunks
-from meshwright.spec.rows import REDUCTIONS_IN_FLIGHT
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP, Stage
-from meshwright.spec.work import predictions
+from meshwright.spec.work import count_predictions
 
 SLICE_LOGITS = 1 << 19
 """Logits that are worked on at once on a CPU (`model/loss.py`)."""
@@ -94,7 +94,7 @@ class StageMoments:
         self.kept = sum(each.bytes for each in saved)
         self.stream = at.rows * at.slice * at.config.hidden * self.x
         self.tokens = at.rows * at.tokens
-        self.predicted = predictions(at.config, at.rows, at.tokens)
+        self.predicted = count_predictions(at.config, at.rows, at.tokens)
         layers = [unit for unit in units if unit.startswith("layers.")] if queued else []
         self.queue = sum(map(self._queue_of, layers))
 

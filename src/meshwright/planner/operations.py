@@ -19,7 +19,7 @@ from meshwright.planner.engines import AttentionKernel, Engine
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
-from meshwright.spec.work import keys_per_token, predictions
+from meshwright.spec.work import count_predictions, keys_per_token
 
 Phase = Literal["forward", "again", "input", "weight"]
 """When: on the way there; a second time, before the way back; for the gradients of inputs; for those of weights."""
@@ -352,7 +352,7 @@ class _Work:
         """Yield an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or pooler and
         classifier."""
         config, fusion = self.config, self.engine.fusion
-        places = predictions(config, self.rows, self.sequence)
+        places = count_predictions(config, self.rows, self.sequence)
         if config.head == "masked":
             dense, out, outputs = "transform", "head", config.vocabulary
         else:

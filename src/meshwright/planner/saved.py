@@ -19,7 +19,7 @@ from meshwright.planner.saved_blocks import Entry, Local
 from meshwright.spec.chunks import keeps_head_gradient, loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage, whole_model
-from meshwright.spec.work import predictions
+from meshwright.spec.work import count_predictions
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
@@ -215,7 +215,7 @@ def _encoder_head(at: Local) -> Iterator[Entry]:
     """Yield what an encoder saves after its last layer: transform, norm and loss of masked tokens, or pooler and
     classifier."""
     config = at.config
-    places = predictions(config, at.rows, at.tokens)
+    places = count_predictions(config, at.rows, at.tokens)
     inside = places, config.hidden
     if config.head != "masked":
         yield Entry("pooler.input", inside, "x")

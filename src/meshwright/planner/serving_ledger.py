@@ -17,8 +17,8 @@ from meshwright.layout import Layout
 from meshwright.names import unknown
 from meshwright.planner.memory import GIB
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameter_entries import EngineTensor
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.spec.rows import Tensor
 from meshwright.spec.stages import LOOKED_UP, Stage, stages_of, units_of
 
 BLOCK_TOKENS = 16
@@ -209,7 +209,7 @@ def _rank_ledger(
     )
 
 
-def _forms(config: ModelConfig, tensor: Tensor, stage: Stage) -> tuple[bool, bool]:
+def _forms(config: ModelConfig, tensor: EngineTensor, stage: Stage) -> tuple[bool, bool]:
     """Return whether a rank of a stage holds an engine tensor as a table or vector, and as a packed matrix."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
@@ -218,7 +218,7 @@ def _forms(config: ModelConfig, tensor: Tensor, stage: Stage) -> tuple[bool, boo
     return not matrix, matrix
 
 
-def _packed_bytes(config: ModelConfig, layout: Layout, tensor: Tensor, item: int) -> int:
+def _packed_bytes(config: ModelConfig, layout: Layout, tensor: EngineTensor, item: int) -> int:
     """Return the bytes of an engine tensor's local matrices: rows in whole panels, columns of 2-byte items in whole
     tiles; routers stay float32."""
     rows, columns = tensor.local_shape(layout)

@@ -13,8 +13,8 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.data_calls import AXES_OF
+from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ParameterTable
-from meshwright.spec.rows import Part, kept_buffers, padded_numel
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),
@@ -30,7 +30,7 @@ class Flat(NamedTuple):
     """
 
     unit: str
-    part: Part
+    part: BufferKind
     numel: int
     padded: int
     shards: int
@@ -70,7 +70,7 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
     """Return the flat buffers of units such as "layers.3", on any rank that holds them."""
     found = []
     for unit in units:
-        for part in table.unit_parts(unit, layout):
+        for part in table.unit_buffers(unit, layout):
             shards = shard_count(layout, part)
             zero = layout.zero if shards > 1 else 0
             numel = table.unit_numel(unit, layout, part)
@@ -80,7 +80,7 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
     return found
 
 
-def shard_count(layout: Layout, part: Part) -> int:
+def shard_count(layout: Layout, part: BufferKind) -> int:
     """Return the number of ranks that ZeRO shards a part of the parameters over. part: "dense" or "experts"."""
     return layout.group_size(AXES_OF[part][1])
 
@@ -108,7 +108,7 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
     """Return the unsharded gradient buffers kept for the next layer under ZeRO-2 and 3: their number by size in
     elements."""
-    return kept_buffers(
+    return count_reused_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2)
             for _, parts in groupby(flats, key=lambda flat: flat.unit)

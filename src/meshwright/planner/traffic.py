@@ -223,7 +223,7 @@ class _Step(DataCalls):
             if kind in COMPUTING:
                 before = (stage, of) if kind == Kind.FORWARD else None
         for unit, times in gathered.items():
-            for part in self.table.unit_parts(unit, self.layout):
+            for part in self.table.unit_buffers(unit, self.layout):
                 if self.zero(part):
                     numel = self.padded(unit, part)
                     self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes, times)
@@ -232,16 +232,16 @@ class _Step(DataCalls):
         """Add the all-reduces over tp of partial gradients of this rank's shards, those of all units together. units:
         to include, as keys."""
         layout, found = self.layout, Counter[int]()
-        for row in self.table.rows:
-            if row.unit not in units or "tp" not in row.gradient_axes(layout):
+        for entry in self.table.entries:
+            if entry.unit not in units or "tp" not in entry.gradient_axes(layout):
                 continue
-            start, stop = self.table.row_range(row, layout)
-            part = row.part(layout)
+            start, stop = self.table.entry_range(entry, layout)
+            part = entry.buffer_kind(layout)
             if self.zero(part):
                 shards, shard = self.on(AXES_OF[part][1])
-                length = self.padded(row.unit, part) // shards
+                length = self.padded(entry.unit, part) // shards
                 start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
-            found[row.replicas(layout)] += max(0, stop - start)
+            found[entry.replicas(layout)] += max(0, stop - start)
         for copies, numel in found.items():
             site = "tensor.gradients" if copies == layout.tp else "tensor.gradients.shared_heads"
             self.all_reduce(site, "tp", copies, numel * self.work.master_bytes)

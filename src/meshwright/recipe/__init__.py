@@ -1,7 +1,7 @@
 """The recipe: one TOML file with the model, data, layout and training settings of a run."""
 
 from meshwright.recipe.data import CleanRecipe, DataRecipe, SourceRecipe
-from meshwright.recipe.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text, override_texts, resolve_recipe
+from meshwright.recipe.recipe import SCHEMA, Recipe, format_overrides, load_recipe, load_recipe_text, resolve_recipe
 from meshwright.recipe.tables import (
     CheckpointRecipe,
     CollectivesRecipe,
@@ -25,6 +25,6 @@ __all__ = [
     "TrainRecipe",
     "load_recipe",
     "load_recipe_text",
-    "override_texts",
+    "format_overrides",
     "resolve_recipe",
 ]

@@ -153,7 +153,7 @@ class DataRecipe(Table):
 
     @property
     def all_sources(self) -> tuple[SourceRecipe, ...]:
-        """All sources as `SourceRecipe`, also if given by `source`."""
+        """All data sources as `SourceRecipe`, also those given by `source`."""
         if self.sources is not None:
             return tuple(self.sources)
         paths = [self.source] if isinstance(self.source, str) else self.source or []
@@ -161,6 +161,6 @@ class DataRecipe(Table):
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Weight of each source in the mixture; None if all sources are read as one text."""
+        """Weight of each source in the mixture; None if all sources are concatenated."""
         said = tuple(source.weight for source in self.all_sources if source.weight is not None)
         return said or None

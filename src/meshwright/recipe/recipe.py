@@ -117,11 +117,12 @@ class Recipe(Table):
 
     @property
     def trusted(self) -> bool:
-        """True if code that the recipe names may run: `--trust-recipe`, or `trust=True` on loading."""
+        """True if code that the recipe names (such as a tracker's class) may run: `--trust-recipe`, or `trust=True` on
+        loading."""
         return self._trusted
 
     def where(self, key: str) -> str:
-        """Return the override or file that set a key such as "train.steps", for error messages."""
+        """Return what set a key such as "train.steps", an override or the recipe's file, for error messages."""
         return _find_setter(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
@@ -131,28 +132,30 @@ class Recipe(Table):
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
-        """Return the checked recipe of nested dictionaries, one for each table. where: what an error line (`UserError`)
-        begins with.
+        """Return the validated recipe of nested dictionaries, one for each table of the TOML file. where: name of the
+        recipe in errors (`UserError`).
 
-        trust: code that it names, such as a tracker's class, may run.
+        trust: allow code that it names, such as a tracker's class, to run.
         """
         recipe = SCHEMA.check(tables, lambda key: where)
         recipe._trusted = trust
         return recipe
 
     def to_toml(self) -> str:
-        """Return the whole recipe, defaults included, as TOML that reads back equal."""
+        """Return the whole recipe, defaults included, as TOML text that parses back to an equal recipe."""
         return format_toml(self.to_tables())
 
     def to_tables(self) -> dict[str, Any]:
-        """Return the whole recipe, defaults included, as nested dictionaries that `from_tables` reads back equal."""
+        """Return the whole recipe, defaults included, as nested dictionaries from which `from_tables` makes an equal
+        recipe."""
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """Load the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; the last one wins.
+    """Load the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; of several for one
+    key the last wins.
 
-    Values of overrides are TOML; a bare word is a string. trust: code that the recipe names may run. Raises
+    Values of overrides are TOML; a bare word is a string. trust: allow code that the recipe names to run. Raises
     `UserError`: one line with the file or override, the key, and what would be right.
     """
     path = Path(path)
@@ -165,12 +168,13 @@ def resolve_recipe(
     *,
     trust: bool = False,
 ) -> Recipe:
-    """Return the recipe that a caller means: a file, tables, or a `Recipe`, with `overrides`.
+    """Return the recipe given as a file, as tables (nested dictionaries) or as a `Recipe`, with `overrides` applied.
 
     overrides: values by dotted key, as in `{"train.steps": 100, "layout": "dp2 zero1"}`, or texts as on the command
-    line. trust: code that a file or tables name may run; a `Recipe` keeps its own. `UserError` as `load_recipe`.
+    line. trust: allow code that a file or tables name to run; a `Recipe` keeps its own setting. Raises `UserError` as
+    `load_recipe`.
     """
-    texts = override_texts(overrides)
+    texts = format_overrides(overrides)
     if isinstance(recipe, Recipe):
         where = recipe._source_path
         return _override(recipe.to_tables(), texts, recipe._overrides, where, trust or recipe._trusted)
@@ -184,10 +188,10 @@ def resolve_recipe(
 def _override(
     tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Return the checked recipe of `tables` with overrides such as "train.steps=100" applied; `tables` is changed.
+    """Return the validated recipe of `tables` (changed in place) with overrides such as "train.steps=100" applied.
 
-    said_by: overrides that are in the tables already, by key; path: the recipe's file, None without; trust: code that
-    it names may run.
+    said_by: overrides that are in the tables already, by dotted key; path: the recipe's file, None without; trust:
+    allow code that it names to run.
     """
     said_by = dict(said_by)
     for override in overrides:
@@ -205,10 +209,11 @@ def _override(
     return recipe
 
 
-def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+def format_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return overrides as texts such as `train.steps=100`, as the command line takes them.
 
-    overrides: values by dotted key, or such texts. A string has no quotes where it reads back as the same value.
+    overrides: values by dotted key, or such texts. A string is quoted only if it would read back as another value
+    without.
     """
     if isinstance(overrides, str):
         raise UserError(f'overrides: takes a mapping such as {{"train.steps": 100}}, not {shorten_repr(overrides)}')
@@ -218,7 +223,7 @@ def override_texts(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def _override_value(key: str, value: Any) -> str:
-    """Return a value as the text that, after `key=`, an override needs: TOML, a string without quotes if it reads back
+    """Return a value as the text that follows `key=` in an override: TOML, a string without quotes if it reads back
     equal."""
     if isinstance(value, Path):
         value = str(value)
@@ -231,8 +236,8 @@ def _override_value(key: str, value: Any) -> str:
 
 
 def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
-    """Return what set `key`, for error messages: the override, else the file; for a table of which both set something,
-    both.
+    """Return the source of the value of `key`, for error messages: the override, else the file; both for a table that
+    both have set in part.
 
     said_by: overrides by dotted key; file: path as text.
     """
@@ -246,8 +251,8 @@ def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
 
 
 def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
-    """Return the recipe of TOML text, as written by `Recipe.to_toml`. where: its path, with which a `UserError` begins;
-    trust: code that it names may run."""
+    """Return the recipe of TOML text, as written by `Recipe.to_toml`. where: its path, for errors (`UserError`); trust:
+    allow code that it names to run."""
     recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
     recipe._source_path = Path(where)
     return recipe

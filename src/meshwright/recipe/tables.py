@@ -37,14 +37,14 @@ from meshwright.toml import format_toml_value
 
 
 def _check_power_of_two(value: float) -> float:
-    """Return a value if it is a power of two from 1 on; else raise `ValueError`."""
+    """Return `value` if it is a power of two from 1 on; else raise `ValueError`."""
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
 
 
 def _check_step_range(text: str) -> str:
-    """Return a text such as "10" or "10:12" (first and last step) if it is a range of steps; else raise
+    """Return `text` if it is a step or a range of steps (first and last), such as "10" or "10:12"; else raise
     `ValueError`."""
     found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if found is None:
@@ -55,8 +55,8 @@ def _check_step_range(text: str) -> str:
 
 
 def _program_validator(operation: str) -> AfterValidator:
-    """Return the validator of the algorithm for an operation such as "all-reduce": "native", an algorithm's name or
-    "@FILE"."""
+    """Return the pydantic validator of a setting that selects the algorithm of a collective `operation` such as
+    "all-reduce": "native", an algorithm's name or "@FILE"."""
     algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
 
     def check(text: str) -> str:
@@ -191,9 +191,10 @@ class TrainRecipe(Table):
 
 
 class CollectivesRecipe(Table):
-    """[collectives]: programs for gradients and parameters over the data, shard and replica axes.
+    """[collectives]: algorithms of the collectives on gradients and parameters over the data, shard and replica axes.
 
-    "native": torch.distributed; an algorithm's name; "auto": the fastest for each vector size; "@FILE": a program.
+    "native": torch.distributed; an algorithm's name; "auto": the fastest for each vector size; "@FILE": a program (each
+    rank's list of sends and receives) from a file.
     """
 
     all_reduce: Annotated[str, _program_validator("all-reduce")] = "native"

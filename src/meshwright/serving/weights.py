@@ -16,11 +16,11 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
 from meshwright.parallel.flat_buffers import FlatLayout, flat_layout
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
-from meshwright.spec.parameters import Row, parameter_table
+from meshwright.spec.parameters import ParameterEntry, parameter_table
 from meshwright.spec.stages import Stage, stages_of, units_of
 
 _BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
@@ -60,12 +60,12 @@ class RankWeights:
         self._mapped: torch.Tensor | None = None  # the entry read last
         table = parameter_table(self.config)
         self._files = CheckpointFiles(directory)
-        self._names = match_rows(self._files, table, self.config)
+        self._names = match_entries(self._files, table, self.config)
         self._buffers: dict[str, tuple[FlatLayout, int]] = {}  # of each engine tensor, and its index there
         coordinates = mesh.layout.coordinates(mesh.rank)
         needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
-            for part in table.unit_parts(unit, mesh.layout):
+            for part in table.unit_buffers(unit, mesh.layout):
                 flat = flat_layout(table, unit, 1, mesh.layout, coordinates, part)
                 self._buffers |= {placed.tensor.name: (flat, at) for at, placed in enumerate(flat.tensors)}
 
@@ -86,22 +86,22 @@ class RankWeights:
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
         found = list(flat.within(placed.offset, placed.offset + placed.numel))
-        rows = [part.row for part, _, _ in found]  # none where all is padding
-        if len(rows) == 1 and found[0][0].numel == rows[0].numel == placed.numel and not rows[0].transposed:
-            value = self._read_row(rows[0]).reshape(-1)
+        entries = [part.entry for part, _, _ in found]  # none where all is padding
+        if len(entries) == 1 and found[0][0].numel == entries[0].numel == placed.numel and not entries[0].transposed:
+            value = self._read_entry(entries[0]).reshape(-1)
             values = value if value.dtype == dtype else self._make_scratch(placed.numel, dtype).copy_(value)
         else:
             values = self._make_scratch(placed.numel, dtype)
             if sum(last - first for _, first, last in found) < placed.numel:
                 values.zero_()
-            flat.fill(values, placed.offset, self._read_row)
+            flat.fill(values, placed.offset, self._read_entry)
         self.seconds += time.perf_counter() - begin
         return values.view(placed.shape)
 
-    def _read_row(self, row: Row) -> torch.Tensor:
+    def _read_entry(self, entry: ParameterEntry) -> torch.Tensor:
         """Return a parameter entry as stored on disk, a view of the memory map, and drop the one before."""
         self._drop()
-        self._mapped = read_row(self._files, row, self._names)
+        self._mapped = read_entry(self._files, entry, self._names)
         self.bytes_read += self._mapped.nbytes
         return self._mapped
 

@@ -24,7 +24,7 @@ def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: st
     (`at_once`), or if the gradient takes less than half of the stage's saved activations (16 tensors [T, H] a layer or
     more).
 
-    `tokens`: T, of a micro-batch on this rank; `vocabulary`: as for `loss_chunks`; `layers`: of the stage; `recompute`:
-    the layout's activation checkpointing ("none", "selective" or "full").
+    `tokens`: T, of a micro-batch on this rank; `vocabulary`: V, the logits per token on this rank; `layers`: number of
+    layers in the stage; `recompute`: the layout's activation checkpointing ("none", "selective" or "full").
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)

@@ -146,7 +146,8 @@ class ModelConfig:
         return None
 
     def _size_problem(self) -> str | None:
-        """Return an error message for the first size beyond its limit; None if there is none."""
+        """Return an error message for the first size, such as ``layers``, above its limit in `meshwright.limits`; None
+        if there is none."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)

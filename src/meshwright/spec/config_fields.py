@@ -19,9 +19,9 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """Values of a `config.json` field that leave the computation as Meshwright does it; others are refused. ``text``:
-    their name in error messages; ``accepts``: predicate of the value and the ModelConfig fields.
-    """
+    """Values of a `config.json` field with which transformers computes what Meshwright computes; all others are
+    refused. ``text``: description of these values in error messages. ``accepts``: called with the value and all
+    ModelConfig fields by name; True for a neutral value."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
@@ -171,9 +171,8 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """The known ``config.json`` fields of a family. read: they set ModelConfig fields. ignored: without effect on the
-    computation. neutral: accepted with some values only.
-    """
+    """The known ``config.json`` fields of a family. read: fields that set ModelConfig fields. ignored: fields without
+    effect on the computation. neutral: fields of which only some values are accepted."""
 
     read: frozenset[str]
     ignored: frozenset[str]
@@ -190,11 +189,12 @@ def field_table(family: str) -> FieldTable:
 
 
 def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, Any], where: str) -> None:
-    """Check every field of a configuration against the table of its family.
+    """Check every field of a ``config.json`` object (``data``) against the table of its family; null fields are
+    skipped.
 
-    ``fields``: the ModelConfig fields that `config_json` read from ``data``; ``where``: name of the configuration in
-    errors. ``UserError`` for a field that changes the computation; one `ModelWarning` for unknown fields, one if the
-    repository brings its own code or another architecture. A null field is ignored.
+    ``fields``: the ModelConfig fields that `config_json` read from ``data``, by name; ``where``: name of the
+    configuration in errors. Raises ``UserError`` for a field that changes the computation; warns once (`ModelWarning`)
+    of all unknown fields, once if the configuration asks for custom code or another architecture.
     """
     table = field_table(family.name)
     unknown = []

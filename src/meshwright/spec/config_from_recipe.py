@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
-    """Return the model that the recipe's ``[model]`` table describes; fields given there override the preset or
-    directory.
+    """Return the ModelConfig that the recipe's ``[model]`` table (`model`) describes; its fields override those of the
+    preset or Hugging Face directory that it names.
 
-    ``sequence`` is ``data.sequence`` in tokens. The vocabulary is the tokenizer's unless the table gives one or
-    ``from`` fixes it; it may be larger than the tokenizer's, never smaller (``UserError``).
+    ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids; the default
+    of the model's vocabulary, which may be larger, never smaller (``UserError``).
     """
     if model.from_path is not None:
         base = config_from_path(model.from_path)
@@ -80,7 +80,9 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """Return a ModelConfig from the sizes that a recipe must give; all other fields have the family's defaults."""
+    """Return a ModelConfig from the sizes that a recipe's ``[model]`` table (`model`) without preset must give
+    (``layers``, ``hidden``, ...); all other fields have the family's defaults. sequence: tokens of a sequence.
+    vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
     hidden, heads = model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
@@ -111,8 +113,8 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
 
 
 def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """Return default mixture-of-experts fields whose compute per token is about that of one MLP of width
-    `intermediate`."""
+    """Return the mixture-of-experts fields by ModelConfig field name: sizes of the recipe's ``[model]`` table
+    (`model`), else defaults with about the compute per token of one dense MLP of width `intermediate`."""
     assert model.family
     fixed = FAMILIES[model.family].fixed
     experts = model.experts or 8
@@ -134,8 +136,8 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add derived sizes to ``overrides`` in place: where ``base`` has, for example, head_dim = hidden / heads, the
-    overridden model has too."""
+    """Add sizes that follow from others to ``overrides`` (new values by ModelConfig field name), in place: if head_dim
+    = hidden / heads in ``base``, it is so for the overridden hidden and heads too."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

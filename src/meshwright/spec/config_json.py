@@ -55,10 +55,10 @@ _BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
 
 
 def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Return the ModelConfig of a Hugging Face configuration, in the spelling of transformers 4 or 5.
+    """Return the ModelConfig of a ``config.json`` object (`data`), in the spelling of transformers 4 or 5.
 
-    ``where`` names the configuration in errors. ``UserError`` on an unknown family, a missing or mistyped key, sizes
-    that do not fit each other, a quantised model, or anything else that is not supported.
+    ``where`` names the configuration in errors. Raises ``UserError`` for an unknown family, a missing or mistyped key,
+    contradictory sizes, a quantised model, or an unsupported feature.
     """
     try:
         return ModelConfig(**read_fields(data, where))
@@ -68,8 +68,8 @@ def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json")
 
 
 def config_from_path(path: str | Path) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face directory or a ``config.json``; ``UserError`` if it is missing or not
-    JSON."""
+    """Read the ModelConfig of a model from `path`, a Hugging Face directory or a ``config.json``; ``UserError`` if it
+    is missing or not JSON."""
     return config_from_huggingface(read_config(path), where=str(config_file(path)))
 
 
@@ -79,7 +79,8 @@ def config_file(path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a ``config.json``; ``UserError`` if it is missing or not JSON."""
+    """Return the JSON object in a ``config.json``; `path`: the file or its directory. ``UserError`` if it is missing or
+    not JSON."""
     file = config_file(path)
     try:
         data = read_json(file, "config_bytes")
@@ -95,15 +96,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the config.json keys of each ModelConfig field in this family, the preferred key first."""
+    """Return the ``config.json`` keys that may hold each ModelConfig field in this family (a ``model_type``), by field
+    name, the preferred key first."""
     keys = {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS, "nemotron": _NEMOTRON_KEYS}
     return keys.get(family, _KEYS)
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """Return the family named by ``model_type`` in a configuration; ``UserError`` with the list of known families for
-    any other. ``where``: name of the configuration in errors.
-    """
+    """Return the family named by ``model_type`` in a ``config.json`` object (`data`); ``UserError`` with the list of
+    known families for any other. ``where``: name of the configuration in errors."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -120,7 +121,8 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the ModelConfig fields that a Hugging Face configuration describes, by field name.
+    """Return the ModelConfig fields that a ``config.json`` object (`data`) describes, by field name. where: name of the
+    configuration in errors.
 
     Raises ``UserError`` and warns with `ModelWarning` as `check_fields` does.
     """
@@ -203,10 +205,9 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Read ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5) of a
-    configuration (``data``) into the ModelConfig fields ``fields``. where: its name in errors. read: typed access to
-    it.
-    """
+    """Set the ModelConfig fields ``rope_theta`` and ``rope_scaling`` in ``fields`` from a ``config.json`` object
+    (``data``): keys ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
+    where: name of the configuration in errors. read: typed access to ``data``."""
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     # A file with both spellings: transformers 5 itself lets rope_scaling win.
     for key in ("rope_scaling", "rope_parameters"):
@@ -232,9 +233,8 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
 
 
 def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Read the sliding window's width and the layers that have one from a configuration (``data``) into the
-    ModelConfig fields ``fields``. where: its name in errors. read: typed access to it.
-    """
+    """Set the ModelConfig fields ``sliding_window`` (tokens) and ``windowed_layers`` in ``fields`` from a
+    ``config.json`` object (``data``). where: name of the configuration in errors. read: typed access to ``data``."""
     family, layers = fields["family"], fields["layers"]
     if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
         return
@@ -279,8 +279,8 @@ def _window_layers(read: Reader) -> int:
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """Return a ``config.json`` object that transformers 4 and 5 read as this model and `config_from_huggingface`
-    inverts."""
+    """Return the ``config.json`` object of a model, readable by transformers 4 and 5; the inverse of
+    `config_from_huggingface`."""
     if config.planning_only:
         raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")
     family = FAMILIES[config.family]

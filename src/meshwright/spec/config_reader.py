@@ -25,7 +25,8 @@ class Reader:
     """Typed access to the keys of a configuration; every error names the configuration (``where``) and the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
-        """Wrap a configuration object; `defaults`: the family's values of missing keys; `where`: name in errors."""
+        """Wrap a ``config.json`` object (`data`). `defaults`: the family's values of missing keys; `where`: name of the
+        configuration in errors."""
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
@@ -44,7 +45,8 @@ class Reader:
         return keys[0], self.defaults.get(keys[0], default)
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
-        """Return a whole number from 1 to the limit called `limit` in `meshwright.limits`; ``UserError`` otherwise."""
+        """Return the integer under the first of ``keys`` (synonyms) that is present, else `default` (None: required);
+        ``UserError`` unless it is from 1 to the limit named `limit` in `meshwright.limits`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default
@@ -57,7 +59,8 @@ class Reader:
         return value
 
     def number(self, keys: Iterable[str], default: float) -> float:
-        """Return a finite number above 0 as a float; ``UserError`` otherwise."""
+        """Return the number under the first of ``keys`` (synonyms) that is present, else `default`; ``UserError``
+        unless it is finite and above 0."""
         key, value = self.get(keys, default)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -67,7 +70,7 @@ class Reader:
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
-        """Return true or false under ``key``, the default if it is missing or null; ``UserError`` otherwise."""
+        """Return the boolean under ``key``, `default` if it is missing or null; ``UserError`` for any other type."""
         _, value = self.get((key,), default)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -75,7 +78,8 @@ class Reader:
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
-        """Return our name of the activation function that Hugging Face names under one of ``keys``."""
+        """Return Meshwright's name of the activation function that Hugging Face names under the first of ``keys`` that
+        is present, else under `default`; ``UserError`` for an unknown one."""
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(
@@ -84,7 +88,8 @@ class Reader:
         return ACTIVATIONS[value]
 
     def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """Return the token ids under ``key`` (one, a list, or null); ids outside the vocabulary are dropped."""
+        """Return the token ids under ``key`` (one id, a list, or null); ids from `vocabulary` on, its size, are
+        dropped."""
         _, value = self.get((key,))
         if value is None:
             return ()

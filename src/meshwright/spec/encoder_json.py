@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
-    """Return the ModelConfig fields that only an encoder has. read: access to its ``config.json``. vocabulary: number
-    of token ids. The first of ``architectures`` names the head; default: masked language modelling.
-    """
+    """Return the ModelConfig fields that only an encoder has, by field name: token types, head, labels, padding token.
+    read: typed access to its ``config.json``. vocabulary: number of token ids. The first of ``architectures``
+    determines the head (default: masked language modelling)."""
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -46,7 +46,8 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
 
 
 def write_encoder(config: ModelConfig, family: Family, activation: str) -> dict[str, Any]:
-    """Return the ``config.json`` keys that only an encoder has; `activation`: Hugging Face's name of it."""
+    """Return the ``config.json`` keys that only an encoder has, with their values. activation: Hugging Face's name of
+    the activation function."""
     (architecture,) = (name for name, head in family.heads.items() if head == config.head)
     written: dict[str, Any] = {
         "architectures": [architecture],

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
-    """Return the ModelConfig fields of a mixture of experts: number of experts, their widths, router. read: access to
-    the ``config.json``. layers, intermediate: number of layers and MLP width of the model.
-    """
+    """Return the ModelConfig fields of a mixture of experts, by field name: number of experts, their widths, router.
+    read: typed access to the ``config.json``. family: its ``model_type``. layers: number of layers. intermediate: width
+    of a dense MLP."""
     fields: dict[str, Any] = {
         "experts": read.integer("experts", _experts_keys(family)),
         "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),
@@ -41,7 +41,7 @@ def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> d
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """Return the ``config.json`` keys of a mixture of experts, the inverse of `read_experts`."""
+    """Return the ``config.json`` keys of a mixture of experts with their values; the inverse of `read_experts`."""
     written: dict[str, Any] = dict.fromkeys(_experts_keys(config.family), config.experts)
     written["num_experts_per_tok"] = config.experts_per_token
     if config.family != "mixtral":
@@ -66,7 +66,8 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts_keys(family: str) -> tuple[str, ...]:
-    """Return the keys that hold the number of experts, in order of precedence (transformers 4, then 5)."""
+    """Return the ``config.json`` keys that may hold the number of experts in this family, in order of precedence
+    (transformers 4, then 5)."""
     return {
         "mixtral": ("num_local_experts",),
         "qwen2_moe": ("num_experts",),
@@ -76,7 +77,8 @@ def _experts_keys(family: str) -> tuple[str, ...]:
 
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Return the layers with a dense MLP: those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th."""
+    """Return the indices of the layers with a dense MLP: those in ``mlp_only_layers``, and all but every
+    ``decoder_sparse_step``-th of the `layers` layers."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     listed = [] if listed is None else listed
@@ -87,7 +89,7 @@ def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
 
 
 def _read_whole_number(read: Reader, key: str, default: int) -> int:
-    """Return a whole number from 0 on under ``key``; ``UserError`` otherwise."""
+    """Return the integer >= 0 under ``key``, `default` if it is missing or null; ``UserError`` for other values."""
     _, value = read.get((key,), default)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -10,10 +10,10 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Family:
     """The architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture:
-    class name in transformers. ``fixed``: ModelConfig fields with only one allowed value. defaults: of keys that a
-    config.json may leave out. planning_only: why the family cannot be run, None if it can. experts: layers hold
-    mixtures of experts. heads: of an encoder, ``ModelConfig.head`` by architecture.
-    """
+    class name in transformers. fixed: ModelConfig fields with only one allowed value, and that value. defaults: values
+    of keys that a config.json may leave out. planning_only: reason why the family can be planned but not run, None if
+    it can be run. experts: True if layers hold mixtures of experts. heads: for an encoder, its class names in
+    transformers with the ``ModelConfig.head`` of each."""
 
     name: str
     architecture: str

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.spec.parameter_entries import EngineTensor, Initial, ParameterEntry
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
-from meshwright.spec.rows import Initial, Row, Tensor
 from meshwright.spec.stages import Stage
 
 REST = "(rest)"
@@ -18,9 +18,8 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """A trained parameter of a user's module. name: in `named_parameters`. shape: its shape. unit: name of its FSDP
-    unit. decay: weight decay applies.
-    """
+    """A trained parameter of a user's module. name: its name in `named_parameters`. shape: its shape. unit: name of its
+    FSDP unit. decay: True if weight decay applies."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,9 +28,8 @@ class ForeignParameter(NamedTuple):
 
 
 class KeptValue(NamedTuple):
-    """A buffer or frozen parameter of a user's module, saved in checkpoints but not trained. name: in the module.
-    shape: its shape. dtype: as torch and numpy name it ("int64").
-    """
+    """A buffer or frozen parameter of a user's module, saved in checkpoints but not trained. name: its name in the
+    module. shape: its shape. dtype: its dtype in the spelling of torch and numpy ("int64")."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,26 +50,28 @@ class ModulePartition(Partition):
 
 
 def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
-    """Return the table of trained parameters. FSDP units are ordered by their first parameters, `REST` first."""
+    """Return the parameter table of a user's module: one entry for each of its trained `parameters`. FSDP units are
+    ordered by their first parameters, `REST` first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
     tensors = []
     for unit in units:
         own = [each for each in parameters if each.unit == unit]
         tensors += [_foreign_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
-    return ParameterTable(tuple(row for tensor in tensors for row in tensor.rows), tuple(tensors), tuple(units))
+    return ParameterTable(tuple(entry for tensor in tensors for entry in tensor.entries), tuple(tensors), tuple(units))
 
 
 def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
     """Return the table that checkpoints save: the trained parameters of `table` and the buffers and frozen parameters
     `kept`.
     """
-    rows = [_replicated_row(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
-    return ParameterTable((*table.rows, *rows), table.tensors, table.units)
+    entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
+    return ParameterTable((*table.entries, *entries), table.tensors, table.units)
 
 
 def refuse_for_module(layout: Layout, batch: int) -> None:
-    """Raise `UserError` if no foreign module can be trained on the layout with `batch` samples a step."""
+    """Raise `UserError` if the layout has tp, cp, pp, ep or recomputation, which need a model that Meshwright built, or
+    if dp x micro-batches does not divide `batch`, the samples of a step over all ranks."""
     layout.refuse_unbuilt()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
@@ -94,17 +94,17 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
         )
 
 
-def _foreign_tensor(parameter: ForeignParameter) -> Tensor:
-    """Return the engine tensor of a foreign parameter: one entry, never cut."""
-    row = _replicated_row(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
-    return Tensor(parameter.name, parameter.unit, (row,))
+def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
+    """Return the engine tensor of a foreign parameter: one entry, replicated over tp."""
+    entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
+    return EngineTensor(parameter.name, parameter.unit, (entry,))
 
 
-def _replicated_row(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> Row:
-    """Return a parameter-table entry that is replicated on every rank. unit: name of its FSDP unit; decay: weight
-    decay applies; `kept`: the dtype if it is a buffer or frozen, None if it is trained.
+def _replicated_entry(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> ParameterEntry:
+    """Return a parameter entry that every rank holds unsharded. name, shape: those of the module. unit: name of its
+    FSDP unit. decay: True if weight decay applies. kept: dtype of a buffer or frozen parameter, None if it is trained.
     """
-    return Row(
+    return ParameterEntry(
         name=name,
         shape=shape,
         transposed=False,

@@ -1,6 +1,6 @@
 """The parameter table: one entry for every tensor of a model, with its shape, sharding and place in the flat buffers.
 
-An entry (`Row`) is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to engine tensors
+A `ParameterEntry` is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to engine tensors
 (query, key and value are one matrix here), engine tensors to FSDP units (the flat buffers of ZeRO). Model builder,
 planner, checkpoint, gradient reduction and server read the same table.
 """
@@ -17,150 +17,150 @@ from typing import Literal
 from meshwright.layout import Layout
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.disk_names import DISK_NAMES
-from meshwright.spec.rows import Box, Initial, Part, Row, SplitAxis, Tensor
+from meshwright.spec.parameter_entries import Box, BufferKind, EngineTensor, Initial, ParameterEntry, SplitAxis
 
-__all__ = ["Box", "Initial", "ParameterTable", "Row", "Tensor", "parameter_table"]
+__all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "EngineTensor", "parameter_table"]
 
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """List of all parameters of a model, in forward order of its FSDP units and, within a unit, in the order of its
-    flat buffer.
+    """All parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head) and,
+    within a unit, in the order of its flat buffer.
 
-    rows: entries, one for each tensor on disk. tensors: engine tensors, each one or several entries concatenated
-    (query, key and value, or all experts). units: names of the FSDP units. tied: the head uses the embedding matrix.
+    entries: one for each tensor on disk. tensors: the engine's tensors, each a concatenation of entries (query, key and
+    value, or all experts). units: names of the FSDP units. tied: the head uses the embedding matrix.
     """
 
-    rows: tuple[Row, ...]
-    tensors: tuple[Tensor, ...]
+    entries: tuple[ParameterEntry, ...]
+    tensors: tuple[EngineTensor, ...]
     units: tuple[str, ...]
     tied: bool = False
 
     @cached_property
-    def _row_by_name(self) -> dict[str, Row]:
+    def _entry_by_name(self) -> dict[str, ParameterEntry]:
         """The parameter entries by their names on disk."""
-        return {row.name: row for row in self.rows}
+        return {entry.name: entry for entry in self.entries}
 
     @cached_property
-    def _tensor_by_name(self) -> dict[str, Tensor]:
+    def _tensor_by_name(self) -> dict[str, EngineTensor]:
         """The engine tensors by name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
-    def _tensors_by_unit(self) -> dict[str, tuple[Tensor, ...]]:
+    def _tensors_by_unit(self) -> dict[str, tuple[EngineTensor, ...]]:
         """The engine tensors of each FSDP unit."""
-        found: dict[str, list[Tensor]] = {unit: [] for unit in self.units}
+        found: dict[str, list[EngineTensor]] = {unit: [] for unit in self.units}
         for tensor in self.tensors:
             found[tensor.unit].append(tensor)
         return {unit: tuple(tensors) for unit, tensors in found.items()}
 
-    def row(self, name: str) -> Row:
+    def entry(self, name: str) -> ParameterEntry:
         """Return the parameter entry with this name on disk."""
-        return self._row_by_name[name]
+        return self._entry_by_name[name]
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> EngineTensor:
         """Return the engine tensor of this name."""
         return self._tensor_by_name[name]
 
-    def unit_tensors(self, unit: str, layout: Layout | None = None, part: Part | None = None) -> tuple[Tensor, ...]:
-        """Return the tensors of the FSDP unit named `unit` in the order of its flat buffers: those with weight decay
-        first. `part`: only those in this flat buffer ("dense" or "experts").
-        """
+    def unit_tensors(
+        self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
+    ) -> tuple[EngineTensor, ...]:
+        """Return the engine tensors of the FSDP unit named `unit` in the order of its flat buffers, those with weight
+        decay first. `buffer`: only those in this flat buffer under `layout`; None: all."""
         tensors = self._tensors_by_unit[unit]
-        return tensors if part is None else tuple(each for each in tensors if each.part(layout or Layout()) == part)
+        if buffer is None:
+            return tensors
+        return tuple(each for each in tensors if each.buffer_kind(layout or Layout()) == buffer)
 
-    def unit_parts(self, unit: str, layout: Layout) -> tuple[Part, ...]:
-        """Return the names of an FSDP unit's flat buffers: "dense", and "experts" if experts are sharded over axes of
-        their own."""
-        apart = any(tensor.part(layout) == "experts" for tensor in self._tensors_by_unit[unit])
+    def unit_buffers(self, unit: str, layout: Layout) -> tuple[BufferKind, ...]:
+        """Return the kinds of flat buffers that the FSDP unit named `unit` has: "dense", and "experts" if the layout
+        shards its routed experts over other ranks than its other parameters."""
+        apart = any(tensor.buffer_kind(layout) == "experts" for tensor in self._tensors_by_unit[unit])
         return ("dense", "experts") if apart else ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
-        """Return the FSDP units whose tensors are needed to compute `unit`: itself, and the embedding for a tied
-        head."""
+        """Return the names of the FSDP units whose parameters the unit named `unit` computes with: itself, and for a
+        tied head the embedding."""
         return (unit, "embedding") if self.tied and unit == "head" else (unit,)
 
     @cached_property
     def numel(self) -> int:
         """The model's parameter count; a tied embedding counts once."""
-        return sum(row.numel for row in self.rows)
+        return sum(entry.numel for entry in self.entries)
 
     @cached_property
     def active_numel(self) -> int:
         """The number of parameters that one token uses on average: of each layer's experts only those that it is routed
         to."""
-        return round(sum(row.numel * row.active for row in self.rows))
+        return round(sum(entry.numel * entry.active for entry in self.entries))
 
-    def local_slices(self, row: Row, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the boxes of a parameter entry that the rank at ``coordinates`` (as ``layout.coordinates`` returns)
-        holds.
+    def local_slices(self, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
+        """Return the blocks of a parameter entry that the rank at ``coordinates`` ({axis: position}, from
+        ``layout.coordinates``) holds.
 
-        Together the ranks' boxes cover the entry, each element on ``row.replicas(layout)`` ranks of tp; an expert under
-        expert parallelism is covered once by each block of ep x etp ranks.
+        Together the ranks' blocks cover the entry, each element on ``entry.replicas(layout)`` tp ranks; a routed expert
+        under expert parallelism is covered once by each block of ep x etp ranks.
         """
-        offset = self.tensor(row.tensor).local_offset(row, layout)
-        dims = range(len(row.engine_shape))
+        offset = self.tensor(entry.tensor).local_offset(entry, layout)
+        dims = range(len(entry.engine_shape))
         boxes = []
-        for intervals in itertools.product(*(row.intervals(layout, coordinates, dim) for dim in dims)):
+        for intervals in itertools.product(*(entry.intervals(layout, coordinates, dim) for dim in dims)):
             starts, sizes, local = (tuple(part) for part in zip(*intervals, strict=True))
             boxes.append(Box(starts, sizes, (local[0] + offset, *local[1:])))
         return tuple(boxes)
 
-    def unit_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
-        """Return the number of elements in a rank's flat buffer ("dense" or "experts") of an FSDP unit, before ZeRO
-        shards it; without a layout, on one device.
-        """
-        tensors = self.unit_tensors(unit, layout, part)
+    def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
+        """Return the number of elements of a rank's flat buffer (of kind `buffer`) of the FSDP unit named `unit`,
+        before ZeRO shards it and without padding; without a layout, on one device."""
+        tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
-    def unit_decay_numel(self, unit: str, layout: Layout | None = None, part: Part = "dense") -> int:
-        """Return the number of elements with weight decay, which come first, in a rank's flat buffer ("dense" or
-        "experts") of an FSDP unit; without a layout, on one device.
-        """
-        tensors = [tensor for tensor in self.unit_tensors(unit, layout, part) if tensor.decay]
+    def unit_decay_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
+        """Return the number of elements with weight decay in a rank's flat buffer (of kind `buffer`) of the FSDP unit
+        named `unit`, in which they come first; without a layout, on one device."""
+        tensors = [tensor for tensor in self.unit_tensors(unit, layout, buffer) if tensor.decay]
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
-    def tensor_range(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) of a tensor's local shard in the rank's flat buffer of its FSDP
-        unit; without a layout, on one device.
-        """
+    def tensor_range(self, tensor: EngineTensor, layout: Layout | None = None) -> tuple[int, int]:
+        """Return the element range [start, stop) of an engine tensor's local shard in the rank's flat buffer of its
+        FSDP unit; without a layout, on one device."""
         layout = layout or Layout()
-        together = self.unit_tensors(tensor.unit, layout, tensor.part(layout))
+        together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
         start = sum(math.prod(other.local_shape(layout)) for other in before)
         return start, start + math.prod(tensor.local_shape(layout))
 
-    def row_range(self, row: Row, layout: Layout | None = None) -> tuple[int, int]:
+    def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
         """Return the element range [start, stop) of an entry's local shard in the rank's flat buffer of its FSDP
         unit, in engine orientation; without a layout, on one device.
         """
         layout = layout or Layout()
-        tensor = self.tensor(row.tensor)
+        tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]
-        start += tensor.local_offset(row, layout) * math.prod(tensor.local_shape(layout)[1:])
-        return start, start + math.prod(row.local_shape(layout))
+        start += tensor.local_offset(entry, layout) * math.prod(tensor.local_shape(layout)[1:])
+        return start, start + math.prod(entry.local_shape(layout))
 
 
 def parameter_table(config: ModelConfig) -> ParameterTable:
-    """Return the parameter table of a model, planning-only families included."""
+    """Return the parameter table of a model of any family."""
     builder = _Builder(config)
     builder.build()
-    units: dict[str, dict[str, list[Row]]] = {}
-    for row in builder.rows:
-        units.setdefault(row.unit, {}).setdefault(row.tensor, []).append(row)
+    units: dict[str, dict[str, list[ParameterEntry]]] = {}
+    for entry in builder.entries:
+        units.setdefault(entry.unit, {}).setdefault(entry.tensor, []).append(entry)
     tensors = []
     for unit, grouped in units.items():
-        found = [Tensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
+        found = [EngineTensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
         tensors += sorted(found, key=lambda tensor: not tensor.decay)
-    rows = tuple(row for tensor in tensors for row in tensor.rows)
-    return ParameterTable(rows, tuple(tensors), tuple(units), config.tied_head)
+    entries = tuple(entry for tensor in tensors for entry in tensor.entries)
+    return ParameterTable(entries, tuple(tensors), tuple(units), config.tied_head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter entry belongs. unit: FSDP unit. part: key in `DISK_NAMES`. tensor: engine tensor, without
-    suffix (default: as `part`). offset: as in `Row`. layer, expert: numbers, if it belongs to one.
-    """
+    """Location of a new parameter entry in the model. unit: name of its FSDP unit. part: key of its name in
+    `DISK_NAMES`. tensor: name of its engine tensor without ".weight" or ".bias" (default: `part`). offset: its first
+    index along dim 0 of that tensor. layer, expert: their indices, None if it belongs to none."""
 
     unit: str
     part: str
@@ -172,7 +172,8 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How axes cut a parameter entry; fields as in `Row` (`blocks` default: the whole dim)."""
+    """How mesh axes shard a parameter entry: the fields of `ParameterEntry` of the same names (`blocks` default: the
+    whole dim)."""
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -187,13 +188,13 @@ _COLUMNS, _ROWS = _Cut({"tp": 0}), _Cut({"tp": 1})  # column parallel, row paral
 
 
 class _Builder:
-    """Collects the parameter entries of a model in ``rows``, unit by unit in forward order."""
+    """Builder of a model's parameter entries: collects them in ``entries``, FSDP unit by unit in forward order."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Start without entries."""
+        """Start without entries; `build` appends them."""
         self.config = config
         self.names = DISK_NAMES[config.family]
-        self.rows: list[Row] = []
+        self.entries: list[ParameterEntry] = []
         # GPT-2's recipe: the matrices that add to the residual stream begin smaller, by the number of additions
         # (Radford et al. 2019, section 2.3). An encoder norms each sum, which needs no such care.
         self.normal = Initial("normal", config.initializer_range)
@@ -223,7 +224,7 @@ class _Builder:
 
     def encoder_head(self) -> None:
         """Append an encoder's head: transform, norm and output bias (masked language modelling), or pooler and
-        classifier. Every tp rank would hold all of it but the output bias."""
+        classifier. All but the output bias are replicated over tp."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
@@ -237,14 +238,14 @@ class _Builder:
                 self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
     def layer(self, unit: str, layer: int) -> None:
-        """Append the entries of transformer layer number `layer` to FSDP unit `unit`."""
+        """Append the entries of the transformer layer with index `layer` to the FSDP unit named `unit`."""
         config = self.config
         hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
         query, key = config.heads * head_dim, config.kv_heads * head_dim
         attention, mlp = f"{unit}.attention", f"{unit}.mlp"
 
         def norm(part: str) -> None:
-            """Append one of the layer's norms."""
+            """Append one of the layer's norms, named by its key in `DISK_NAMES`."""
             self.norm(_Place(unit, part, layer, f"{unit}.{part}"))
 
         norm("attention_norm")
@@ -278,17 +279,16 @@ class _Builder:
             norm("mlp_post_norm")
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
-        """Append an MLP's gate, up and down projections. `mlp`: prefix of the engine tensors; `width`: the intermediate
-        size; `prefix`: that of the keys in `DISK_NAMES`."""
+        """Append an MLP's gate, up and down projections. `unit`: FSDP unit; `mlp`: prefix of the engine tensors' names;
+        `layer`: layer index; `width`: intermediate size; `prefix`: prefix of the keys in `DISK_NAMES`."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
             self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
         self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
-        """Append a router, its experts (all in one tensor per projection) and the shared expert of layer number
-        `layer`. `unit`: FSDP unit; `mlp`: prefix of the engine tensors.
-        """
+        """Append the router, the experts (all in one engine tensor per projection) and the shared expert of the layer
+        with index `layer`. `unit`: FSDP unit; `mlp`: prefix of the engine tensors' names."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
@@ -311,9 +311,8 @@ class _Builder:
             self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
     def linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
-        """Append a weight [output, inputs] and its bias. `cut`: tp:0, column parallel, outputs are cut; tp:1, row
-        parallel, inputs are.
-        """
+        """Append a weight [output, inputs] at `place` and, with `bias`, its bias [output]. `cut`: its sharding; {"tp":
+        0} is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded)."""
         column = cut.split["tp"] == 0
         self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
         if bias:  # of row parallel layers added after the ranks' products are summed, to each rank's sequence slice
@@ -321,7 +320,8 @@ class _Builder:
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
     def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
-        """Append a norm's weight [size] (default: hidden) and, if the model has norm biases, its bias."""
+        """Append a norm's weight [size] (default: hidden) at `place` and, if the model has norm biases, its bias.
+        `cut`: why their gradients are partial over tp."""
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
         shape = (size or self.config.hidden,)
@@ -340,12 +340,12 @@ class _Builder:
         initial: Initial | None = None,
         balances: bool = False,
     ) -> None:
-        """Append one entry. `suffix`: "weight" or "bias"; `disk_suffix`: the one on disk, if it differs; the others as
-        fields of `Row`."""
+        """Append one entry of `shape` (engine orientation) at `place`, sharded as `cut` says. `suffix`: "weight" or
+        "bias"; `disk_suffix`: the suffix on disk, if it differs; `initial`, `balances`: fields of `ParameterEntry`."""
         transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
         expert = place.expert
-        self.rows.append(
-            Row(
+        self.entries.append(
+            ParameterEntry(
                 name=f"{self.names[place.part].format(i=place.layer, e=expert)}.{disk_suffix or suffix}",
                 shape=shape[::-1] if transposed else shape,
                 transposed=transposed,

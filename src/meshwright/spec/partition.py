@@ -12,7 +12,8 @@ from meshwright.spec.stages import Stage, stages_of, units_of
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model cut into pipeline stages, and their ranks: `placement[replica][stage]` is a rank on axis pp.
+    """A model cut into pipeline stages, and the ranks that hold them: `placement[replica][stage]` is an index on axis
+    pp. table: the model's parameter table.
 
     A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
     stages the same FSDP unit (a tied embedding is on the first and the last).
@@ -24,7 +25,8 @@ class Partition:
 
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
-        """Return the partition for a pipeline program, with compute balanced for sequences of `sequence` tokens."""
+        """Return the partition of a model for a pipeline program: as many stages as the program has, balanced in FLOPs
+        for sequences of `sequence` tokens, on the program's ranks. table: the model's parameter table."""
         return cls(table, stages_of(config, program.stages, sequence), program.placement)
 
     @classmethod
@@ -33,27 +35,26 @@ class Partition:
         layers = sum(unit.startswith("layers.") for unit in table.units)
         return cls(table, (Stage(0, range(layers), first=True, last=True),), ((0,),))
 
-    def held(self, place: int) -> tuple[Stage, ...]:
-        """Return the stages on the pipeline rank with index `place` on axis pp, each once."""
-        return tuple(stage for stage in self.stages if any(homes[stage.index] == place for homes in self.placement))
+    def stages_on(self, pp_rank: int) -> tuple[Stage, ...]:
+        """Return the stages that the pipeline rank with index `pp_rank` on axis pp holds, without repetitions."""
+        return tuple(stage for stage in self.stages if any(homes[stage.index] == pp_rank for homes in self.placement))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """Return the FSDP units of a stage, in forward order."""
+        """Return the names of a stage's FSDP units, in forward order."""
         return units_of(self.table, stage)
 
     def needed(self, stage: Stage) -> tuple[str, ...]:
-        """Return the FSDP units whose tensors a stage computes with, in the order of first use; a tied head adds the
-        embedding."""
+        """Return the names of the FSDP units whose parameters a stage computes with, in the order of first use: its
+        own, and for a tied head the embedding."""
         return tuple(dict.fromkeys(name for unit in self.units(stage) for name in self.table.needed_by(unit)))
 
-    def units_at(self, place: int) -> tuple[str, ...]:
-        """Return the FSDP units that the pipeline rank with index `place` on axis pp holds, in the order of the
-        table.
-        """
-        needed = {name for stage in self.held(place) for name in self.needed(stage)}
+    def units_on(self, pp_rank: int) -> tuple[str, ...]:
+        """Return the names of the FSDP units that the pipeline rank with index `pp_rank` on axis pp holds, in the order
+        of the parameter table."""
+        needed = {name for stage in self.stages_on(pp_rank) for name in self.needed(stage)}
         return tuple(unit for unit in self.table.units if unit in needed)
 
     def holders(self, unit: str) -> tuple[int, ...]:
-        """Return the pipeline ranks that hold an FSDP unit, in ascending order."""
+        """Return the indices on axis pp of the pipeline ranks that hold the FSDP unit named `unit`, ascending."""
         places = {homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed(stage)}
         return tuple(sorted(places))

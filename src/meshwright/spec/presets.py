@@ -33,14 +33,14 @@ class Preset:
 
 @cache
 def _read_presets() -> dict[str, dict[str, Any]]:
-    """Read ``presets.json``: an entry by preset name."""
+    """Read ``presets.json``: its JSON object for each preset, by preset name."""
     text = resources.files("meshwright.spec").joinpath("presets.json").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = json.loads(text)
     return tables
 
 
 @cache
-def find(name: str) -> Preset:
+def find_preset(name: str) -> Preset:
     """Return the preset of this name; ``UserError`` with the nearest name if there is none."""
     tables = _read_presets()
     if name not in tables:
@@ -53,7 +53,7 @@ def find(name: str) -> Preset:
 
 def preset(name: str) -> ModelConfig:
     """Return the ModelConfig of a preset; ``UserError`` with the nearest name if there is none."""
-    return find(name).config
+    return find_preset(name).config
 
 
 class _Presets(Mapping[str, Preset]):
@@ -63,7 +63,7 @@ class _Presets(Mapping[str, Preset]):
         """Return the preset of this name; ``KeyError`` if there is none."""
         if name not in _read_presets():
             raise KeyError(name)
-        return find(name)
+        return find_preset(name)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the preset names."""

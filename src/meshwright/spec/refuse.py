@@ -19,8 +19,9 @@ def refuse(
 ) -> None:
     """Raise ``UserError`` with the first reason, in one line, why this model cannot run on this layout.
 
-    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each; ``world_size``: ranks available.
-    ``planning``: check only that the combination is meaningful, not that this version can run it.
+    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each (None: unknown, not checked);
+    ``world_size``: ranks available (None: not checked). ``planning``: check only that the layout is meaningful for the
+    model, not that this version can run it.
     """
     if not planning:
         if config.planning_only:
@@ -46,11 +47,12 @@ def refuse(
 
 
 def serving_layout(text: str, config: ModelConfig) -> Layout:
-    """Parse a layout string for serving, generation and evaluation: dp, tp, pp, and ep that divides tp.
+    """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation: dp, tp, pp, and an ep
+    that divides tp.
 
-    Tokens of one step cannot be split over ranks, so tp runs without sequence parallelism, and experts are spread over
-    the tp ranks of a replica, as replicas exchange no tokens. Raises UserError for other axes and for a layout that
-    does not fit the model.
+    The layout returned has tp without sequence parallelism, because tokens of one step cannot be split over ranks.
+    Experts are split over the tp ranks of a replica, because replicas exchange no tokens. Raises UserError for other
+    axes and for a layout that does not fit the model.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
@@ -185,9 +187,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _divisor_hint(size: int, wanted: int) -> str:
-    """Return a hint for error messages: the divisors of ``size``, such as a number of heads, next below and above
-    ``wanted``.
-    """
+    """Return a hint for error messages, text that names the divisors of ``size`` (such as a number of heads) next below
+    and above ``wanted``."""
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"

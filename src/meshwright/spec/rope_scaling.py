@@ -56,7 +56,8 @@ class RopeScaling:
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
-    """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if the context is not extended."""
+    """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if factor <= 1 (the context is not
+    extended)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -88,10 +89,10 @@ _REQUIRED: dict[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: str) -> RopeScaling | None:
-    """Return the scaling in a ``rope_scaling`` or ``rope_parameters`` object; None for plain RoPE.
+    """Return the RopeScaling of a ``rope_scaling`` or ``rope_parameters`` object (`entry`); None for plain RoPE.
 
-    ``where`` names the object in errors (``config.json: rope_scaling``). ``max_positions`` is the default of
-    ``original_max_position_embeddings``, as in transformers.
+    ``where`` names the object in errors (``config.json: rope_scaling``). ``max_positions``: default of
+    ``original_max_position_embeddings`` (tokens), as in transformers. Raises ``UserError``.
     """
     kind = entry.get("rope_type", entry.get("type", "default"))
     plain = kind in (None, "default")

@@ -21,13 +21,13 @@ processors find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Estimated forward, input-gradient and weight-gradient times of the stages of a model (`config`), from FLOPs
-    alone, on `ranks` pipeline ranks for sequences of `sequence` tokens. recompute: activation checkpointing ("none",
-    "selective" or "full").
+    """Function object that estimates, from FLOPs alone, the forward, input-gradient and weight-gradient times of a
+    model's pipeline stages. ranks: number of pipeline ranks. sequence: tokens of a sequence. recompute: activation
+    checkpointing ("none", "selective" or "full").
 
-    A weight matmul costs the same in forward, input gradient and weight gradient. The attention core has no weights,
-    and twice its forward FLOPs in backward. Recomputation counts as input gradient, and so do both gradients of the
-    head. Communication and memory bandwidth are left out.
+    A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
+    weighted values) has no weights, and twice its forward FLOPs in backward. Recomputation counts as input gradient,
+    and so do both gradients of the head. Communication and memory bandwidth are left out.
     """
 
     config: ModelConfig
@@ -36,8 +36,8 @@ class StageTimes:
     recompute: str = "none"
 
     def __call__(self, count: int) -> Durations | None:
-        """Return the times of `count` stages, in units of a rank's mean forward time; None if the model has fewer
-        layers."""
+        """Return the durations of the model cut into `count` stages, in units of a pipeline rank's mean forward time
+        per micro-batch; None if the model has fewer layers than stages."""
         if count > self.config.layers:
             return None
         forward, input_gradient, weight_gradient = [0.0] * count, [0.0] * count, [0.0] * count
@@ -59,6 +59,6 @@ class StageTimes:
 
 
 def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
-    """Return the pipeline program of a layout for a model and sequences of `sequence` tokens. Raises as `program_of`
-    does."""
+    """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule for a
+    model and sequences of `sequence` tokens. Raises as `program_of` does."""
     return program_of(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

@@ -19,9 +19,8 @@ LOOKED_UP = ("embedding", "positions", "token_types")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers of a model. index: number of the stage. layers: their indices. first: has the embedding too.
-    last: has the final norm and the head too.
-    """
+    """A pipeline stage: consecutive layers of a model. index: number of the stage, from 0. layers: indices of its
+    layers. first: True if it has the embedding. last: True if it has the final norm and the head."""
 
     index: int
     layers: range
@@ -30,13 +29,13 @@ class Stage:
 
 
 def whole_model(config: ModelConfig) -> Stage:
-    """Return the single stage of a model that is not cut."""
+    """Return the single stage that holds the whole model."""
     return Stage(0, range(config.layers), first=True, last=True)
 
 
 @lru_cache(maxsize=1024)
 def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
-    """Cut the model into `count` stages of at least one layer each.
+    """Cut the model into `count` pipeline stages of at least one layer each, in forward order.
 
     Minimises the FLOPs of the largest stage (for sequences of `sequence` tokens; the head counts, an embedding look-up
     is two operations per feature), then the sum of squares. Among equal cuts, the later stages are the longer ones, as
@@ -54,7 +53,7 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
 
 
 def units_of(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
-    """Return the FSDP units of a stage, in forward order."""
+    """Return the names of a stage's FSDP units, in forward order. table: the model's parameter table."""
     head = table.units[-1]
     before = [unit for unit in table.units[:-1] if not unit.startswith("layers.")]
     middle = [f"layers.{layer}" for layer in stage.layers]
@@ -71,10 +70,10 @@ def _cut_balanced(costs: list[float], count: int) -> list[int]:
     cost = np.where(np.tri(size + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], math.inf)
 
     def solve(limit: float, worth: bool) -> tuple[float, list[np.ndarray]]:
-        """Cut all layers into `count` consecutive stages of cost <= `limit` by dynamic programming.
+        """Cut all layers into `count` consecutive stages of cost (FLOPs) <= `limit` by dynamic programming.
 
-        Return the smallest maximum (or, if `worth`, sum of squares) and, by number of stages and by end, the start of
-        the last stage.
+        Return the smallest possible maximum of the stages' costs (with `worth`: sum of their squares), and arrays
+        `starts` with starts[k][end] = first layer of stage k if stages 0 to k hold the layers [0, end).
         """
         one = np.where(cost <= limit, cost, math.inf)
         value, starts = np.where(np.arange(size + 1) == 0, 0.0, math.inf), []

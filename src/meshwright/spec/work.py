@@ -22,16 +22,18 @@ MASKED_SHARE = 0.15
 section 3.1)."""
 
 
-def predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """Return the number of positions that go through the head for `rows` sequences of `sequence` tokens: all tokens of
-    a decoder; of an encoder, the masked share of the tokens (`MASKED_SHARE`) or one per sequence."""
+def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
+    """Return the number of positions that go through the output head for `rows` sequences of `sequence` tokens: all
+    tokens of a decoder; for an encoder, the fraction `MASKED_SHARE` of the tokens (masked head) or one position per
+    sequence."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
 
 
 def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
-    """Return the number of keys that a token attends to, averaged over the sequence.
+    """Return the number of keys that a token attends to, averaged over a sequence of `sequence` tokens. window: sliding
+    window in tokens, None without.
 
     Causal without a window: (sequence + 1) / 2, which the usual "half" rounds off. Not causal: the whole sequence or
     window, as if nothing were masked.
@@ -43,8 +45,9 @@ def keys_per_token(sequence: int, window: int | None = None, causal: bool = True
 
 
 def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Return the forward FLOPs per token of one layer, by operation ("attention.qkv", "mlp.up", ...). In a mixture of
-    experts only the chosen and the shared experts count."""
+    """Return the forward FLOPs per token of the layer with index `layer`, by operation name ("attention.qkv", "mlp.up",
+    ...), for sequences of `sequence` tokens. Of a mixture of experts only the experts that a token uses count. causal:
+    halve the attention for causal masking."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder)
     up_matrices = 2 if config.gated else 1
@@ -64,7 +67,7 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
 
 
 def head_flops(config: ModelConfig, sequence: int) -> float:
-    """Return the forward FLOPs per token of the output head's matmuls, averaged over all tokens of a sequence: an
+    """Return the forward FLOPs of the output head's matmuls, averaged over all `sequence` tokens of a sequence: an
     encoder's head sees only the masked tokens (`MASKED_SHARE`) or one position per sequence."""
     if not config.encoder:
         return 2.0 * config.hidden * config.vocabulary

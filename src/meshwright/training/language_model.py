@@ -17,7 +17,7 @@ from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.huggingface import CheckpointFiles, match_rows, read_row
+from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
 from meshwright.model.preference import preference_of
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
@@ -192,8 +192,8 @@ class LanguageModelTask:
     def load_weights(self, directory: Path) -> None:
         """Load the weights of a Hugging Face model directory in place of initial values."""
         files = CheckpointFiles(directory)
-        names = match_rows(files, self.table, self.config)
-        self.parallel.load(lambda row: read_row(files, row, names))
+        names = match_entries(files, self.table, self.config)
+        self.parallel.load(lambda entry: read_entry(files, entry, names))
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's `state.json` that identify the data and, for preference training, the

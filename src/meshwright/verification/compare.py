@@ -12,7 +12,7 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.spec.rows import Part
+from meshwright.spec.parameter_entries import BufferKind
 from meshwright.verification.patterns import describe_pattern, list_in_backward_order
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult
@@ -178,7 +178,7 @@ class _LayoutComparison:
     def _optimized_names(self) -> set[str]:
         """Return the names of the parameters that the optimizer updates: all but the router biases that balance
         experts, which have their own rule."""
-        return {row.name for row in self.reference.table.rows if not row.balances}
+        return {entry.name for entry in self.reference.table.entries if not entry.balances}
 
     def _last_weights(self, result: RankResult) -> list[TensorSlice]:
         """Return a rank's slices of the master weights after its last step."""
@@ -221,7 +221,7 @@ def relative_errors(
     return errors
 
 
-def list_copy_groups(layout: Layout, part: Part = "dense") -> list[tuple[int, ...]]:
+def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
     """Return the groups of ranks that together hold one full copy of gradients and master weights.
 
     A group is the ranks that share ZeRO's shards, each with its tp ranks (`part` "experts": its ep x etp block), on all
@@ -250,7 +250,7 @@ def _assemble_copies(
     Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have different
     numbers of copies; the shorter list repeats.
     """
-    parts: tuple[Part, Part] = ("dense", "experts")
+    parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
     return [
         dense[number % len(dense)] | experts[number % len(experts)] for number in range(max(len(dense), len(experts)))
@@ -258,23 +258,23 @@ def _assemble_copies(
 
 
 def _assemble_copies_of(
-    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: Part
+    layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: BufferKind
 ) -> list[ParameterValues]:
     """Assemble every full copy (parameter -> values) of the parameters in one kind of flat buffer (`part`: "dense" or
     "experts") from the slices of each rank; elements that no rank holds are NaN."""
-    names = [row.name for row in reference.table.rows if row.part(layout) == part]
+    names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
         return [{}]
     copies = []
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     for ranks in list_copy_groups(layout, part):
         for tp, pp in itertools.product(range(layout.tp if part == "dense" else 1), range(layout.pp)):
-            rows = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
+            entries = {name: torch.full_like(reference.weights[0][name], math.nan) for name in names}
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
                 for held in slices[rank]:
-                    if held.name in rows:
-                        held.put(rows[held.name])
-            copies.append(rows)
+                    if held.name in entries:
+                        held.put(entries[held.name])
+            copies.append(entries)
     return copies
 
 

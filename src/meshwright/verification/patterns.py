@@ -33,7 +33,7 @@ def list_in_backward_order(reference: Reference) -> list[str]:
             place = (1, int(layer[1]), _FORWARD.index(layer[2]))
         else:
             place = (2 if module in ("final_norm", "head") else 0, 0, _FORWARD.index(module))
-        places += [(place, row.name) for row in tensor.rows]
+        places += [(place, entry.name) for entry in tensor.entries]
     return [name for _, name in sorted(places, key=lambda each: each[0], reverse=True)]
 
 
@@ -86,10 +86,10 @@ def _is_unsummed_over_tp(
 ) -> bool:
     """Return True if the ranks' gradients of the parameter `name` equal `truth` in sum over tp but not each alone.
     slices: the gradients of each rank."""
-    row = reference.table.row(name)
-    if "tp" not in row.gradient_axes(layout):
+    entry = reference.table.entry(name)
+    if "tp" not in entry.gradient_axes(layout):
         return False
-    size, copies = float(truth.norm()), row.replicas(layout)
+    size, copies = float(truth.norm()), entry.replicas(layout)
     for group in layout.groups("tp"):
         for first in range(0, len(group), copies):
             for same in zip(*(slices[rank] for rank in group[first : first + copies]), strict=True):

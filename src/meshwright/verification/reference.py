@@ -17,7 +17,7 @@ from meshwright.verification.plain_model import run_batch
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, Training
 from meshwright.verification.samples import Batch, make_sequences
 
-ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, row-major
+ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, entry-major
 SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that are computed together
 
 
@@ -49,9 +49,9 @@ class Reference:
         self.table: ParameterTable = parameter_table(problem.config)
         kinds = ("exp_avg", "exp_avg_sq") if training.optimizer == "adamw" else ("momentum",) * (training.momentum > 0)
         initial = {
-            row.name: (value.T if row.transposed else value).reshape(-1)
-            for row in self.table.rows
-            for value in (initial_value(row, problem.seed),)
+            entry.name: (value.T if entry.transposed else value).reshape(-1)
+            for entry in self.table.entries
+            for value in (initial_value(entry, problem.seed),)
         }
         weights = self._round_to_master(initial)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
@@ -60,7 +60,7 @@ class Reference:
         for step in range(problem.steps):
             self._record_scale(scale, finite_in_a_row)
             loss, gradients = self._differentiate(weights, self.samples(step))
-            counted = [values for name, values in gradients.items() if not self.table.row(name).balances]
+            counted = [values for name, values in gradients.items() if not self.table.entry(name).balances]
             norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
             self.losses.append(loss)
             self.norms.append(norm)
@@ -139,11 +139,13 @@ class Reference:
             for name, load_E in found.excess_loads.items():
                 excess_loads[name] = excess_loads.get(name, torch.zeros_like(load_E)) + load_E / terms
         gradients = {}
-        for entry in self.table.tensors:
-            gradient = excess_loads.get(entry.name, tensors[entry.name].grad)
-            assert gradient is not None, f"{entry.name} took no part in the loss"
-            for row in entry.rows:
-                gradients[row.name] = gradient[row.offset : row.offset + row.engine_shape[0]].reshape(-1).clone()
+        for tensor in self.table.tensors:
+            gradient = excess_loads.get(tensor.name, tensors[tensor.name].grad)
+            assert gradient is not None, f"{tensor.name} took no part in the loss"
+            for entry in tensor.entries:
+                gradients[entry.name] = (
+                    gradient[entry.offset : entry.offset + entry.engine_shape[0]].reshape(-1).clone()
+                )
         return loss, gradients
 
     @torch.no_grad()
@@ -175,7 +177,7 @@ class Reference:
         """Return the tensors of the training engine (fused qkv, gate and up ...) by name, in float64, each concatenated
         from its parameters."""
         return {
-            tensor.name: torch.cat([parameters[row.name] for row in tensor.rows]).double().view(tensor.shape)
+            tensor.name: torch.cat([parameters[entry.name] for entry in tensor.entries]).double().view(tensor.shape)
             for tensor in self.table.tensors
         }
 
@@ -198,11 +200,11 @@ class Reference:
         self.updates += 1
         after = {}
         for name, w in weights.items():
-            row = self.table.row(name)
-            if row.balances:  # arXiv:2408.15664, algorithm 1
+            entry = self.table.entry(name)
+            if entry.balances:  # arXiv:2408.15664, algorithm 1
                 after[name] = w - training.router_bias_rate * gradients[name].sign()
                 continue
-            g, decay = gradients[name] * scale, training.weight_decay if len(row.shape) >= 2 else 0.0
+            g, decay = gradients[name] * scale, training.weight_decay if len(entry.shape) >= 2 else 0.0
             if training.optimizer == "adamw":
                 (beta1, beta2), t = training.betas, self.updates
                 m = self.optimizer["exp_avg"][name] = beta1 * self.optimizer["exp_avg"][name] + (1 - beta1) * g

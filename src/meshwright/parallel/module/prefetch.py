@@ -1,10 +1,10 @@
 """ZeRO prefetcher for user-defined modules, by hooks on submodules and on saved tensors.
 
-The module is not ours: it may enter units in another order than it declares them, enter one twice, skip one on some
-ranks, or use one's parameters from outside. So all-gathers follow a fixed order: every unit once in forward, once in
-reverse in backward. Entering a unit first starts the all-gathers of all units before it; at the end the rest follow.
-Likewise a unit's gradients are reduced after the all-gather of its predecessor has started, and those of skipped units
-at once. So ranks issue matching calls whatever they compute.
+A user's module may enter FSDP units in another order than it declares them, enter one twice, skip one on some ranks, or
+use one's parameters from outside. So all-gathers follow a fixed order: every unit once in forward, once in reverse in
+backward. Entering a unit first starts the all-gathers of all units before it; at the end the rest follow. Likewise a
+unit's gradients are reduced after the all-gather of its predecessor has started, and those of skipped units at once. So
+ranks issue matching calls whatever they compute.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ HELD_SITE = "module.units"
 
 
 class ModulePrefetcher:
-    """`ParameterPrefetcher` for the FSDP units of a user-defined module. `held`: units that stay unsharded for a whole
-    pass, because they are used outside of their modules or more than once; detected in the first forward."""
+    """ZeRO-3 prefetcher (`ParameterPrefetcher`) for the FSDP units of a user-defined module. `units`: their names in
+    declaration order; `needs`: the flat buffers of each. `held`: units that stay unsharded for a whole pass, because
+    they are used outside of their modules or more than once; detected in the first forward."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -47,7 +48,8 @@ class ModulePrefetcher:
         self._storages = {unit.parameters.untyped_storage()._cdata: name for name, unit in self._units.items()}
 
     def attach(self, modules: Mapping[str, nn.Module], parameters: Mapping[int, str]) -> None:
-        """Register forward hooks on the modules that are units. `parameters`: unit name of each parameter, by `id`."""
+        """Register forward hooks on the submodules that are FSDP units, `modules` by unit name. `parameters`: unit name
+        of each parameter, by `id(parameter)`."""
         self._unit_of = parameters
         if not self.sharded:
             return
@@ -58,8 +60,8 @@ class ModulePrefetcher:
 
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
-        """Context of a micro-batch's forward pass. `axis`: ranks that share the units; `backward_follows`: False in
-        evaluation."""
+        """Context manager around a micro-batch's forward pass. `axis`: ranks that run the same passes;
+        `backward_follows`: False in evaluation."""
         self._backward = False
         if not self.sharded:
             for unit in self._units.values():
@@ -89,7 +91,7 @@ class ModulePrefetcher:
 
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
-        """Context of a micro-batch's backward pass, whose gradients `gradients` accumulates."""
+        """Context manager around a micro-batch's backward pass, whose gradients `gradients` accumulates."""
         if not self.sharded:
             yield
             return
@@ -101,12 +103,12 @@ class ModulePrefetcher:
         self._backward = False
 
     def on_complete(self, name: str) -> None:
-        """Reshard the unit `name`, whose gradients are complete."""
+        """Reshard the FSDP unit `name`, all of whose gradients the running pass has."""
         if self._backward and name not in self.held:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Start the all-gather of the next unit in backward before the gradients of unit `name` are reduced."""
+        """Start the all-gather of the next FSDP unit in backward before the gradients of unit `name` are reduced."""
         if self._backward:
             self._gather_through(self._following(name))
 
@@ -119,7 +121,7 @@ class ModulePrefetcher:
     # --- the order of the all-gathers
 
     def _unshard(self, name: str) -> None:
-        """Unshard a unit (waiting for its all-gather) and prefetch the next one."""
+        """Unshard the FSDP unit `name` (waiting for its all-gather) and start the all-gather of the next one."""
         if name == self._current and self._units[name].is_unsharded:
             return
         self._current = name
@@ -128,13 +130,13 @@ class ModulePrefetcher:
         self._gather_through(self._following(name))
 
     def _stays(self, name: str) -> bool:
-        """True for a unit that stays unsharded from forward to backward: a held one, and the last one, with which
-        backward begins."""
+        """Return True if the FSDP unit `name` stays unsharded from forward to backward: a `held` one, and the last one,
+        with which backward begins."""
         others = [each for each in self._order if each not in self.held]
         return name in self.held or (self._keeps_last and others[-1:] == [name])
 
     def _following(self, name: str) -> str | None:
-        """Return the next unit of the pass that is not held; None after the last."""
+        """Return the name of the FSDP unit after `name` in the pass that is not `held`; None after the last."""
         here = self._order.index(name)
         after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
         return next((each for each in after if each not in self.held), None)
@@ -152,7 +154,8 @@ class ModulePrefetcher:
     # --- the units that are held
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook: unshard the unit; mark it to be held if it is entered a second time."""
+        """Forward pre-hook of the submodule that is FSDP unit `name`: unshard it; mark it to be held if it is entered a
+        second time."""
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -161,7 +164,8 @@ class ModulePrefetcher:
         self._unshard(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook: reshard the unit; mark it to be held if its outputs contain its parameters."""
+        """Forward hook of the submodule that is FSDP unit `name`: reshard it; mark it to be held if its outputs contain
+        its parameters."""
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
@@ -171,15 +175,16 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def _use(self, parameter: torch.Tensor) -> None:
-        """Unshard the unit of a parameter used outside of its unit, and mark the unit to be held."""
+        """Unshard the FSDP unit of a parameter that is read outside of its unit, and mark the unit to be held
+        unsharded."""
         name = self._unit_of.get(id(parameter))
         if name is not None and not self._units[name].is_unsharded:
             self._found.add(name)
             self._unshard(name)
 
     def _settle(self, axis: Axis) -> bool:
-        """Agree over `axis` on the units to be held from now on: those that any rank marked. Return True if any rank
-        entered a unit."""
+        """Agree over the ranks of `axis` on the FSDP units to be held unsharded from now on: those that any rank
+        marked. Return True if any rank entered a unit in this pass."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -191,7 +196,7 @@ class ModulePrefetcher:
     # --- parameters that autograd saves
 
     def _unit_in(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the unit whose memory a tensor is a view of, or None."""
+        """Return the name of the FSDP unit whose memory a tensor is a view of; None if there is none."""
         if tensor.layout != torch.strided:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
@@ -202,7 +207,8 @@ class ModulePrefetcher:
         return tensor if name is None else _SavedView(name, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        """Saved-tensor hook: unshard the unit of a `_SavedView` and return its tensor."""
+        """Saved-tensor hook: unshard the FSDP unit of a `_SavedView` and return its tensor; return other tensors as
+        they are."""
         if not isinstance(saved, _SavedView):
             return saved  # type: ignore[no-any-return]
         self._unshard(saved.unit)
@@ -210,7 +216,8 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """View of a unit's memory that autograd saves for backward; the memory itself is resharded meanwhile."""
+    """View of an FSDP unit's memory that autograd saves for backward; the memory itself is resharded meanwhile. unit:
+    its name."""
 
     unit: str
     tensor: torch.Tensor
@@ -232,7 +239,8 @@ class _ParameterUses(TorchFunctionMode):
 
 
 def _reads_metadata(function: Any) -> bool:
-    """True if a function of torch reads only metadata of a tensor (shape, dtype), none of its elements."""
+    """Return True if a function of torch reads only metadata of its tensor arguments (shape, dtype), none of their
+    elements."""
     name = getattr(function, "__name__", "")
     if name == "__get__":  # of a property
         return getattr(getattr(function, "__self__", None), "__name__", "") not in ("T", "mT", "H", "mH", "data")

@@ -28,8 +28,8 @@ LARGE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
-    """Parameter table of a user-defined module, the submodules that are FSDP units, and the `kept` values (persistent
-    buffers and frozen parameters)."""
+    """Parameter table of a user-defined module; `units`: the submodules that are FSDP units, by path; `kept`: name,
+    shape and dtype of its persistent buffers and frozen parameters, which checkpoints store."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
@@ -41,9 +41,9 @@ def describe_module(
     choose: ChooseUnit | None = None,
     decays: Callable[[str, nn.Parameter], bool] | None = None,
 ) -> ModuleDescription:
-    """Derive the parameter table and units of a module. `choose`: True for modules that are units (default: by size);
-    `decays`: True for parameters with weight decay (default: two or more dims). Raises UserError if the module cannot
-    be trained."""
+    """Derive the parameter table and FSDP units of a module. `choose`: returns True for submodules that are units
+    (default: by size); `decays`: returns True for parameters with weight decay (default: those of two or more dims).
+    Raises UserError if the module cannot be trained."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -69,8 +69,8 @@ def describe_module(
 
 
 def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
-    """Return frozen parameters and buffers by name; with `saved` only those that a checkpoint stores (no non-persistent
-    buffers, no empty tensors)."""
+    """Return a module's frozen parameters and buffers by name; with `saved` only those that a checkpoint stores (no
+    non-persistent buffers, no empty tensors)."""
     frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
     not_saved: set[str] = set()
     if saved:
@@ -96,8 +96,9 @@ def check_values(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """Collect in `found` the outermost submodules that are units, by path. A ModuleList is never called, so it is
-    none."""
+    """Collect in `found`, by path, the outermost submodules of `module` (at path `prefix`) that are FSDP units.
+    `total`: elements of all trained parameters; `choose`: as for `describe_module`. A ModuleList is never called, so it
+    is never a unit."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -113,8 +114,8 @@ def _find_units(
 
 
 def _by_size(module: nn.Module, total: int, listed: bool) -> bool:
-    """True if a module is large enough to be a unit and not a large container of others. `total`: elements of all
-    trained parameters; `listed`: its parent is a ModuleList."""
+    """Return True if a module is large enough to be an FSDP unit and not a large container of others. `total`: elements
+    of all trained parameters; `listed`: its parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:

@@ -58,8 +58,8 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
 def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
     """Raise `UserError` on all ranks if any rank's module has other parameter names or shapes, FSDP units, buffers or
     frozen parameters than rank 0's. derived: parameter table of this rank's module. Collective."""
-    rows = [(row.name, row.shape, row.unit, row.decay) for row in derived.table.rows]
-    mine, agreement = derive_seed(0, rows, derived.kept), Agreement(mesh)
+    entries = [(entry.name, entry.shape, entry.unit, entry.decay) for entry in derived.table.entries]
+    mine, agreement = derive_seed(0, entries, derived.kept), Agreement(mesh)
     problem = None
     if agreement.broadcast_numbers([mine], count=1) != [mine]:
         problem = f"rank {mesh.rank} has built another module than rank 0: build must not depend on the rank"

@@ -16,7 +16,7 @@ from meshwright.launcher import rendezvous
 from meshwright.launcher.recipe_checks import check_profile_and_trackers
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.names import check_options
-from meshwright.recipe import override_texts
+from meshwright.recipe import format_overrides
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker
 from meshwright.training.module.data import Samples
@@ -74,7 +74,7 @@ def fit(
     check_options(fit, options, FitOptions)
     name = Path(sys.argv[0]).stem or "module"
     found = make_module_recipe(
-        recipe, override_texts(overrides), name=name, directory=str(script.locked_run_directory() or ""), trust=trust
+        recipe, format_overrides(overrides), name=name, directory=str(script.locked_run_directory() or ""), trust=trust
     )
     given: Any = {name: value for name, value in options.items() if value is not None}  # None: the default
     spec = ModuleSpec(build, loss, data, **given)

@@ -74,7 +74,7 @@ class ModuleTask:
         self.values = KeptValues(module, mesh)
         self.passes = ModulePasses(module, spec, self.parallel, seed)
         named = dict(module.named_parameters())
-        unit_of = {id(named[row.name]): row.unit for row in derived.table.rows}
+        unit_of = {id(named[entry.name]): entry.unit for entry in derived.table.entries}
         self.passes.prefetcher.attach(derived.units, unit_of)
         share = BatchShare(train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches)
         self.samples = TrainingSamples(spec.data, seed, share, spec.collate, spec.workers)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.checkpoint import Checkpointer, newest
-from meshwright.checkpoint.checkpointer import Contents
+from meshwright.checkpoint.checkpointer import CheckpointContents
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
@@ -56,7 +56,7 @@ class ModuleRun(Run):
         self.checkpointer = Checkpointer(
             run_directory.checkpoints,
             mesh,
-            Contents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
+            CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
             make_save_options(recipe),
             self.journal.log,
         )
@@ -105,7 +105,7 @@ def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
     """Raise `UserError` naming the first tensor whose name or shape in the checkpoint at `path` differs from the
     module's. table: the module's parameters."""
     files = CheckpointFiles(path)
-    wanted = {row.name: row.shape for row in table.rows}
+    wanted = {entry.name: entry.shape for entry in table.entries}
     for name in sorted(wanted.keys() | files.names):
         there = files.shape(name) if name in files.names else None
         if there != wanted.get(name):

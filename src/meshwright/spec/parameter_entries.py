@@ -1,0 +1,272 @@
+"""Entries of the parameter table: one tensor on disk each, its sharding over mesh axes, and the axes over which its
+gradient is all-reduced.
+
+*Axis* is an axis of the mesh, *dim* a dimension of a tensor. An *FSDP unit* is the set of parameters that ZeRO-3
+all-gathers together: the embedding, one layer, or the head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.layout import Layout
+
+SplitAxis = Literal["tp"]
+BufferKind = Literal["dense", "experts"]
+"""The two flat buffers that a unit may have: experts that are spread over ranks of their own lie apart, because other
+ranks hold the same of them than of all else."""
+
+ALIGNMENT = 32
+"""Every shard holds a multiple of this many elements: whole vector registers here, what NCCL likes elsewhere."""
+
+
+REDUCTIONS_IN_FLIGHT = 2
+"""Gradient reductions that may be in flight before the backward pass waits for the oldest: this bounds the number of
+unsharded gradient buffers."""
+
+
+def padded_numel(numel: int, shards: int) -> int:
+    """Return the size in elements of a flat buffer of `numel` elements, padded so that it divides into `shards` equal
+    shards of a multiple of `ALIGNMENT` elements."""
+    step = ALIGNMENT * shards
+    return -(-numel // step) * step
+
+
+def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Return how many unsharded gradient buffers of each size are kept for reuse by the next FSDP unit (ZeRO-2 and 3):
+    {size in elements: number of buffers}.
+
+    `sizes`: the buffer sizes in elements of each FSDP unit, in forward order. Consecutive units of equal sizes (layers)
+    share one buffer for the unit in backward and one for each reduction in flight.
+    """
+    kept: dict[int, int] = {}
+    for unit, run in itertools.groupby(sizes):
+        length = len(list(run))
+        for size in set(unit) if length > 1 else ():
+            several = unit.count(size) * min(length, 1 + REDUCTIONS_IN_FLIGHT // len(unit))
+            kept[size] = max(kept.get(size, 0), several)
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """Initial values of a tensor. kind: "normal" (mean 0, standard deviation `std`), all "ones", or all "zeros"."""
+
+    kind: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A contiguous block of a parameter entry that a rank holds. start: index of its first element in the unsharded
+    entry, by dim. shape: its shape. local_start: index of its first element in the rank's shard of the engine tensor,
+    by dim."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_start: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box in the unsharded entry: a slice for each dim."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """Index of the box in the rank's shard of the engine tensor: a slice for each dim."""
+        return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterEntry:
+    """An entry of the parameter table: one tensor of a checkpoint, ``name`` and ``shape`` being those on disk.
+    ``initial``: its initial values. ``decay``: True if weight decay applies. ``transposed``: the disk holds the
+    transpose (GPT-2's Conv1D) of the engine's orientation, [output, input]; all other fields are in the engine's
+    orientation.
+
+    ``tensor``: name of the engine tensor (such as fused query, key and value) that contains the entry, from index
+    ``offset`` of dim 0 on. ``unit``: name of its FSDP unit.
+
+    ``split``: {axis: dim} along which it is sharded: {"tp": 0} for column-parallel and vocabulary-parallel weights,
+    {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of the blocks that are sharded
+    one by one (query, key and value fused on disk). ``granularity``: shard boundaries are multiples of it (a head's
+    size). ``remainder``: what happens if tp does not divide the heads or the vocabulary: "refuse" the layout;
+    "replicate" heads, so that neighbouring ranks share one (key-value heads); "pad" the last ranks' shards
+    (vocabulary).
+
+    ``expert``: (its index, number of experts) of a routed expert's entry, which under expert parallelism is on one ep
+    rank and sharded over etp instead of tp; else None. ``active``: fraction of all tokens that use the entry, below 1
+    for routed experts.
+
+    ``partial``: why tp ranks with equal values have partial gradients: "sequence", because they see different tokens
+    under sequence parallelism; "heads", because they compute different heads or expert columns; None if they have not.
+
+    ``balances``: the entry is a bias on router scores for load balancing. Its gradient is its expert's load above the
+    mean; it is excluded from the gradient norm, and the optimizer follows its sign.
+
+    ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
+    not in flat buffers; None if the entry is trained.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+    tensor: str
+    offset: int
+    unit: str
+    split: Mapping[SplitAxis, int] = field(hash=False)
+    blocks: tuple[int, ...]
+    granularity: int
+    remainder: Literal["refuse", "replicate", "pad"]
+    partial: Literal["sequence", "heads"] | None
+    initial: Initial
+    decay: bool
+    active: float = 1.0
+    balances: bool = False
+    expert: tuple[int, int] | None = None
+    kept: str | None = None
+
+    @property
+    def engine_shape(self) -> tuple[int, ...]:
+        """Unsharded shape in the engine's orientation; (1,) for a scalar."""
+        return (self.shape[::-1] if self.transposed else self.shape) or (1,)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the unsharded entry."""
+        return math.prod(self.shape)
+
+    def buffer_kind(self, layout: Layout) -> BufferKind:
+        """Return the kind of flat buffer that holds the entry: "experts" for a routed expert under expert parallelism,
+        else "dense"."""
+        return "experts" if self.expert is not None and layout.expert_parallel else "dense"
+
+    def ep_rank(self, layout: Layout) -> int | None:
+        """Return the ep rank that holds this routed expert's entry; None if the entry is no expert's or ep is 1."""
+        if self.expert is None or layout.ep == 1:
+            return None
+        number, experts = self.expert
+        return number // (experts // layout.ep)
+
+    def cut_dims(self, layout: Layout) -> Mapping[str, int]:
+        """Return {axis: dim} along which this layout shards the entry: ``split``, with "etp" instead of "tp" for routed
+        experts under expert parallelism."""
+        axis = "etp" if self.buffer_kind(layout) == "experts" else "tp"
+        return {axis: self.split["tp"]} if "tp" in self.split else {}
+
+    def replicas(self, layout: Layout) -> int:
+        """Return the number of consecutive tp ranks that hold the same values; 1 if each tp rank has a shard of its
+        own.
+
+        A sum of squares over tp counts each element that many times. Always 1 for routed experts under expert
+        parallelism, whose replicas are the ranks of ``layout.groups("expert_data")``.
+        """
+        if self.buffer_kind(layout) == "experts":
+            return 1
+        if "tp" not in self.split:
+            return layout.tp
+        pieces = self.engine_shape[self.split["tp"]] // self.granularity
+        return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
+
+    def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Return the mesh axes over which the entry's gradient is all-reduced.
+
+        * ``data`` (dp x cp), always: ranks see different samples and different slices of a sequence; instead
+          ``expert_data`` for routed experts under expert parallelism: each block of ep x etp ranks saw other tokens.
+        * ``tp``, if the gradient is partial: over each group of ``replicas(layout)`` consecutive tp ranks with the same
+          values.
+
+        The pipeline ranks that hold the FSDP unit (`partition.Partition.holders`) all-reduce its gradient too.
+        """
+        axes = ["data" if self.buffer_kind(layout) == "dense" else "expert_data"]
+        if self.replicas(layout) > 1 and (
+            self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
+        ):
+            axes.append("tp")
+        return tuple(axes)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of a rank's shard of the entry under this layout, equal on all ranks that hold one,
+        vocabulary padding included."""
+        shape = list(self.engine_shape)
+        for axis, dim in self.cut_dims(layout).items():
+            parts = getattr(layout, axis)
+            shape[dim] = sum(self._local_block_size(block, parts) for block in self.blocks)
+        return tuple(shape)
+
+    def _local_block_size(self, block: int, parts: int) -> int:
+        """Return how many of a block's `block` elements along the sharded dim each of ``parts`` ranks holds."""
+        pieces = block // self.granularity
+        if pieces % parts == 0:
+            return pieces // parts * self.granularity
+        if self.remainder == "pad":
+            return -(-pieces // parts) * self.granularity
+        assert self.remainder == "replicate" and parts % pieces == 0, f"{self.name}: {pieces} pieces on {parts} ranks"
+        return self.granularity
+
+    def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
+        """Return the index ranges along ``dim`` that the rank at `coordinates` ({axis: position}, such as {"tp": 1})
+        holds, as tuples (start in the unsharded entry, length, start in the rank's shard)."""
+        if self.ep_rank(layout) not in (None, coordinates.get("ep")):
+            return []
+        axis = next((axis for axis, at in self.cut_dims(layout).items() if at == dim), None)
+        if axis is None:
+            return [(0, self.engine_shape[dim], 0)]
+        parts, position = getattr(layout, axis), coordinates[axis]
+        found, begin, local = [], 0, 0
+        for block in self.blocks:
+            share = self._local_block_size(block, parts)
+            pieces = block // self.granularity
+            shared_by = max(1, parts // pieces) if self.remainder == "replicate" else 1
+            first = position // shared_by * share
+            size = min(share, block - first)
+            if size > 0:
+                found.append((begin + first, size, local))
+            begin, local = begin + block, local + share
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTensor:
+    """A parameter as the engine's model has it: parameter entries (`entries`) concatenated along dim 0, such as query,
+    key and value. unit: name of its FSDP unit."""
+
+    name: str
+    unit: str
+    entries: tuple[ParameterEntry, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Unsharded shape, in the engine's orientation ([output, input] for matrices)."""
+        first = self.entries[0].engine_shape
+        return (sum(entry.engine_shape[0] for entry in self.entries), *first[1:])
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the unsharded tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """True if weight decay applies."""
+        return self.entries[0].decay
+
+    def buffer_kind(self, layout: Layout) -> BufferKind:
+        """Return the kind of flat buffer that holds the tensor: "dense" or "experts"."""
+        return self.entries[0].buffer_kind(layout)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of a rank's shard under this layout, equal on all ranks, vocabulary padding included."""
+        shapes = [entry.local_shape(layout) for entry in self.entries if entry.ep_rank(layout) in (None, 0)]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def local_offset(self, entry: ParameterEntry, layout: Layout) -> int:
+        """Return the index along dim 0 at which the shard of `entry` begins in this tensor's shard, on a rank that
+        holds it."""
+        before = itertools.takewhile(lambda other: other.name != entry.name, self.entries)
+        place = entry.ep_rank(layout)
+        return sum(other.local_shape(layout)[0] for other in before if other.ep_rank(layout) == place)
