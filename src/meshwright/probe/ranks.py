@@ -83,7 +83,7 @@ def probe(
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
     """Measure as one of the ranks that torchrun, Kubernetes or SLURM started; every rank returns the result (see
     `probe`), with its own "rank"."""
-    start = rendezvous.place()
+    start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
 
