@@ -258,11 +258,11 @@ class Layout:
         """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
         tp, cp, dp, pp: ranks that differ in that coordinate only. data: in dp and cp only. world: all ranks.
-        shard: ranks over which ZeRO shards: the data group, or with hsN blocks of N of its ranks.
+        shard: ranks over which ZeRO shards: the data group, or, under hybrid sharding (hsN), blocks of N of its ranks.
         replica: ranks at equal positions in the shard groups of a data group.
         ep, etp, expert_data: axes of a grid that the ranks of a pipeline stage form for experts, etp innermost.
-        expert_shard, expert_replica: as shard and replica, for the experts: blocks of an expert_data group, split where
-            hsN splits, and ranks at equal positions of those blocks.
+        expert_shard, expert_replica: as shard and replica, for the parameters of experts: an expert_data group, or
+            under hsN its ranks in one shard block; ranks at equal positions of those.
         """
         if axis in AXES:
             return self._group_ranks(axis)

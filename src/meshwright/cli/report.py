@@ -34,8 +34,8 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
 
 
 def _read_document(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """Read the JSON file that `meshwright COMMAND --json` printed, of the command `command`; None if `path` is None.
-    Raises `UserError` unless it has all `keys`."""
+    """Read a JSON file printed by a Meshwright command with --json; None if `path` is None. keys: required; without
+    one `UserError` is raised, and names `command` as the one to run."""
     from meshwright.errors import UserError
     from meshwright.untrusted import read_json
 

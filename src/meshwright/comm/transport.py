@@ -53,7 +53,8 @@ _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """Post a reduce-scatter: output[:] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
 
-    A collective program overwrites `source`. Returns (work handles, function to call when they are complete, or None).
+    If the axis runs a collective program instead of the backend's call, `source` is overwritten. Returns (work handles,
+    function to call when they are complete); the second may be None.
     """
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:

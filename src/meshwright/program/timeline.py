@@ -82,12 +82,15 @@ class Timeline:
 
 
 class Timed(Protocol):
-    """Result of a simulation, with start and end time of every step: [steps] each."""
+    """Result of a simulation: times at which every step of a program starts and ends, in the unit of its durations."""
 
     @property
-    def start(self) -> Reals: ...
+    def start(self) -> Reals:
+        """Start of each step, [steps]."""
+
     @property
-    def end(self) -> Reals: ...
+    def end(self) -> Reals:
+        """End of each step, [steps]."""
 
 
 def build_pipeline_timeline(

@@ -112,9 +112,10 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Append the rank's next step that can run; return the micro-batch that it moves on by a stop, or None.
+        """Append the rank's next step that can run; return its micro-batch if the step is a stop (a forward or an
+        input gradient, which hands the micro-batch to its next stage), else None.
 
-        stops_made: [micro-batches], stops so far. most_held: maximum activations, in stages.
+        stops_made: [micro-batches], stops of each on all ranks so far. most_held: maximum activations, in stages.
         """
         able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
@@ -135,11 +136,13 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the positions in `self.waiting` of steps that can run now, earliest due slot first.
+        """Yield the positions in `self.waiting` (this rank's remaining steps in the order of the repeated block) of steps
+        that can run now.
 
         A step is ready if its input is available and, for a forward, the steps that it overtakes still fit into memory
         after it. In the steady state nothing overtakes: a step ahead of the block's order would cause idle time later.
-        stops_made: [micro-batches], stops so far. most_held: maximum activations, in stages.
+        stops_made: [micro-batches], forwards and input gradients of each on all ranks so far. most_held: maximum
+        activations, in stages.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held

@@ -140,7 +140,7 @@ def _run_as_rank(
             _lock_run_directory(directory, start, store)
             _write_process_ids(directory, start, store)
             if store is not None and start.started_by != rendezvous.LAUNCHER:
-                calls = HostCalls.agree(directory, start, store)
+                calls = HostCalls.create(directory, start, store)
         layout = recipe.parsed_layout
         programs = named_programs(recipe.collectives, layout, recipe.where)
         mesh = Mesh.create(layout, device, timeout, programs)

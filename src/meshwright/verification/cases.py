@@ -31,8 +31,8 @@ class CaseBuilder:
     """Builder of the verification cases (named small training problems) of one layout and model.
 
     layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
-    response pairs; None: next-token loss. batch: minimum global batch in sequences; replaced by a multiple of dp x
-    micro-batches if it is none.
+    response pairs; None: next-token loss. batch: global batch in sequences; if dp x micro-batches does not
+    divide it, 8 rounded up to a multiple.
     """
 
     layout: Layout

@@ -95,8 +95,9 @@ class ModuleTask:
         return max(1, int(items))
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches and synchronize changed buffers. divisor: number by
-        which the loss sum is divided. Returns float64 [1]: this rank's share of the divided loss."""
+        """Run forward and backward of this rank's micro-batches, then average the module's changed buffers (such as
+        running statistics) over ranks; gradients stay local. divisor: number by which the loss sum is divided. Returns
+        float64 [1]: this rank's share of the divided loss."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
