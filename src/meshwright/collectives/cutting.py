@@ -45,8 +45,8 @@ def find_first_chunks(program: CollectiveProgram) -> list[int]:
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
     """Return the number of elements of a chunk for a vector of `numel` elements of which every rank has an equal share.
 
-    Rounded up: shares are padded to whole chunks. Raises UserError if the ranks do not divide `numel`, or if the program
-    has fewer chunks than ranks.
+    Rounded up: shares are padded to whole chunks. Raises UserError if the ranks do not divide `numel`, or if the
+    program has fewer chunks than ranks.
     """
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:

@@ -56,9 +56,9 @@ class HostCalls:
 
     @classmethod
     def create(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
-        """Create this rank's flight-recorder file, in a directory whose random name (token) rank 0 chooses and the other
-        ranks read from `store`, a key-value store of all ranks. Collective: every rank calls it after rank 0 has locked
-        the run directory."""
+        """Create this rank's flight-recorder file, in a directory whose random name (token) rank 0 chooses and the
+        other ranks read from `store`, a key-value store of all ranks. Collective: every rank calls it after rank 0 has
+        locked the run directory."""
         if place.rank == 0:
             store.set(_KEY, secrets.token_hex(8))
         return cls(directory, place, store.get(_KEY).decode())

@@ -35,8 +35,8 @@ class Columns(NamedTuple):
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """Return the elements in a range of matrix columns (None: all) of a parameter entry's `values`, which are flat in the
-    last dim: [..., rows x columns.of] -> [..., rows x selected columns]."""
+    """Return the elements in a range of matrix columns (None: all) of a parameter entry's `values`, flat in the last
+    dim: [..., rows x columns.of] -> [..., rows x selected columns]."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)

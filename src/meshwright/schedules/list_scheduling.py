@@ -153,8 +153,8 @@ def reorder_out_of_order(
 ) -> tuple[float, list[Order]]:
     """Reorder task orders as out-of-order execution in a processor would; return (makespan, task orders by rank).
 
-    orders: task orders by rank. One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if the
-        memory limit still holds for all tasks that it overtakes, and if it delays them little: by at most
+    orders: task orders by rank. One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if
+        the memory limit still holds for all tasks that it overtakes, and if it delays them little: by at most
         1 - `patience` of its own duration.
     """
     s, duration = problem.stages, problem.duration

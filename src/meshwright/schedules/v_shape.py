@@ -136,8 +136,8 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the positions in `self.waiting` (this rank's remaining steps in the order of the repeated block) of steps
-        that can run now.
+        """Yield the positions in `self.waiting` (this rank's remaining steps in the order of the repeated block) of
+        steps that can run now.
 
         A step is ready if its input is available and, for a forward, the steps that it overtakes still fit into memory
         after it. In the steady state nothing overtakes: a step ahead of the block's order would cause idle time later.
