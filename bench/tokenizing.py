@@ -3,7 +3,7 @@
 The text: the standard library's sources and, where it is there, tiny Shakespeare, 4 MB. Each kind of tokenizer is
 trained on it, and one is as SentencePiece's models come, whose special tokens are pieces of the model. In turns:
 `encode_batch` of the library with its results left as they are; `TextTokenizer.encode`, which also makes arrays and
-looks for special tokens; `Packer.pack`, which also frames, hashes, writes and syncs shards.
+looks for special tokens; `ShardWriter.write_missing`, which also frames, hashes, writes and syncs shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import paired_ratio, write_result
-from meshwright.data.packing.shards import Packer
+from meshwright.data.packing.shards import ShardWriter
 from meshwright.data.tokenizers.kinds import KINDS
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, load_tokenizer, write_tokenizer
 
@@ -74,8 +74,8 @@ def pack(tokenizer: TextTokenizer, texts: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         numbered = list(enumerate(texts))
         source = lambda first: iter(numbered[first:])  # noqa: E731
-        packer = Packer(Path(directory), source, len(texts), tokenizer, "", 1 << 26, keep_text=False)
-        packer.pack(lambda done: None)
+        packer = ShardWriter(Path(directory), source, len(texts), tokenizer, "", 1 << 26, keep_text=False)
+        packer.write_missing(lambda done: None)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.cleaning.rules import enabled_rules
+from meshwright.data.cleaning.rules import list_enabled_rules
 from meshwright.recipe import CleanRecipe
 from meshwright.terminal import escape_control_characters
 
@@ -39,7 +39,7 @@ def test_prepare_prints_one_document_and_progress_on_standard_error(command_line
     assert answer["schema"] == 1
     assert answer["documents"] == 50 and len(answer["sha256"]) == 64
     assert answer["tokens"] == answer["bytes"] + 2 * 50
-    assert answer["dropped"] == {rule: int(rule == "exact_duplicates") for rule in enabled_rules(CleanRecipe())}
+    assert answer["dropped"] == {rule: int(rule == "exact_duplicates") for rule in list_enabled_rules(CleanRecipe())}
     assert "kept 50 of 51 documents; dropped: exact_duplicates 1" in outcome.errors
     again = command_line("data", "prepare", recipe, "data.sequence=16", "--json")
     assert json.loads(again.output) == answer and again.errors == ""

@@ -206,7 +206,7 @@ def read_tokenizer_config(data: bytes, directory: Path) -> None:
     found = find_tokenizer(str(directory))
     assert found is not None
     found.load()
-    found.named_tokens()
+    found.list_named_tokens()
     assert found.chat_template is None or isinstance(found.chat_template, str)
 
 
@@ -274,12 +274,12 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
 
 def read_records(kind: str, form: str) -> Callable[[bytes, Path], None]:
     def read(data: bytes, directory: Path) -> None:
-        from meshwright.data.records.conversations import Records
+        from meshwright.data.records.conversations import RecordFormat
         from meshwright.data.sources.reading import Reader
         from meshwright.data.sources.resolution import SourceFile
 
         path = write_input(directory, f"records.{form}", data)
-        for document in Reader(records=Records(kind)).read_documents(SourceFile(path.name, path, form, True)):
+        for document in Reader(records=RecordFormat(kind)).read_documents(SourceFile(path.name, path, form, True)):
             assert document.example is not None
 
     return read

@@ -45,7 +45,7 @@ def test_answers_keep_request_order_under_concurrency(tmp_path: Path):
         answers = ask.ask(requests(20))
     assert [answer and answer.text for answer in answers] == [f"answer {n}" for n in range(20)]
     assert server.most_at_once == 4
-    assert ask.usage() == {
+    assert ask.summarize_usage() == {
         "requests": 20,
         "sent": 20,
         "retries": 0,
@@ -54,7 +54,7 @@ def test_answers_keep_request_order_under_concurrency(tmp_path: Path):
         "completion_tokens": 40,
         "uncounted": 0,
     }
-    assert ask.usage(1.5, 3)["cost"] == pytest.approx((200 * 1.5 + 40 * 3) / 1e6)
+    assert ask.summarize_usage(1.5, 3)["cost"] == pytest.approx((200 * 1.5 + 40 * 3) / 1e6)
 
 
 def test_journal_key_covers_request_parameters(tmp_path: Path):
@@ -63,7 +63,7 @@ def test_journal_key_covers_request_parameters(tmp_path: Path):
             first = ask.ask(requests(5))
         with asker(server.url, tmp_path / "j") as ask:
             assert ask.ask(requests(5)) == first
-            assert ask.usage()["sent"] == 0 and ask.usage()["prompt_tokens"] == 50
+            assert ask.summarize_usage()["sent"] == 0 and ask.summarize_usage()["prompt_tokens"] == 50
             ask.ask([*requests(5), *requests(5, seed=1), *requests(5, seed=1)])
     assert len(server.requests) == 10
 
@@ -89,7 +89,7 @@ def test_refused_request_yields_none(tmp_path: Path):
         with asker(server.url, tmp_path / "j", concurrency=1) as ask:
             answers = ask.ask(requests(5))
             assert [answer is None for answer in answers] == [True, False, False, True, False]
-            assert ask.usage()["refused"] == 2
+            assert ask.summarize_usage()["refused"] == 2
         with asker(server.url, tmp_path / "j") as ask:
             assert ask.ask(requests(5)) == answers
         assert len(server.requests) == 5
@@ -113,7 +113,7 @@ def test_journal_drops_truncated_line_and_refuses_foreign_file(tmp_path: Path):
         path.write_bytes(whole[:-7])
         with asker(server.url, path) as ask:
             ask.ask(requests(3))
-            assert ask.usage()["sent"] == 1
+            assert ask.summarize_usage()["sent"] == 1
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
     for other in (b'{"instruction": "x"}\n', b"text\n", b"no line end", b'{"request": "a"}\n', b"\xff\n"):
         path.write_bytes(other)
@@ -173,4 +173,4 @@ def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
 def test_answer_without_usage_is_counted(tmp_path: Path):
     with served(lambda body, number: completion("x", usage=False)) as server, asker(server.url, tmp_path / "j") as ask:
         ask.ask(requests(2))
-    assert ask.usage()["uncounted"] == 2 and ask.usage()["prompt_tokens"] == 0
+    assert ask.summarize_usage()["uncounted"] == 2 and ask.summarize_usage()["prompt_tokens"] == 0

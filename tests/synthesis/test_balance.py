@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.synthesis.balance import count_additions, measure_balance, parse_target
-from meshwright.synthesis.balance_page import balance_page
+from meshwright.synthesis.balance_page import render_balance_page
 from meshwright.synthesis.speech_acts import ACTS
 
 
@@ -122,6 +122,6 @@ def test_target_is_parsed_as_proportions():
 
 def test_page_matches_report_and_escapes_its_input():
     rows = [{**one, "source": "<b>"} for one in RECORDS]
-    page = balance_page("a & b", report(rows, "assertive=1,directive=1", by="source"))
+    page = render_balance_page("a & b", report(rows, "assertive=1,directive=1", by="source"))
     assert "Speech acts of a &amp; b" in page and "<b></b>" not in page and "source=&lt;b&gt;" in page
     assert page.count("<h2>") == 3 and "80.0%" in page and "http" not in page

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.synthesis.rouge import Pool, compute_rouge_l, split_words
+from meshwright.synthesis.rouge import SimilarityPool, compute_rouge_l, split_words
 
 ascii_text = st.text(st.sampled_from("abAB '-_.,1 "), max_size=30)
 
@@ -31,7 +31,7 @@ def test_rouge_l_matches_reference():
 def test_pool_prefilter_keeps_all_similar_texts(texts: list[str], text: str):
     for threshold in (0.5, 0.7, 1.0):
         alike = any(compute_rouge_l(split_words(text), split_words(other)) >= threshold for other in texts)
-        assert Pool(texts).has_similar(text, threshold) == alike
+        assert SimilarityPool(texts).has_similar(text, threshold) == alike
 
 
 def test_scripts_without_spaces_and_other_letters_have_words():

@@ -86,12 +86,12 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
 
     Data that are not prepared yet are prepared first.
     """
-    from meshwright.data.cleaning.report import cleaning_page
+    from meshwright.data.cleaning.report import render_cleaning_page
 
     with result_printer(as_json) as answer:
         data, _ = _load_prepared(recipe, overrides, check=False)
         page = output or data.directory / "report.html"
-        write_file(page, cleaning_page(Path(recipe).name, data.cleaning))
+        write_file(page, render_cleaning_page(Path(recipe).name, data.cleaning))
         answer({"report": page, **data.cleaning}, f"report: {page}")
 
 
@@ -110,7 +110,7 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
 
     Data that are not prepared yet are prepared first.
     """
-    from meshwright.data.tokenizers.page import page
+    from meshwright.data.tokenizers.page import render_tokenizer_page
     from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer
     from meshwright.recipe import load_recipe
 
@@ -123,7 +123,7 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
             [make_report_tables(report)] if shown is None else [make_token_lines(shown), "", make_report_tables(report)]
         )
         if html is not None:
-            write_file(html, page(report, shown))
+            write_file(html, render_tokenizer_page(report, shown))
             document = {**document, "files": {"page": str(html)}}
             parts.append(f"page: {html}")
         answer(document, render_tables(parts))

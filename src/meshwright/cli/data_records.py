@@ -115,7 +115,7 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
     """
     from meshwright.data.records.exchanges import iterate_records
     from meshwright.synthesis.balance import measure_balance, parse_target
-    from meshwright.synthesis.balance_page import balance_page
+    from meshwright.synthesis.balance_page import render_balance_page
 
     with result_printer(as_json) as answer:
         wanted = parse_target(target)
@@ -123,7 +123,7 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
         report = measure_balance(records, wanted, by)
         parts = [_make_balance_table(name, group) for name, group in report["groups"].items()]
         if html is not None:
-            write_file(html, balance_page(", ".join(file.name for file in files), report))
+            write_file(html, render_balance_page(", ".join(file.name for file in files), report))
             report = {**report, "files": {"page": str(html)}}
             parts.append(f"page: {html}")
         answer(report, render_tables(parts))
@@ -237,7 +237,7 @@ def vary(
             if method == _METHODS[0]:
                 sampling = Sampling(0.7 if temperature is None else temperature, max_tokens, served["seed"])
                 outcome = self_instruct(rows, asker, count, sampling, instances, print_message)
-                records, summary = outcome.records, outcome.summary()
+                records, summary = outcome.records, outcome.summarize()
             else:
                 sampling = Sampling(1.0 if temperature is None else temperature, max_tokens, served["seed"])
                 records, summary = evol_instruct(rows, asker, rounds, sampling, log=print_message)
@@ -263,7 +263,7 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
 
 def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tokens that the client's requests used, and their price. served: values of `_served_model_options`."""
-    return asker.usage(served["price_in"], served["price_out"])
+    return asker.summarize_usage(served["price_in"], served["price_out"])
 
 
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:

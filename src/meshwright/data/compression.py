@@ -15,7 +15,9 @@ _JOINS = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]).__getstat
 
 
 def measure_xz_bits_per_byte(texts: Iterable[str]) -> float:
-    """Return the bits per UTF-8 byte to which `xz -9` compresses the concatenated `texts`; nan for no text."""
+    """Compress the concatenated `texts` with `xz -9`; returns compressed bits per UTF-8 byte of text, nan if there is
+    no text.
+    """
     compressor = lzma.LZMACompressor(format=lzma.FORMAT_XZ, preset=9)
     plain = packed = 0
     for text in texts:
@@ -27,11 +29,12 @@ def measure_xz_bits_per_byte(texts: Iterable[str]) -> float:
 
 
 def count_token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of text that each token id stands for, [vocabulary]; special tokens count 0.
+    """Return the number of UTF-8 bytes of text that each token id stands for, int64 [vocabulary]; special tokens count
+    0.
 
-    With these numbers bits per byte is exact for any tokens, not only for whole documents. None unless decoding
-    concatenates the tokens' bytes: byte-level tokenizers, and those that decode byte fallback tokens and join the
-    rest.
+    With these numbers bits per byte is exact for any run of tokens, not only for whole documents. Returns None unless
+    the tokenizer decodes by concatenating the tokens' bytes (byte-level tokenizers, and those that decode byte fallback
+    tokens and join the rest).
     """
     plain = isinstance(tokenizer.decoder, decoders.Sequence) and tokenizer.decoder.__getstate__() == _JOINS
     if not plain and not isinstance(tokenizer.decoder, decoders.ByteLevel):

@@ -16,13 +16,13 @@ _LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
 
 
 def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` training samples as JSON; the last one is replaced by one with a document boundary
-    inside.
+    """Return the first `count` training samples as JSON objects. If none of them contains a document boundary, the last
+    one is replaced by the next sample that does.
 
-    Keys of each: `sample`, its index in the training split; `documents`, a list of `{start, stop, text}` with the token
-    range and the decoded text, special tokens by name; `masked_targets`, positions whose next token is not predicted;
-    `target_tokens`, the number of positions that are. For records also `padding`, the tokens after the last document,
-    and in each document `parts`: `{text, trained}` for each run of tokens that are, or are not, targets.
+    `sample`: its index in the training split. `documents`: [{start, stop, text}], token range and decoded text, special
+    tokens by name. `masked_targets`: positions whose next token is not a target; `target_tokens`: number of all other
+    positions. For records also `padding`: number of tokens after the last document, and in each document `parts`:
+    [{text, trained}], runs of tokens that are, or are not, targets.
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
@@ -53,9 +53,11 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
 
 
 def _mark_trained_tokens(row: dict[str, Any], data: PreparedData, tokens: NDArray[Any], targets: NDArray[Any]) -> None:
-    """Add to each document in `row`, the JSON description of one sample of records, its `parts`: runs of tokens that
-    are, or are not, targets. Takes padding out of its `documents` and counts it in `padding`. tokens, targets: of the
-    sample, [S].
+    """Add to each document of `row` its `parts`: runs of tokens that are, or are not, targets. Removes padding from the
+    row's `documents` and stores its number of tokens in `padding`.
+
+    row: JSON object of one sample, as in `describe_samples`. tokens, targets: token ids and targets (-100: none) of the
+    sample, [S] each.
     """
     trained = np.append(False, targets[:-1] != NO_TARGET)  # [S]: token i is the target of position i - 1
     row["padding"] = 0

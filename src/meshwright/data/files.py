@@ -23,12 +23,14 @@ _BLOCK = 1 << 20
 
 
 def canonical_json(value: Any) -> bytes:
-    """Serialize a JSON value to its canonical form: sorted keys, no spaces, ASCII."""
+    """Serialize a JSON value to canonical bytes: sorted keys, no spaces, ASCII. Equal values give equal bytes, to be
+    hashed.
+    """
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def hash_file(path: Path) -> str:
-    """Hash a file; returns hex SHA-256."""
+    """Hash the contents of a file; returns hex SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -43,8 +45,8 @@ def sync_directory(directory: Path) -> None:
 
 
 class AtomicFile:
-    """Context manager that writes a file under a temporary name; `finish` renames it to `path`. Without `finish` it
-    is deleted when the context exits.
+    """Context manager that writes a file atomically: under a temporary name in the same directory, which `finish`
+    renames to `path`. Without `finish` the temporary file is deleted when the context exits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,13 +66,13 @@ class AtomicFile:
             self._partial.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data` and update the running hash."""
+        """Append `data` to the file and to its running SHA-256."""
         self._file.write(data)
         self._digest.update(data)
         self._bytes += len(data)
 
     def finish(self) -> dict[str, Any]:
-        """Fsync and rename to the final name; returns `{"bytes", "sha256"}`."""
+        """Fsync the file and rename it to its final name; returns {"bytes": size, "sha256": hex digest}."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -79,14 +81,16 @@ class AtomicFile:
 
 
 def write_atomic(path: Path, data: bytes) -> dict[str, Any]:
-    """Write `data` to `path` atomically; returns `{"bytes", "sha256"}`."""
+    """Write `data` to the file `path` atomically (temporary name, fsync, rename); returns {"bytes": size, "sha256": hex
+    digest}.
+    """
     with AtomicFile(path) as file:
         file.write(data)
         return file.finish()
 
 
 def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
-    """Write a 1-D array as .npy block by block, so that it may be larger than memory."""
+    """Write a 1-D array to `file` in .npy format, block by block: a memory-mapped array may be larger than memory."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     file.write(header.getvalue())
@@ -95,7 +99,7 @@ def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """Load a JSON file; None if it does not exist or is damaged."""
+    """Load a JSON file; returns the parsed value, or None if the file does not exist or is damaged."""
     try:
         return untrusted.read_json(path, "checkpoint_bytes")
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -103,9 +107,11 @@ def read_json(path: Path) -> Any | None:
 
 
 def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | None:
-    """Compare a file with its record `{"bytes", "sha256"}`; returns what is wrong with it as text, or None.
+    """Compare a file with the size and digest recorded when it was written; returns the difference as a clause ("is
+    missing" ...), or None if there is none.
 
-    contents: compare the SHA-256 too, which reads the whole file; else the size alone.
+    recorded: {"bytes": size, "sha256": hex digest}. contents: compare the SHA-256 too, which reads the whole file; else
+    the size alone.
     """
     try:
         size = path.stat().st_size
@@ -120,9 +126,11 @@ def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | N
 
 @contextmanager
 def hold_lock(path: Path, log: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` inside the context; logs and waits while another process holds it.
+    """Hold an exclusive lock (flock) on the file `path` inside the context; logs one line and waits while another
+    process holds it.
 
-    doing: what the holder does, for the log line. The kernel releases the lock of a process that dies.
+    doing: the holder's activity for that line, such as "preparing the same data". The kernel releases the lock of a
+    process that dies.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -15,13 +15,13 @@ _ROUNDS = 8
 
 
 class SampleOrder:
-    """Order of training samples: endless epochs over `sequences` samples, each shuffled by a permutation of its own,
-    which is computed without storing it.
+    """Order in which training reads `sequences` samples in endless epochs. Each epoch is a random permutation, computed
+    per sample and never stored, so that resuming and any data-parallel layout see the same order.
 
-    seed: of the run. sequences: number of samples. source: number of the source in a mixture, which gets an order of
-    its own. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys
-    from the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls inside: cycle
-    walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
+    seed: of the run. sequences: number of samples. source: index of the data source in a mixture; each has its own
+    order. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys from
+    the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls inside: cycle walking
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
     """
 
     def __init__(self, seed: int, sequences: int, source: int = 0) -> None:
@@ -32,8 +32,8 @@ class SampleOrder:
         self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index of the sample, in [0, sequences), that training reads as its n-th, for each n >= 0 of
-        `numbers`; same shape as `numbers`.
+        """Map positions in the training order to sample indices: the n-th sample that training reads, for each n >= 0
+        in `numbers`, is the one with the returned index in [0, sequences). Same shape as `numbers`.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
@@ -45,12 +45,12 @@ class SampleOrder:
         return samples.reshape(wanted.shape)
 
     def epoch(self, number: int) -> int:
-        """Return the epoch, from 0, to which the n-th sample of training (`number`, from 0) belongs."""
+        """Return the epoch, from 0, of the n-th sample that training reads (n = `number`, from 0)."""
         return number // self.sequences
 
     def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Return the permuted positions, in [0, sequences), of the positions `places` under an
-        epoch's permutation.
+        """Permute positions within an epoch: maps `places`, each in [0, sequences), to sample indices in [0,
+        sequences). epoch: its number, from 0.
         """
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -61,7 +61,7 @@ class SampleOrder:
         return result
 
     def _apply_feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the Feistel network to values in [0, 4^h); keys: one for each round."""
+        """Apply the Feistel network to `values`, uint64 in [0, 4^h). keys: one round key per round, uint64 [rounds]."""
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
@@ -71,13 +71,14 @@ class SampleOrder:
 
 
 class MixtureOrder:
-    """Weighted mixture of sources, each in endless epochs of its own, computed without storing the order.
+    """Order in which training reads a weighted mixture of K data sources, each shuffled in endless epochs of its own;
+    computed per sample and never stored.
 
-    Samples of source k are numbered from sequences[0] + ... + sequences[k-1] on. The sequence of sources is periodic
-    and as even as possible: of the first n samples, source k gets n w_k / sum(w) to within 1 - 1/(2K - 2), K being the
-    number of sources (Tijdeman, "The chairman assignment problem", 1980), and of any n consecutive ones to within twice
-    that. The period is the sum of the weights as smallest integers; weights whose sum exceeds `LONGEST_PERIOD` are
-    rounded.
+    sequences: number of samples of each source; source k's samples have the indices from sequences[0] + ... +
+    sequences[k-1] on. weights: relative share of each source. The pattern of sources is periodic and as even as
+    possible: of the first n samples, source k gets n w_k / sum(w) to within 1 - 1/(2K - 2) (Tijdeman, "The chairman
+    assignment problem", 1980), and of any n consecutive ones to within twice that. The period is the sum of the weights
+    as smallest integers; above `LONGEST_PERIOD` they are rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -92,8 +93,9 @@ class MixtureOrder:
             self._before[self._sources == source] = np.arange(count)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index of the sample (over the samples of all sources) that training reads as its n-th, for each
-        n >= 0 of `numbers`; same shape as `numbers`.
+        """Map positions in the training order to sample indices, counted over the samples of all sources: the n-th
+        sample that training reads, for each n >= 0 in `numbers`, is the one with the returned index. Same shape as
+        `numbers`.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
@@ -107,16 +109,17 @@ class MixtureOrder:
         return samples.reshape(wanted.shape)
 
     def count_by_source(self, samples: int) -> list[int]:
-        """Count how many of the first `samples` samples come from each source, [sources]."""
+        """Return how many of the first `samples` samples of the training order come from each source, [sources]."""
         periods, rest = divmod(samples, len(self._sources))
         more = np.bincount(self._sources[:rest], minlength=len(self.parts))
         return [periods * part + int(extra) for part, extra in zip(self.parts, more, strict=True)]
 
 
 def reduce_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest integers in the ratio of `weights`, each read as the decimal number it is written as.
+    """Return the smallest integers that have the ratios of `weights`, [sources]: [0.5, 0.25] gives [2, 1].
 
-    If they sum to more than `LONGEST_PERIOD`, they are scaled and rounded to sum to about that.
+    Each weight is read as the decimal number it is written as. Integers whose sum exceeds `LONGEST_PERIOD` are scaled
+    and rounded to about that sum.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -129,12 +132,12 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
 
 
 def interleave_evenly(counts: Sequence[int]) -> list[int]:
-    """Return a list of length sum(counts) in which each number k in [0, K) stands counts[k] times, spread as evenly
-    as possible: [2, 1] gives 0, 1, 0.
+    """Return a list of sum(counts) source indices in which source k in [0, K) occurs counts[k] times, spread as evenly
+    as possible: [2, 1] gives [0, 1, 0].
 
-    Entry j of number k, j from 0, may stand at times t with 1/(2K-2) <= w t - j and w (t-1) - j <= 1 - 1/(2K-2),
-    where w is the share of k. Of the entries whose interval has begun, the one whose interval ends first is taken;
-    every entry then meets its interval (Tijdeman 1980, theorem 1).
+    Entry j of source k, j from 0, may stand at times t with 1/(2K-2) <= w t - j and w (t-1) - j <= 1 - 1/(2K-2), where
+    w is the share of k. Of the entries whose interval has begun, the one whose interval ends first is taken; every
+    entry then meets its interval (Tijdeman 1980, theorem 1).
     """
     total, number = sum(counts), len(counts)
     if number == 1:
@@ -156,8 +159,8 @@ def interleave_evenly(counts: Sequence[int]) -> list[int]:
 
 
 def _mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
-    2014).
+    """Mix the bits of each uint64 with the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", 2014); returns a new array of the same shape.
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -36,11 +36,11 @@ from meshwright.data.files import (
     write_array,
     write_atomic,
 )
-from meshwright.data.packing.shards import Packer, Shard, TextEncoder, limit_rate
+from meshwright.data.packing.shards import Shard, ShardWriter, TextEncoder, limit_rate
 from meshwright.data.prepared import PreparedData
-from meshwright.data.records.chat_template import check_tokens, find_template
+from meshwright.data.records.chat_template import check_template_tokens, find_template
 from meshwright.data.records.examples import ExampleEncoder
-from meshwright.data.sources.contents import Contents
+from meshwright.data.sources.contents import SourceDigests
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Reader, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.tokenizers.kinds import KINDS
@@ -62,15 +62,15 @@ def prepare(
     check: bool = False,
     keep_text: bool = False,
 ) -> PreparedData:
-    """Return the prepared data of a recipe's `[data]`, read from the cache or prepared now.
+    """Clean, tokenize and pack the data of a recipe's `[data]` table, or read the result from the cache.
 
     The cache directory is named by the SHA-256 of everything that determines the result: contents of the sources,
-    cleaning, tokenizer and packing options. One process prepares while others wait for its lock; a restarted
+    cleaning, tokenizer and packing options. One process prepares while others wait for its lock; an interrupted
     preparation resumes.
 
     seed: of the training split's sample order. log: receives progress lines. check: verify the SHA-256 of all cached
-    files, not only their sizes; damaged files are prepared again. keep_text: keep the text of the training split too
-    (that of the validation split is always kept).
+    files, not only their sizes; damaged files are prepared again. keep_text: store the text of the training split too
+    (that of the validation split is always stored).
 
     Raises `UserError` for sources that cannot be read, no document left after cleaning, a split too short for one
     sample, and a cache that cannot be written.
@@ -93,8 +93,8 @@ def prepare(
 
 
 class _Preparation:
-    """Prepares the data of one recipe: finds input files, cache key and directory, and runs the steps that fill the
-    directory. keep_text: keep the text of the training split too.
+    """Preparation of one recipe's data: finds the source files, the cache key and the cache directory, and runs the
+    steps that fill that directory. log: receives progress lines. keep_text: store the text of the training split too.
     """
 
     def __init__(self, recipe: DataRecipe, log: Log, keep_text: bool) -> None:
@@ -117,13 +117,13 @@ class _Preparation:
             own = self.tokenizer_files.chat_template if self.tokenizer_files else None
             self.template = find_template(recipe.template_name, own, recipe.tokenizer)
             special = self.tokenizer_files.load().special if self.tokenizer_files else frozenset[str]()
-            check_tokens(recipe.template_name, special, recipe.tokenizer)
-        self.contents = Contents(self.files, cache, log)
-        self.key = hashlib.sha256(canonical_json(self._key_fields())).hexdigest()
+            check_template_tokens(recipe.template_name, special, recipe.tokenizer)
+        self.contents = SourceDigests(self.files, cache, log)
+        self.key = hashlib.sha256(canonical_json(self._collect_key_fields())).hexdigest()
         self.directory = cache / self.key[:32]
 
-    def _key_fields(self) -> dict[str, Any]:
-        """Return everything that determines the result, as JSON; its SHA-256 is the cache key."""
+    def _collect_key_fields(self) -> dict[str, Any]:
+        """Return a JSON object of everything that determines the prepared data; its SHA-256 is the cache key."""
         recipe, tokenizer = self.recipe, self.tokenizer_files
         return {
             "format": FORMAT,
@@ -150,9 +150,10 @@ class _Preparation:
         }
 
     def find_manifest(self, contents: bool, log: Log | None) -> dict[str, Any] | None:
-        """Return the manifest if the cached data are complete and undamaged, else None; `log` receives each problem.
+        """Return the cached manifest.json, parsed, if the prepared data are complete and undamaged, else None.
 
-        contents: verify the SHA-256 of the shards, not only their sizes.
+        contents: verify the SHA-256 of the shards, not only their sizes. log: receives a line for each problem (None:
+        not logged).
         """
         manifest = read_json(self.directory / "manifest.json")
         if not isinstance(manifest, dict) or manifest.get("key") != self.key:
@@ -175,8 +176,8 @@ class _Preparation:
         return None if problems else manifest
 
     def prepare_missing(self) -> dict[str, Any]:
-        """Prepare what is missing (survey, tokenizer, shards, manifest) and return the manifest. The caller holds the
-        lock.
+        """Run the missing steps (survey, tokenizer, shards, manifest) and return the manifest as JSON. The caller holds
+        the lock.
         """
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
@@ -188,7 +189,9 @@ class _Preparation:
             raise
 
     def _run_steps(self) -> dict[str, Any]:
-        """Run the preparation steps in order and write the manifest, which makes the data count as complete."""
+        """Run the preparation steps in order, write the manifest, which marks the data as complete, and return it as
+        JSON.
+        """
         result = self._survey_corpus()
         tokenizer, tokenizer_record = self._prepare_tokenizer(result)
         splits = {name: self._pack_split(name, result, tokenizer, tokenizer_record) for name in SPLITS}
@@ -225,12 +228,12 @@ class _Preparation:
         return manifest
 
     def _check_unchanged(self) -> None:
-        """Raise `SourceChanged` if a source file changed since the job began."""
+        """Raise `SourceChanged` if a source file changed since the preparation began."""
         if file := self.contents.find_changed():
             raise SourceChanged(file)
 
     def _delete_results(self) -> None:
-        """Delete the contents of the cache directory except the lock file that other processes wait on."""
+        """Delete everything in the cache directory except the lock file, on which other processes wait."""
         for path in self.directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -238,7 +241,9 @@ class _Preparation:
                 path.unlink()
 
     def _survey_corpus(self) -> Survey:
-        """Return the survey of the corpus: read from the cache, else made by reading and cleaning every document."""
+        """Return which split each document of the corpus belongs to, or why it was dropped: from the cache, or by
+        reading and cleaning all documents.
+        """
         codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
         if record is None or find_damage(codes_path, record["codes"], contents=True) is not None:
@@ -261,8 +266,8 @@ class _Preparation:
         return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
     def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
-        """Return the tokenizer, trained or copied if it is not cached, and its files' `{"bytes", "sha256"}` by name.
-        result: the survey.
+        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files); it is trained, or copied into the cache
+        directory, unless it is there. result: the survey, which assigns documents to splits.
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
@@ -279,7 +284,7 @@ class _Preparation:
                 recipe.tokenizer,
                 recipe.vocabulary,
                 self.tokenizer_files,
-                self._training_texts(result),
+                self._iterate_training_texts(result),
                 self.template[0] if self.template else None,
             )
             sync_directory(directory)
@@ -291,9 +296,9 @@ class _Preparation:
             sync_directory(self.directory)
         return load_tokenizer(directory), record
 
-    def _training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts that the tokenizer is trained on: those of the training split, or an even sample of
-        `TRAINING_TEXT` bytes of them. result: the survey.
+    def _iterate_training_texts(self, result: Survey) -> Iterator[str]:
+        """Yield the texts that the tokenizer is trained on: those of the training split, or evenly spread
+        `TRAINING_TEXT` bytes of them. result: the survey, which assigns documents to splits.
         """
         share = TRAINING_TEXT / max(1, result.bytes["train"])
         for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
@@ -304,14 +309,17 @@ class _Preparation:
     def _pack_split(
         self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
     ) -> list[list[Shard]]:
-        """Tokenize and pack one split ("train" or "validation"); returns its shards, one list per source. result: the
-        survey. tokenizer_record: `{"bytes", "sha256"}` of the tokenizer's files by name.
+        """Tokenize one split ("train" or "validation") and write its shards; returns their metadata, one list per data
+        source.
+
+        result: the survey, which assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the
+        tokenizer's files.
         """
         reader, total = self._make_reader(result), result.bytes[split]
-        packer = Packer(
+        packer = ShardWriter(
             self.directory / split,
             lambda first: result.iterate_documents(self.files, reader, split, first),
-            self._split_ends(result, split),
+            self._find_split_ends(result, split),
             TextEncoder(tokenizer)
             if self.template is None
             else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
@@ -319,7 +327,7 @@ class _Preparation:
             self.recipe.shard_tokens,
             keep_text=self.keep_text or split == "validation",
         )
-        shards = packer.pack(
+        shards = packer.write_missing(
             limit_rate(lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text"))
         )
         number_of_shards = sum(map(len, shards))
@@ -333,15 +341,15 @@ class _Preparation:
         return shards
 
     def _sum_by_source(self, counts: Sequence[int]) -> list[int]:
-        """Return the sums over the files of each source, [sources]. counts: one number per file."""
+        """Sum `counts`, one number per source file, over the files of each data source; returns [sources]."""
         totals = [0] * len(self.recipe.all_sources)
         for file, count in zip(self.files, counts, strict=True):
             totals[file.source] += count
         return totals
 
-    def _split_ends(self, result: Survey, split: str) -> list[int]:
-        """Return for each source, [sources], where its documents end in a split ("train" or "validation"): 1 + the
-        number of the last document of the split in this source, or in the sources before it if it has none.
+    def _find_split_ends(self, result: Survey, split: str) -> list[int]:
+        """Return for each data source 1 + the number of its last document in the split ("train" or "validation"),
+        [sources]; for a source without documents in the split, the end of the source before it. result: the survey.
         """
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
         for count in self._sum_by_source(result.pieces):
@@ -351,22 +359,22 @@ class _Preparation:
         return ends
 
     def _make_reader(self, result: Survey) -> Reader:
-        """Return the reader that cuts long texts where the survey `result` did."""
+        """Return a reader that cuts long texts into the same documents as during the survey `result`."""
         return make_reader(self.recipe, result.longest)
 
 
 def _hash_json(value: Any) -> str:
-    """Hash the canonical JSON of `value`; returns hex SHA-256."""
+    """Hash a JSON value in canonical form; returns hex SHA-256."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def _is_trained(recipe: DataRecipe) -> bool:
-    """Return whether the recipe's tokenizer is trained on its data."""
+    """Return whether the recipe's tokenizer is one that is trained on its data."""
     return recipe.tokenizer in KINDS and KINDS[recipe.tokenizer].trained
 
 
 def _find_cache_directory(recipe: DataRecipe) -> Path:
-    """Return the cache directory: data.cache, else XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright."""
+    """Return the root of the data cache: data.cache, else XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright."""
     if recipe.cache:
         return Path(recipe.cache).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")  # XDG base directory specification
@@ -374,5 +382,5 @@ def _find_cache_directory(recipe: DataRecipe) -> Path:
 
 
 def _format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
+    """Return `number` with its noun, such as "1 file" or "2,000 files". noun: in the singular."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

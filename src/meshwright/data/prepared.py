@@ -23,9 +23,10 @@ from meshwright.recipe import DataRecipe
 
 
 class PreparedData:
-    """The cached result of preparing one recipe's data: a tokenizer directory and a packed dataset for each split.
+    """Prepared data of one recipe in the cache: a tokenizer, and a packed dataset for each split.
 
-    manifest: the cache directory's manifest.json, parsed. seed: of the training sample order.
+    directory: the data's cache directory. manifest: its manifest.json, parsed. recipe: the `[data]` table. seed: of the
+    training split's sample order.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
@@ -37,7 +38,7 @@ class PreparedData:
 
     @property
     def tokenizer_directory(self) -> Path:
-        """Directory of tokenizer.json and tokenizer_config.json, in the layout that `transformers` loads."""
+        """Directory of tokenizer.json and tokenizer_config.json, which `transformers` can load."""
         return self.directory / "tokenizer"
 
     @property
@@ -47,12 +48,12 @@ class PreparedData:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 over the tokenizer and the tokens: two results with the same value have identical samples."""
+        """Hex SHA-256 over tokenizer and tokens: prepared data with the same value have identical samples."""
         return str(self.manifest["sha256"])
 
     @property
     def cleaning(self) -> dict[str, Any]:
-        """The cleaning report as JSON: documents and bytes dropped by rule, distributions before and after, sample
+        """Cleaning report as JSON: documents and bytes dropped by rule, distributions before and after, sample
         documents.
         """
         cleaning = dict(self.manifest["cleaning"])
@@ -62,7 +63,7 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer loaded from `tokenizer_directory`."""
+        """Tokenizer loaded from `tokenizer_directory`."""
         return load_tokenizer(self.tokenizer_directory)
 
     @cached_property
@@ -75,10 +76,10 @@ class PreparedData:
         )
 
     def split(self, name: str) -> PackedDataset:
-        """Return the packed dataset of the split `name`, "train" or "validation" (empty if data.validation_fraction
-        is 0).
+        """Return the packed dataset of the split `name`: "train", or "validation" (empty if data.validation_fraction is
+        0).
 
-        With source weights, each source is a token stream of its own in "train", so that no sample mixes two sources.
+        With weights in the recipe, rows of the training split never mix two data sources.
         """
         assert name in SPLITS, name
         shards = [Shard(**record) for record in self.manifest["splits"][name]]
@@ -100,7 +101,7 @@ class PreparedData:
         return self._examples[name]
 
     def format_packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
-        """Yield one line of text for each split that holds records: examples, packed rows, truncated and dropped
+        """Yield one line for each of `splits` that has records: number of examples, packed rows, truncated and dropped
         examples.
         """
         for name in splits:
@@ -109,14 +110,14 @@ class PreparedData:
                 yield f"{name}: {format_packing_report(split.report, split.sequences, split.sequence)}"
 
     def iterate_documents(self, split: str = "validation") -> Iterator[str]:
-        """Yield the text of each document of a split as it was tokenized; for "train" only if prepared with
-        `keep_text`.
+        """Yield the text of each document of `split` ("train" or "validation") after masking; "train" must have been
+        prepared with `keep_text`.
         """
         return self.split(split).iterate_texts()
 
     def make_sample_order(self) -> SampleOrder | MixtureOrder:
-        """Return the order in which training reads the samples of the training split: sample number -> index of a
-        packed row.
+        """Return the order in which training reads the packed rows of the training split: maps the n-th sample to the
+        index of a row.
         """
         split = self.split("train")
         if self.weights is None:
@@ -124,16 +125,16 @@ class PreparedData:
         return MixtureOrder(self.seed, split.sequences_by_source, self.weights)
 
     def count_token_bytes(self) -> NDArray[np.int64] | None:
-        """Return the UTF-8 bytes of each token id, [vocabulary]; None if decoding is more than joining the tokens'
-        bytes.
+        """Return the number of UTF-8 bytes of text that each token id stands for, int64 [vocabulary]; None if the
+        tokenizer does not decode by concatenating the tokens' bytes.
         """
         return count_token_bytes(self.tokenizer.tokenizer)
 
     def summary(self, samples: int = 0) -> dict[str, Any]:
-        """Return the counts that `meshwright data prepare` prints, as JSON.
+        """Return the JSON document of `meshwright data prepare`: `tokens` (start and end tokens included), `documents`,
+        `bytes`, `dropped` by rule, `sha256`, counts of each split (`splits`) and of each data source (`sources`).
 
-        `tokens` (begin and end tokens included), `documents`, `bytes`, `dropped` by rule, `sha256`, `splits`, and
-        `sources` with the number of epochs of each source in a run of `samples` samples.
+        samples: number of samples in the planned run, for the number of epochs of each source.
         """
         splits = {name: self.split(name) for name in SPLITS}
         cleaning = self.cleaning
@@ -168,8 +169,8 @@ class PreparedData:
         }
 
     def _summarize_sources(self, samples: int) -> list[dict[str, Any]]:
-        """Return one JSON object per source: name, weight, share of the samples, files, documents read, counts of each
-        split, and `epochs`: how often a run of `samples` samples reads it.
+        """Return one JSON object per data source: name, weight, share of the training samples, number of files and
+        documents, counts by split, and `epochs`: how many times a run of `samples` samples reads the source.
         """
         split, order = self.split("train"), self.make_sample_order()
         shares = [1.0] * len(self.sources)
@@ -205,8 +206,8 @@ class PreparedData:
         return said
 
     def check_lengths(self, validation_fraction: float) -> None:
-        """Raise `UserError` if a split, or a weighted source, is too short for a single sample. validation_fraction:
-        that of the recipe; 0: the validation split may be empty.
+        """Raise `UserError` if a split, or a source with a weight, has too few tokens for a single sample.
+        validation_fraction: share of validation documents, in [0, 1]; with 0 the validation split may be empty.
         """
         for name in SPLITS if validation_fraction else SPLITS[:1]:
             split = self.split(name)
@@ -235,26 +236,27 @@ class PreparedData:
 
 
 def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> str:
-    """Return the packing report of one split as a line of text: examples, packed rows, truncated, dropped and lost
-    targets.
+    """Return a packing report as one line of text: examples, packed rows, truncated, dropped and lost targets.
 
-    report: as `PackedExamples.report`. rows: packed rows. sequence: tokens in a sample.
+    report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: tokens in a sample.
     """
 
-    def examples(count: int) -> str:
-        """Return a count with its noun, such as "1 example" or "2,000 examples"."""
+    def format_examples(count: int) -> str:
+        """Return `count` with its noun, such as "1 example" or "2,000 examples"."""
         return f"{count:,} example{'' if count == 1 else 's'}"
 
-    parts = [f"{examples(report['trained'])} in {rows:,} row{'' if rows == 1 else 's'} of {sequence + 1:,} tokens"]
+    parts = [
+        f"{format_examples(report['trained'])} in {rows:,} row{'' if rows == 1 else 's'} of {sequence + 1:,} tokens"
+    ]
     if rows:
         parts[0] += f", {1 - report['padding'] / (rows * (sequence + 1)):.0%} full"
     if report["truncated"]:
-        parts.append(f"{examples(report['truncated'])} longer than a row cut at the end")
+        parts.append(f"{format_examples(report['truncated'])} longer than a row cut at the end")
     if report["too_long"]:
-        parts.append(f"{examples(report['too_long'])} longer than a row left out")
+        parts.append(f"{format_examples(report['too_long'])} longer than a row left out")
     if report["lost_targets"]:
         whole = report["targets"] + report["lost_targets"]
         parts.append(f"{report['lost_targets']:,} of {whole:,} target tokens lost")
     if report["without_response"]:
-        parts.append(f"{examples(report['without_response'])} left out that have no response (in a row)")
+        parts.append(f"{format_examples(report['without_response'])} left out that have no response (in a row)")
     return "; ".join(parts)

@@ -1,7 +1,7 @@
 """Exchange with annotation tools: records as JSON Lines of doccano and Prodigy, and the annotations that come back.
 
-Three tasks: `classify` (labels of a record), `spans` (character ranges that perform an act), `rewrite` (a better
-response). Each row carries the name of its record, which identifies it on import.
+Three tasks: `classify` (labels of a record), `spans` (character ranges that perform a speech act), `rewrite` (a better
+response). Each line, called a row, carries the name of its record, which identifies it on import.
 
 doccano: backend/data_import/pipeline and data_export/pipeline of version 1.8 (text classification, sequence labelling,
 sequence to sequence). Prodigy: prodi.gy/docs/api-interfaces (choice, spans_manual, text_input). Both count characters
@@ -38,10 +38,12 @@ _OWN = {
 Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # what an annotator says, by task
 
 
-class Row(NamedTuple):
-    """One row imported from an annotation tool. answer: "labelled", or why it has no value ("unlabelled", "rejected"
-    ...). value: the annotator's labels, spans or rewritten text; None without an answer. fields: further fields of
-    the tool, kept for the next export.
+class ImportedRow(NamedTuple):
+    """One annotator's answer for one record, as imported from an annotation tool.
+
+    answer: "labelled", or why there is no value: "unlabelled", "unanswered", "rejected" or "ignored". value: the
+    labels, spans or rewritten response; None without an answer. fields: the tool's other JSON fields, kept for the next
+    export.
     """
 
     answer: str
@@ -50,16 +52,16 @@ class Row(NamedTuple):
 
 
 def format_record(sides: Exchange) -> str:
-    """Return the text of a record that annotators read: its prompt and response under headings.
-    sides: both of them.
-    """
+    """Return the text of a record that annotators read: its prompt and response (`sides`) under headings."""
     return f"{_PROMPT}{sides.prompt}{_RESPONSE}{sides.response}"
 
 
 def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> Iterator[Record]:
-    """Yield one row for each record in the format of an annotation tool, pre-annotated with the record's labels.
-    records: (where, record), `where` naming the record in errors. tool: "doccano" or "prodigy". task: "classify",
-    "spans" or "rewrite".
+    """Yield one JSON object per record in the import format of an annotation tool, with the record's present labels
+    filled in.
+
+    records: (position for errors such as "a.jsonl:17", record). tool: "doccano" or "prodigy". task: "classify" (labels
+    of a record), "spans" (character ranges) or "rewrite" (a better response). Raises `UserError`.
     """
     check_tool_and_task(tool, task)
     for (where, record), name in zip(records, name_records([record for _, record in records]), strict=True):
@@ -83,21 +85,22 @@ def import_rows(
     tool: str,
     leave_out_rejected: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Merge annotated rows into their records; returns the records in order, and a summary as JSON.
+    """Merge the rows that annotators made in a tool into their records; returns (records in order, summary as JSON).
 
-    records, rows: (where, record or row), `where` naming it in errors. tool: "doccano" or "prodigy".
-    leave_out_rejected: return no records that annotators rejected. A label or span is taken over if more than half of
-    a record's annotators set it; on a tie, or if no rewriting has a majority, the record is `disputed` and unchanged.
-    Summary: number of `records`, `rows`, of rows by `answers` (labelled, unlabelled, unanswered, rejected, ignored);
-    of records `labelled`, `changed` by that, `left` (no row had a value), `rejected`, `left_out`, `several` (several
-    annotators), `agreed` (all equal); `disputed`: their names. Raises `UserError`.
+    records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
+    leave_out_rejected: leave out records that annotators rejected. A label or span is set if more than half of a
+    record's annotators set it; on a tie, or if no rewritten text has a majority, the record is disputed and unchanged.
+
+    Summary: number of `records` and `rows`, of rows by `answers` (labelled, unlabelled, unanswered, rejected, ignored);
+    of records that were `labelled`, that this `changed`, `left` (no row had a value), `rejected`, `left_out`, `several`
+    (had several annotators), `agreed` (all of these equal); names of the `disputed` records. Raises `UserError`.
     """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
     places = {name: place for place, name in enumerate(names)}
     sides = [split_exchange(record, where) for where, record in records]
     before = [parse_annotation(record, side, where) for (where, record), side in zip(records, sides, strict=True)]
-    back: dict[int, list[Row]] = {}
+    back: dict[int, list[ImportedRow]] = {}
     task = None
     read = 0
     for where, row in rows:
@@ -134,7 +137,7 @@ def import_rows(
             fields = [row.fields for row in came if row.value is not None]
             changed = _replace_value(record, decided, before[place], f"{tool} {task}", fields, where)
             summary["labelled"] += 1
-            summary["changed"] += _present_value(before[place], sides[place], decided) != decided
+            summary["changed"] += _get_present_value(before[place], sides[place], decided) != decided
             record = changed
         if rejected and leave_out_rejected:
             summary["left_out"] += 1
@@ -151,43 +154,44 @@ def check_tool_and_task(tool: str, task: str) -> None:
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text that a row shows: the prompt alone for the task "rewrite", else prompt and response. sides:
-    both of the record.
+    """Return the text that annotators see for a task: for "rewrite" the prompt, else prompt and response. sides: both
+    of the record.
     """
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
 def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
-    """Return the value of doccano's key `label` for a task ("classify": labels, "spans": [start, end, act],
-    "rewrite": the response). said: the record's annotation; sides: its prompt and response.
+    """Return the value of doccano's field `label`: for the task "classify" label names, for "spans" [start, end, act]
+    in the exported text, for "rewrite" the response. said: the record's present annotation; sides: its prompt and
+    response.
     """
     match task:
         case "classify":
             return list(said.list_labels())
         case "spans":
-            return [[*_exported_range(span, sides), span.act] for span in said.spans or ()]
+            return [[*_map_to_exported_text(span, sides), span.act] for span in said.spans or ()]
         case _:
             return [sides.response] if sides.response else []
 
 
 def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
-    """Return the keys that Prodigy reads for a task ("classify", "spans" or "rewrite"). said: the record's
-    annotation; sides: its prompt and response.
+    """Return the JSON fields that Prodigy's interface for a task ("classify", "spans" or "rewrite") reads. said: the
+    record's present annotation; sides: its prompt and response.
     """
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
             return {"options": options, "accept": list(said.list_labels()), "config": {"choice_style": "multiple"}}
         case "spans":
-            places = [(*_exported_range(span, sides), span.act) for span in said.spans or ()]
+            places = [(*_map_to_exported_text(span, sides), span.act) for span in said.spans or ()]
             return {"spans": [{"start": start, "end": end, "label": act} for start, end, act in places]}
         case _:
             return {"user_input": sides.response}
 
 
 def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
-    """Return (task, record name) of a row, from its key "record". Raises `UserError` that begins with `where` if it
-    has none.
+    """Return (task, record name) from the field "record" of a row. where: the row's position, with which the
+    `UserError` for a missing or invalid field begins.
     """
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
@@ -197,9 +201,9 @@ def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
     return task, name
 
 
-def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
-    """Parse a row exported by doccano. sides: prompt and response of its record; before: the record's annotation as
-    exported; where: the row's place, for errors.
+def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> ImportedRow:
+    """Parse one row exported by doccano for a task. sides: prompt and response of its record; before: the record's
+    annotation when it was exported; where: the row's position, for errors. Raises `UserError`.
     """
     label = row.get("label", row.get("entities"))
     if not isinstance(label, list):
@@ -207,25 +211,25 @@ def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotati
     fields = {key: value for key, value in row.items() if key not in _OWN["doccano"]}
     suggested = _make_doccano_label(task, before, sides)
     if not label and (task == "rewrite" or not suggested):  # nobody was here, or nothing holds: it looks alike
-        return Row("unlabelled", None, fields)
+        return ImportedRow("unlabelled", None, fields)
     if task != "rewrite":
-        return Row("labelled", _parse_value(row, task, label, sides, where), fields)
+        return ImportedRow("labelled", _parse_value(row, task, label, sides, where), fields)
     texts = [text for text in label if text != sides.response] or label
     if len(texts) > 1 or not isinstance(texts[0], str):
         raise UserError(f"{where}: {len(texts)} new responses; leave one of them in doccano")
-    return Row("labelled", texts[0], fields)
+    return ImportedRow("labelled", texts[0], fields)
 
 
-def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> Row:
-    """Parse a row exported by Prodigy. sides: prompt and response of its record; before: the record's annotation as
-    exported; where: the row's place, for errors.
+def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> ImportedRow:
+    """Parse one row exported by Prodigy for a task. sides: prompt and response of its record; before: the record's
+    annotation when it was exported; where: the row's position, for errors. Raises `UserError`.
     """
     fields = {key: value for key, value in row.items() if key not in _OWN["prodigy"]}
     match row.get("answer"):
         case None:
-            return Row("unanswered", None, fields)
+            return ImportedRow("unanswered", None, fields)
         case "reject" | "ignore" as answer:
-            return Row({"reject": "rejected", "ignore": "ignored"}[answer], None, fields)
+            return ImportedRow({"reject": "rejected", "ignore": "ignored"}[answer], None, fields)
         case "accept":
             pass
         case other:
@@ -234,22 +238,22 @@ def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotati
         text = row.get("user_input")
         if not isinstance(text, str):
             raise UserError(f'{where}: "user_input" is not a string; text_input writes it there')
-        return Row("labelled", text, fields)
+        return ImportedRow("labelled", text, fields)
     if task == "classify" and "label" in row:
         raise UserError(f"{where}: one label to accept or reject; import the answers to the choice of data export")
     said = row.get("accept" if task == "classify" else "spans", [])
     if not isinstance(said, list):
         raise UserError(f'{where}: "{"accept" if task == "classify" else "spans"}" is not a list')
-    return Row("labelled", _parse_value(row, task, said, sides, where), fields)
+    return ImportedRow("labelled", _parse_value(row, task, said, sides, where), fields)
 
 
-_READ: dict[str, Callable[[Record, str, Exchange, Annotation, str], Row]]
+_READ: dict[str, Callable[[Record, str, Exchange, Annotation, str], ImportedRow]]
 _READ = {"doccano": _parse_doccano_row, "prodigy": _parse_prodigy_row}
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
-    """Raise `UserError` that begins with `where` if a row's text differs from the exported one in more than line
-    ends. sides: prompt and response of its record.
+    """Raise `UserError` if the text of a row differs from the exported one, line ends aside. sides: prompt and response
+    of the row's record; where: the row's position, with which the error begins.
     """
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
@@ -257,8 +261,8 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
 
 
 def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
-    """Parse `said`, the labels ("classify") or spans of a row. sides: prompt and response of its record; where: the
-    row's place, for errors.
+    """Parse `said`, the labels ("classify") or spans of one row; returns a frozenset of labels or a tuple of spans.
+    sides: prompt and response of the row's record; where: the row's position, for errors. Raises `UserError`.
     """
     if task == "classify":
         if not all(isinstance(label, str) for label in said):
@@ -269,9 +273,9 @@ def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
-    """Convert a span of the exported text to a span of the prompt or response, clipped to it. one: JSON object or
-    list [start, end, label]. seen: the row's text. sides: prompt and response. Raises `UserError` that begins with
-    `where` if it touches both or none.
+    """Convert a span of the exported text to one of the prompt or the response, clipped to that. one: JSON object or
+    list [start, end, label], in characters. seen: the text that annotators saw. sides: prompt and response. where: the
+    row's position, for errors. Raises `UserError` if the span touches both or neither.
     """
     if isinstance(one, dict):
         start, end = one.get("start", one.get("start_offset")), one.get("end", one.get("end_offset"))
@@ -285,7 +289,7 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
     if seen != text:
         start, end = _restore_position(text, start), _restore_position(text, end)
     inside = []
-    for side, first in _side_offsets(sides).items():
+    for side, first in _find_side_offsets(sides).items():
         low, high = max(start, first), min(end, first + len(getattr(sides, side)))
         if low < high:
             inside.append(Span(side, low - first, high - first, act))
@@ -298,8 +302,8 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
 
 
 def _restore_position(text: str, place: int) -> int:
-    """Return the character position in `text`, which may have CRLF line ends, of the position `place` in the same
-    text with LF.
+    """Convert a character position: `place` counts in `text` with line ends LF, the result in `text` itself, whose line
+    ends may be CRLF.
     """
     at = 0
     while place > 0:
@@ -308,24 +312,24 @@ def _restore_position(text: str, place: int) -> int:
     return at
 
 
-def _side_offsets(sides: Exchange) -> dict[str, int]:
-    """Return the character position at which "prompt" and "response" begin in the exported text. sides: both of the
-    record.
+def _find_side_offsets(sides: Exchange) -> dict[str, int]:
+    """Return {"prompt": offset, "response": offset}: the characters at which both begin in the exported text of a
+    record. sides: its prompt and response.
     """
     return {"prompt": len(_PROMPT), "response": len(_PROMPT) + len(sides.prompt) + len(_RESPONSE)}
 
 
-def _exported_range(span: Span, sides: Exchange) -> tuple[int, int]:
-    """Return the character range [start, end) in the exported text of a span of the prompt or response. sides: both
-    of the record.
+def _map_to_exported_text(span: Span, sides: Exchange) -> tuple[int, int]:
+    """Return the character range [start, end) in the exported text of a record for a span of its prompt or response.
+    sides: both of the record.
     """
-    first = _side_offsets(sides)[span.side]
+    first = _find_side_offsets(sides)[span.side]
     return first + span.start, first + span.end
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the text, or the set of labels or spans, that more than half of the annotators chose; None on a tie or
-    without values. values: one per annotator.
+    """Return the rewritten text, or the set of labels or spans, that more than half of the annotators chose; None on a
+    tie or without values. values: one per annotator.
     """
     if not values:
         return None
@@ -344,9 +348,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
     return frozenset(held) if isinstance(values[0], frozenset) else tuple(sorted(held))
 
 
-def _present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the record's labels, spans or response before the import, whichever `like` is; None if not judged.
-    before: its annotation; sides: its prompt and response.
+def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
+    """Return the record's labels, spans or response before the import, whichever has the type of `like`; None if it has
+    none. before: its annotation; sides: its prompt and response.
     """
     if isinstance(like, str):
         return sides.response
@@ -358,10 +362,11 @@ def _present_value(before: Annotation, sides: Exchange, like: Value) -> Value | 
 def _replace_value(
     record: Record, value: Value, before: Annotation, source: str, fields: list[dict[str, Any]], where: str
 ) -> Record:
-    """Return the record with an imported value. A rewritten response loses the labels of the old one.
+    """Return a copy of the record with an imported value. With a new response, the labels of the old response are
+    removed.
 
-    before: the record's annotation. source: tool and task, "doccano spans". fields: the tool's further fields of each
-    row. where: place of the record, for errors.
+    value: labels, spans or rewritten response. before: the record's annotation. source: tool and task, such as "doccano
+    spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the record, for errors.
     """
     said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
     kept: Mapping[str, Any] = before.tool

@@ -24,13 +24,14 @@ _HOPELESS = 10  # requests refused before one is answered: the server will refus
 
 
 class Journal:
-    """Append-only file of the answers of a run, so that a restart asks nothing twice: one JSON line per request,
-    flushed at once; keys are hashes of the requests.
+    """Append-only file of the model's answers, so that a restarted run sends no request twice: one JSON line per
+    request, flushed to disk at once. Keys are SHA-256 hashes of the requests.
 
-    A truncated last line is removed. Raises `UserError` for a file that is not a journal, or is in use.
+    A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open or create the journal file `path`, lock it and read its answers."""
         self.path = path
         self._answers: dict[str, Completion | None] = {}
         self._lock = threading.Lock()
@@ -50,7 +51,7 @@ class Journal:
             raise
 
     def _load(self) -> None:
-        """Read the answers in the file and cut off a truncated last line."""
+        """Read the answers in the file and remove a truncated last line. Raises `UserError` if it is not a journal."""
         self._file.seek(0)
         whole = 0
         for number, line in enumerate(self._file, 1):
@@ -69,19 +70,21 @@ class Journal:
 
     @property
     def answered(self) -> bool:
-        """True if any request was answered rather than refused."""
+        """True if at least one request was answered rather than refused."""
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the request with the key `name` has an entry."""
+        """Return whether the journal has an answer or refusal for the request with the key `name`."""
         return name in self._answers
 
     def __getitem__(self, name: str) -> Completion | None:
-        """Return the answer to the request with the key `name`; None if the server refused it."""
+        """Return the answer to the request with the key `name`, None if the server refused it. Raises `KeyError` if it
+        is not in the journal.
+        """
         return self._answers[name]
 
     def put(self, name: str, answer: Completion | None) -> None:
-        """Append the answer to the request with the key `name` (None: refused) and flush it to disk."""
+        """Append the answer to the request with the key `name` (None: the server refused it) and flush it to disk."""
         line = json.dumps({"request": name, "answer": answer}).encode() + b"\n"
         with self._lock:
             try:
@@ -98,13 +101,16 @@ class Journal:
 
 
 class ChatClient:
-    """Client of a served model that sends up to `concurrency` requests at a time and records the answers in a journal
-    file; a context manager that closes the file.
+    """Client of a served model that sends up to `concurrency` requests at a time and stores the answers in a journal
+    file, from which a restarted run reads them. As a context manager it closes the file.
     """
 
     def __init__(
         self, endpoint: Endpoint, journal: Path, concurrency: int = 8, log: Callable[[str], None] = lambda line: None
     ) -> None:
+        """endpoint: the served model. journal: path of the journal file. concurrency: maximum number of requests at a
+        time. log: receives progress lines.
+        """
         self.endpoint = endpoint
         self.journal = Journal(journal)
         self.concurrency = concurrency
@@ -125,11 +131,11 @@ class ChatClient:
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
-        """Return the answers in the order of `requests`, None for refused ones; only requests that are not in the
-        journal are sent.
+        """Return the answers to `requests` in order, None for refused ones; only requests that are not in the journal
+        are sent.
 
-        doing: for the progress line, such as "labelling". Raises the endpoint's `NoAnswer`, and its `RequestRefused`
-        if all or the first ten requests are refused. Answers received before are in the journal.
+        doing: activity for the progress line, such as "labelling". Raises the endpoint's `NoAnswer`, and its
+        `RequestRefused` if all or the first ten requests are refused. Answers received before are in the journal.
         """
         names = [self._request_key(request) for request in requests]
         open_ones = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
@@ -141,10 +147,12 @@ class ChatClient:
                 self._count_usage(self.journal[name])
         return [self.journal[name] for name in names]
 
-    def usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return as JSON the number of `requests` of the run, `sent` now (others came from the journal), `retries`,
-        `refused`; token counts, and answers `uncounted` by the server; with prices also the total `cost`. price_in,
-        price_out: of a million prompt tokens and answered tokens.
+    def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
+        """Return as JSON: number of `requests` of the run, of these `sent` now (the others came from the journal),
+        `retries`, `refused`; `prompt_tokens`, `completion_tokens`, and `uncounted` answers, without token counts. With
+        prices also `cost`.
+
+        price_in, price_out: price of a million prompt tokens and of a million answered tokens, in any currency.
         """
         said: dict[str, Any] = {
             "requests": len(self._used),
@@ -162,11 +170,11 @@ class ChatClient:
         return said
 
     def _request_key(self, request: ChatRequest) -> str:
-        """Return the hash of a request, its key in the journal."""
+        """Return the key of a request in the journal: the hex SHA-256 of its JSON."""
         return hashlib.sha256(canonical_json(request.to_json(self.endpoint.model))).hexdigest()
 
     def _count_usage(self, answer: Completion | None) -> None:
-        """Add an answer to the usage counts."""
+        """Add an answer (None: refused) to the counts of `summarize_usage`."""
         if answer is None:
             self._refused += 1
             return
@@ -175,8 +183,8 @@ class ChatClient:
         self._completion_tokens += answer.completion_tokens or 0
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Send (journal key, request) pairs from daemon threads, so that an interrupt of the main thread exits at
-        once with the journal intact. doing: for the progress line.
+        """Send (journal key, request) pairs from daemon threads, so that an interrupt of the main thread exits at once
+        with the journal intact. doing: activity for the progress line.
         """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
@@ -184,7 +192,10 @@ class ChatClient:
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         stop = threading.Event()
 
-        def work() -> None:
+        def send_waiting() -> None:
+            """Thread body: send requests from the queue until it is empty or `stop` is set; puts None, or an error,
+            into `done` for each.
+            """
             while not stop.is_set():
                 try:
                     name, request = waiting.get_nowait()
@@ -197,7 +208,9 @@ class ChatClient:
                     done.put(error)
                     return
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.concurrency, len(requests)))]
+        threads = [
+            threading.Thread(target=send_waiting, daemon=True) for _ in range(min(self.concurrency, len(requests)))
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -219,11 +232,12 @@ class ChatClient:
         self._refusals.clear()
 
     def _send_one(self, name: str, request: ChatRequest, stop: threading.Event) -> None:
-        """Send the request with the journal key `name` and record its answer or refusal. stop: ends waiting between
+        """Send the request with the journal key `name` and store its answer or refusal. stop: ends the pause between
         retries.
         """
 
-        def retried(reason: str) -> None:
+        def count_retry(reason: str) -> None:
+            """Count a retry, and log the reason of the first one."""
             with self._count:
                 self._retries += 1
                 first = self._retries == 1
@@ -236,7 +250,7 @@ class ChatClient:
         with self._count:
             self._sent += 1
         try:
-            answer = self.endpoint.complete(request, wait, retried)
+            answer = self.endpoint.complete(request, wait, count_retry)
         except RequestRefused as error:
             with self._count:
                 self._refusals[name] = error

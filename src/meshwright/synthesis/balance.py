@@ -17,16 +17,17 @@ ALL = "all"  # the group of every record
 def measure_balance(
     records: Iterable[tuple[str, str, Record]], target: Mapping[str, Fraction], by: str | None = None
 ) -> dict[str, Any]:
-    """Report as JSON how evenly speech acts are distributed over labelled records.
+    """Measure how evenly speech acts are distributed over labelled records; returns JSON with the keys `target` and
+    `groups`.
 
-    records: (group, where, record), `where` naming the record in errors. target: desired share of each act; they sum
-    to 1. by: record key whose values are groups too. `groups`, of which "all" is the first: number of `records`, of
-    `labelled` ones and of those labelled by a model alone (`guessed`); for each side its `acts` (count, share and
-    number to `add`), `labels` (total count), `entropy` in bits, `effective` number of acts, `missing` acts;
-    `refusals`.
+    records: (group such as a file name, position for errors, record). target: {act: desired share}, with the sum 1. by:
+    record key; records with the same value under it form further groups. Each of `groups`, of which "all" is the first,
+    has: number of `records`, of `labelled` ones and of those labelled by a model alone (`guessed`); for "prompt" and
+    "response" `acts` ({act: count, share, and number to `add` to reach the target}), `labels` (total count), `entropy`
+    in bits, `effective` number of acts, `missing` acts; `refusals`.
 
-    The entropy H is Shannon's over the shares; the effective number 2^H is the number of equally frequent acts with
-    the same entropy (Jost, Entropy and diversity, Oikos 113, 2006). A record with two acts on a side counts for both.
+    The entropy H is Shannon's over the shares; the effective number 2^H is the number of equally frequent acts with the
+    same entropy (Jost, Entropy and diversity, Oikos 113, 2006). A prompt or response with two acts counts for both.
     """
     groups: dict[str, list[Annotation]] = {ALL: []}
     named: set[str] = set()
@@ -44,7 +45,9 @@ def measure_balance(
 
 
 def parse_target(text: str | None) -> dict[str, Fraction]:
-    """Parse "assertive=3,directive=2" to the share of each act; None: equal shares. Raises `UserError`."""
+    """Parse relative weights such as "assertive=3,directive=2" to {act: share}, with the sum 1; None gives equal
+    shares. Raises `UserError`.
+    """
     if text is None:
         return dict.fromkeys(ACTS, Fraction(1, len(ACTS)))
     weights = dict.fromkeys(ACTS, Fraction(0))
@@ -65,8 +68,8 @@ def parse_target(text: str | None) -> dict[str, Fraction]:
 
 
 def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return the fewest records of each act to add so that shares match the target without removing any, rounded up.
-    counts: records of each act; target: desired share of each act.
+    """Return {act: number of records to add}: the fewest, rounded up, with which the shares match the target without
+    removing any. counts: {act: number of records}; target: {act: desired share}, with the sum 1.
 
     The act furthest above its share sets the total. Acts with a target of 0 get none.
     """
@@ -75,7 +78,9 @@ def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -
 
 
 def _get_value(record: Mapping[str, Any], key: str) -> str:
-    """Return the value under a key ("a.b": b inside a) as text; "none" if there is none."""
+    """Return the value of a record under `key` ("a.b": key b inside a) as text of at most 60 characters; "none" if
+    there is none.
+    """
     value: Any = record
     for name in [key] if key in record else key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -83,8 +88,8 @@ def _get_value(record: Mapping[str, Any], key: str) -> str:
 
 
 def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
-    """Report one group of records as JSON: counts, acts of both sides, refusals. said: the records' annotations;
-    target: desired share of each act.
+    """Measure one group of records, given by their annotations `said`; returns its entry in `groups` of
+    `measure_balance`. target: {act: desired share}.
     """
     judged = [one for one in said if one.judged]
     return {
@@ -97,8 +102,9 @@ def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> di
 
 
 def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -> dict[str, Any]:
-    """Report the acts of one side (prompts or responses) of a group as JSON. acts: those of each record; target:
-    desired share of each act.
+    """Measure the speech acts of the prompts, or of the responses, of a group; returns `acts`, `labels`, `none`,
+    `entropy`, `effective` and `missing` as in `measure_balance`. acts: those of each record; target: {act: desired
+    share}.
     """
     counts = {act: sum(act in held for held in acts) for act in ACTS}
     total = sum(counts.values())
@@ -116,10 +122,10 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 
 
 def _count_refusals(said: list[Annotation]) -> dict[str, int]:
-    """Count prompts by whether they should be refused and responses by whether they refuse, where both are judged.
-    said: annotations of the records.
-
-    `answered`: should be refused and was not; `refused_harmless`: should not be refused and was.
+    """Count labelled records, given by their annotations `said`, by whether the prompt should be refused and whether
+    the response refuses. Both judged: `refused`, `answered` (should be refused), `refused_harmless`,
+    `answered_harmless` (should not). Also `should_refuse`, `harmless`: prompts by judgement; `not_judged`: one or both
+    missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in said]
     return {

@@ -10,15 +10,15 @@ from meshwright.draw.page import bar, page, paragraph, table
 from meshwright.synthesis.speech_acts import ACTS, SIDES
 
 
-def balance_page(title: str, report: Mapping[str, Any]) -> str:
-    """Return the HTML page of a balance report; it loads no other file. title: name of the data in the heading.
-    report: JSON of `balance.measure_balance`.
+def render_balance_page(title: str, report: Mapping[str, Any]) -> str:
+    """Return a self-contained HTML page of a balance report. title: name of the data in the heading. report: JSON of
+    `measure_balance`.
     """
-    return page(f"Speech acts of {title}", element("h1", f"Speech acts of {title}"), *_parts(report))
+    return page(f"Speech acts of {title}", element("h1", f"Speech acts of {title}"), *_render_sections(report))
 
 
-def _parts(report: Mapping[str, Any]) -> Iterator[Markup]:
-    """Yield the sections of the page, group after group. report: JSON of `balance.measure_balance`."""
+def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
+    """Yield the sections of the page, group after group. report: JSON of `measure_balance`."""
     yield paragraph("A bar is the share of an act among the labels of its side; the mark is its target.", muted=True)
     for name, group in report["groups"].items():
         guessed = f"; {group['guessed']:,} by a model's guess that nobody has looked at" if group["guessed"] else ""
@@ -26,15 +26,15 @@ def _parts(report: Mapping[str, Any]) -> Iterator[Markup]:
         yield paragraph(f"{group['labelled']:,} of {group['records']:,} records labelled{guessed}", muted=True)
         if group["labelled"]:
             for side in SIDES:
-                yield from _side(side, group[side], report["target"])
-            yield from _refusals(group["refusals"])
+                yield from _render_side(side, group[side], report["target"])
+            yield from _render_refusals(group["refusals"])
     yield element("h2", "The acts")
     yield table((), ACTS.items())
 
 
-def _side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> Iterator[Markup]:
-    """Yield heading, figures and table of the speech acts of one side. name: "prompt" or "response". side: its
-    figures in the report (`acts`, `entropy`, `effective` ...). target: desired share of each act.
+def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> Iterator[Markup]:
+    """Yield heading, figures and table of the speech acts of a group's prompts or responses. name: "prompt" or
+    "response". side: its JSON in the report (`acts`, `entropy`, `effective` ...). target: {act: desired share}.
     """
     widest = max([row["share"] for row in side["acts"].values()] + list(target.values())) or 1.0
     none = f"; {side['none']:,} with no act" if side["none"] else ""
@@ -54,9 +54,9 @@ def _side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> It
     yield table(("act", "labels", "share", "", "target", "to add"), rows)
 
 
-def _refusals(said: Mapping[str, int]) -> Iterator[Markup]:
-    """Yield the table of refused and answered prompts. said: number of records by judgement (`should_refuse`,
-    `refused`, `answered`, `harmless` ...).
+def _render_refusals(said: Mapping[str, int]) -> Iterator[Markup]:
+    """Yield a table of refused and answered prompts. said: number of records by judgement, as `_count_refusals` in
+    `balance` returns them.
     """
     counts = (
         ("should be refused", said["should_refuse"], said["refused"], said["answered"]),

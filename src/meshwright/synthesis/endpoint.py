@@ -25,8 +25,8 @@ _AGAIN = {408, 409, 425, 429}  # and all from 500 on
 
 
 class Completion(NamedTuple):
-    """One answer of the model. text: its content. finish_reason: "stop", or "length" if truncated. prompt_tokens,
-    completion_tokens: None if the server does not report them.
+    """One answer of the model. text: its content. finish_reason: "stop", or "length" if it was cut at max_tokens.
+    prompt_tokens, completion_tokens: number of tokens; None if the server does not report it.
     """
 
     text: str
@@ -37,8 +37,8 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One chat completion request, except for the model name. messages: {"role", "content"} each. max_tokens: of the
-    answer. temperature, top_p, seed: of sampling.
+    """One chat completion request without the model name, in OpenAI's terms. messages: {"role", "content"} each.
+    temperature, top_p, seed: of sampling. max_tokens: maximum length of the answer.
     """
 
     messages: Sequence[Mapping[str, str]]
@@ -48,7 +48,7 @@ class ChatRequest:
     seed: int = 0
 
     def to_json(self, model: str) -> dict[str, Any]:
-        """Return the JSON body of the request."""
+        """Return the JSON body of the request to the model named `model`."""
         return {
             "model": model,
             "messages": [dict(message) for message in self.messages],
@@ -61,21 +61,21 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of a run's requests. max_tokens: of an answer. seed: of the run, from which the requests' seeds
-    are derived.
+    """Sampling settings of a run with many requests. max_tokens: maximum length of an answer. seed: of the run, from
+    which the seeds of the requests are derived.
     """
 
     temperature: float = 1.0
     max_tokens: int = 1024
     seed: int = 0
 
-    def request(self, prompt: str, seed: int) -> ChatRequest:
-        """Return a request with one user message and its own seed."""
-        return ChatRequest(user_message(prompt), self.temperature, max_tokens=self.max_tokens, seed=seed)
+    def make_request(self, prompt: str, seed: int) -> ChatRequest:
+        """Return a request with one user message, `prompt`, and its own seed."""
+        return ChatRequest(make_user_message(prompt), self.temperature, max_tokens=self.max_tokens, seed=seed)
 
 
-def user_message(text: str) -> list[dict[str, str]]:
-    """Return the chat messages of a conversation with one user message `text`."""
+def make_user_message(text: str) -> list[dict[str, str]]:
+    """Return the messages of a conversation that has one user message with the given text."""
     return [{"role": "user", "content": text}]
 
 
@@ -84,17 +84,17 @@ class RequestRefused(UserError):
 
 
 class NoAnswer(UserError):
-    """Error: the server did not answer after all retries."""
+    """Error: the server did not answer in any of the tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a served model, and the limits for requests to it.
+    """Address of a served model, and limits for requests to it.
 
-    url: with its version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". model: its name on the server. key:
-    bearer token, sent to this address alone (redirects are not followed), never shown. timeout: seconds for a
-    complete answer. tries: attempts for each request; the pause doubles from `backoff` seconds on, unless the server
-    sends Retry-After.
+    url: with version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". model: its name on the server. key: bearer
+    token, sent to this address alone (redirects are not followed) and never printed. timeout: seconds for a complete
+    answer. tries: maximum number of attempts for a request; the pause between them doubles from `backoff` seconds on,
+    unless the server sends Retry-After.
     """
 
     url: str
@@ -125,11 +125,11 @@ class Endpoint:
         wait: Callable[[float], None] = time.sleep,
         retried: Callable[[str], None] = lambda reason: None,
     ) -> Completion:
-        """Send a request and return the model's answer.
+        """Send a request, with retries, and return the model's answer.
 
-        wait: sleeps between tries, in seconds. retried: called with the reason of each retry. Raises `RequestRefused`
-        for final errors (400, 401, 404 ...), `NoAnswer` if 408, 409, 425, 429, 5xx, time-outs, broken connections or
-        invalid answers outlast all tries.
+        wait: sleeps the given number of seconds between tries. retried: called with the reason of each retry. Raises
+        `RequestRefused` for final errors (400, 401, 404 ...), `NoAnswer` if 408, 409, 425, 429, 5xx, time-outs, broken
+        connections or invalid answers outlast all tries.
         """
         body = canonical_json(request.to_json(self.model))
         reason = ""
@@ -145,8 +145,8 @@ class Endpoint:
         raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._shorten(reason)}")
 
     def _send(self, body: bytes) -> Completion:
-        """Send a JSON request body once and return the answer. Raises `_TryAgainError` for errors that a retry may
-        cure.
+        """Send a JSON request body once and return the answer. Raises `_TryAgainError` for errors after which a retry
+        may succeed, else `RequestRefused`.
         """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key is not None:
@@ -173,13 +173,13 @@ class Endpoint:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
     def _shorten(self, text: str) -> str:
-        """Shorten a server's message for an error line, with the key masked."""
+        """Return a server's message cut to 300 characters for an error line, with the key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
 
 def read_key(variable: str | None) -> str | None:
-    """Return the server's key from the environment variable named `variable`; None without a name. Raises `UserError`
-    if the variable holds no key.
+    """Return the server's API key from the environment variable named `variable`; None if `variable` is None. Raises
+    `UserError` if the variable is unset or holds no key.
     """
     if variable is None:
         return None
@@ -194,7 +194,9 @@ def read_key(variable: str | None) -> str | None:
 
 
 class _TryAgainError(Exception):
-    """Error of one attempt that a retry may cure. after: seconds to wait, from Retry-After."""
+    """Error of one attempt after which a retry may succeed. reason: for the log. after: seconds to wait, from
+    Retry-After, or None.
+    """
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(" ".join(reason.split()))
@@ -205,15 +207,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Handler that does not follow redirects, which would send the key to another address."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Refuse the redirect (return None), so that it is reported as an error."""
+        """Return None, which makes urllib report the redirect as an error."""
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def _read_body(answer: Any, until: float) -> bytes:
-    """Read the whole body of an HTTP response (`answer`) in bounded time and memory. until: deadline by
-    `time.monotonic`. Raises `_TryAgainError`.
+    """Read the whole body of the HTTP response `answer` in bounded time and memory. until: deadline in seconds of
+    `time.monotonic`. Raises `_TryAgainError` for too large or truncated a body, `TimeoutError`.
     """
     parts: list[bytes] = []
     size = 0
@@ -230,7 +232,7 @@ def _read_body(answer: Any, until: float) -> bytes:
 
 
 def _parse_completion(body: bytes) -> Completion:
-    """Parse the body of a chat completion. Raises `_TryAgainError` if it is none."""
+    """Parse the JSON body of a chat completion. Raises `_TryAgainError` if it is invalid."""
     try:
         value = json.loads(body)
         choice = value["choices"][0]
@@ -249,8 +251,8 @@ def _parse_completion(body: bytes) -> Completion:
 
 
 def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
-    """Return a server's error message: that of its JSON, else the beginning of the body. until: deadline by
-    `time.monotonic`.
+    """Return the message in an HTTP error response: that of its JSON, else the beginning of the body. until: deadline
+    in seconds of `time.monotonic`.
     """
     try:
         body = _read_body(error, until)
@@ -266,7 +268,9 @@ def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
 
 
 def _parse_retry_after(headers: Any) -> float | None:
-    """Parse a Retry-After header, a number or a date (RFC 9110, section 10.2.3); returns seconds or None."""
+    """Parse the Retry-After header, a number of seconds or a date (RFC 9110, section 10.2.3); returns seconds from now,
+    or None if it is missing or invalid.
+    """
     said = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", said):
         return float(said)

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.data.records.exchanges import Record, name_records, split_exchange
 from meshwright.errors import UserError
 from meshwright.synthesis.asking import ChatClient
-from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, user_message
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, make_user_message
 
 IN_DEPTH: dict[str, str] = {
     "add-constraints": "Ask for one thing more that the answer must respect: a condition, a limit or a requirement.",
@@ -73,8 +73,8 @@ _STOP_WORDS = frozenset(
 
 @dataclass
 class _Lineage:
-    """An instruction under evolution. source: name of the record it began as. task: its present text. path: names of
-    the methods applied so far.
+    """An instruction that is rewritten round after round. source: name of the record it began as. task: its present
+    text. path: names of the methods applied so far.
     """
 
     source: str
@@ -90,13 +90,14 @@ def evol_instruct(
     methods: Sequence[str] = METHODS,
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Let a served model make instructions harder or different in several rounds (Evol-Instruct); returns the evolved
-    records with responses, and a summary as JSON.
+    """Let a served model rewrite instructions in several rounds, harder or on another topic, and answer them
+    (Evol-Instruct); returns (evolved records with responses, summary as JSON).
 
-    seeds: (where, record) to begin with. asker: sends the requests. rounds: 4 in the paper. sampling: of the
-    requests. methods: names of evolutions to choose from. Records have Alpaca's keys and `origin`:
-    method, model, round, path of methods, source record. Summary: `records`, `by_method`, and `dropped` by reason.
-    Raises `UserError` without instructions.
+    seeds: (position for errors, record) of the instructions to begin with. asker: client of the model. rounds: 4 in the
+    paper. sampling: settings of the requests. methods: names of rewriting methods, of which each rewriting draws one.
+    log: receives progress lines. Records have Alpaca's keys and `origin`: method, model, round, path of methods, source
+    record. Summary: number of `records` and `rounds`, `by_method`, and `dropped` by reason. Raises `UserError` without
+    instructions.
     """
     seed = sampling.seed
     names = name_records([record for _, record in seeds])
@@ -113,20 +114,22 @@ def evol_instruct(
         chosen = [random.Random(f"{seed} {number} {place}").choice(list(methods)) for place in range(len(lines))]
         seeds_of = [random.Random(f"{seed} {number} {place} ask").getrandbits(31) for place in range(len(lines))]
         prompts = [_make_evolving_prompt(line.task, method) for line, method in zip(lines, chosen, strict=True)]
-        asked = [sampling.request(prompt, own) for prompt, own in zip(prompts, seeds_of, strict=True)]
+        asked = [sampling.make_request(prompt, own) for prompt, own in zip(prompts, seeds_of, strict=True)]
         tasks = [_parse_evolved(answer, dropped) for answer in asker.ask(asked, f"round {number}: evolving")]
         going = [place for place, task in enumerate(tasks) if task is not None]
 
         compare = [
-            ChatRequest(user_message(_COMPARE.format(first=lines[at].task, second=tasks[at])), max_tokens=8, seed=seed)
+            ChatRequest(
+                make_user_message(_COMPARE.format(first=lines[at].task, second=tasks[at])), max_tokens=8, seed=seed
+            )
             for at in going
         ]
         judged = asker.ask(compare, f"round {number}: comparing")
-        same = {at for at, answer in zip(going, judged, strict=True) if answer and _says_same(answer.text)}
+        same = {at for at, answer in zip(going, judged, strict=True) if answer and _is_judged_same(answer.text)}
         dropped["nothing new"] += len(same)
         going = [at for at in going if at not in same]
 
-        answering = [sampling.request(str(tasks[at]), seeds_of[at]) for at in going]
+        answering = [sampling.make_request(str(tasks[at]), seeds_of[at]) for at in going]
         for at, answer in zip(going, asker.ask(answering, f"round {number}: answering"), strict=True):
             if reason := _find_failure(answer):
                 dropped[reason] += 1
@@ -146,15 +149,15 @@ def evol_instruct(
 
 
 def _make_evolving_prompt(task: str, method: str) -> str:
-    """Build the prompt that asks a model to rewrite an instruction (`task`) by the method of that name."""
+    """Return the prompt that asks a model to rewrite the instruction `task` by the method of that name."""
     if method == IN_BREADTH:
         return _BROADEN.format(task=task)
     return _DEEPEN.format(how=IN_DEPTH[method], words=_WORDS_MORE, task=task)
 
 
 def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | None:
-    """Return the evolved instruction in an answer; None if there is none, which adds 1 under its
-    reason in `dropped`.
+    """Return the rewritten instruction in an answer; None if it is unusable, and then adds 1 under the reason in
+    `dropped`.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -172,13 +175,17 @@ def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | No
     return task
 
 
-def _says_same(text: str) -> bool:
-    """Return whether the model's answer `text` calls two instructions the same."""
+def _is_judged_same(text: str) -> bool:
+    """Return whether the model, asked to compare two instructions, answered that they are the same. text: its
+    answer.
+    """
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 
 def _find_failure(answer: Completion | None) -> str | None:
-    """Return why the model's response shows that an evolved instruction cannot be answered, or None."""
+    """Return why the model's response to a rewritten instruction is unusable, such as "response cut off", or None if it
+    is usable.
+    """
     if answer is None:
         return "request refused"
     if answer.finish_reason == "length":

@@ -27,13 +27,13 @@ _SYSTEM = (
 def label_records(
     records: Sequence[tuple[str, Record]], asker: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Label records by speech acts with a served model; returns all records in order and a summary as JSON.
+    """Label records by speech acts and refusals with a served model; returns (all records in order, summary as JSON).
 
-    Records that have labels are left as they are; with `again`, those labelled by a model alone are labelled anew.
-    New labels name "model NAME" as their author. records: (where, record), `where` naming the record in errors.
-    asker: sends the requests. seed: of the first request; a retry after an unreadable answer adds 1. max_tokens: of
-    an answer. Summary, in records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
-    `unreadable` (no labels in any answer).
+    records: (position for errors, record). Labelled records stay as they are; with `again`, those labelled by a model
+    alone are labelled anew. asker: client of the model; new labels name "model NAME" as their author. seed: of the
+    first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer. Summary, in
+    records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server, `unreadable` (no labels in any
+    answer).
     """
     labelled = [record for _, record in records]
     open_ones: list[tuple[int, Exchange, Annotation]] = []
@@ -62,7 +62,7 @@ def label_records(
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
     # As JSON, so that nothing in a record can pass for the end of it.
     """Build the request that asks the model for the labels of one record. sides: its prompt and response. max_tokens:
-    of the answer.
+    maximum length of the answer.
     """
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]
@@ -71,8 +71,10 @@ def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
 
 def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
     """Return the record's annotation with the labels in the model's answer (JSON, also inside prose or a code block);
-    None if there are none. before: the record's annotation, whose spans and tool fields are retained. by: author of
-    the labels, "model NAME".
+    None if there are none.
+
+    before: the record's present annotation, whose spans and tool fields are retained. by: author of the labels, "model
+    NAME".
     """
     begin, end = answer.text.find("{"), answer.text.rfind("}")
     try:

@@ -12,20 +12,22 @@ _WORD = re.compile(rf"[{_OWN_WORD}]|[^\W_{_OWN_WORD}]+")
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text in lower case, without punctuation."""
+    """Return the words of a text in lower case, without punctuation; in scripts without spaces each character is a
+    word.
+    """
     return _WORD.findall(text.lower())
 
 
 def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
-    """Return the ROUGE-L F1 of two texts, given as words: 2 × longest common subsequence / (words of both), in [0,
-    1]; 0 if one is empty.
+    """Return the ROUGE-L F1 of two texts, given as lists of words, in [0, 1]: 2 × longest common subsequence / (words
+    of both); 0 if either is empty.
     """
     total = len(first) + len(second)
-    return 2 * _common_length(first, second) / total if first and second else 0.0
+    return 2 * _compute_lcs_length(first, second) / total if first and second else 0.0
 
 
-class Pool:
-    """Collection of texts that new ones are compared with by ROUGE-L."""
+class SimilarityPool:
+    """Collection of texts with which new texts are compared by ROUGE-L."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts: list[tuple[list[str], Counter[str]]] = []
@@ -33,12 +35,12 @@ class Pool:
             self.add(text)
 
     def add(self, text: str) -> None:
-        """Add a text to the pool."""
+        """Add a text to the pool, to be compared with later ones."""
         split = split_words(text)
         self._texts.append((split, Counter(split)))
 
     def has_similar(self, text: str, threshold: float) -> bool:
-        """Return whether any text of the pool has a ROUGE-L of `threshold` or more with `text`."""
+        """Return whether the ROUGE-L F1 of `text` and any text of the pool is at least `threshold`, in [0, 1]."""
         split = split_words(text)
         counts = Counter(split)
         for other, other_counts in self._texts:
@@ -49,8 +51,8 @@ class Pool:
         return False
 
 
-def _common_length(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence of two sequences of words."""
+def _compute_lcs_length(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the number of words in the longest common subsequence of two texts, given as lists of words."""
     row = [0] * (len(second) + 1)
     for word in first:
         before = 0  # what stood one row up, one to the left

@@ -18,8 +18,8 @@ from typing import Any
 from meshwright.data.records.exchanges import Record, find_first_request
 from meshwright.errors import UserError
 from meshwright.synthesis.asking import ChatClient
-from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, user_message
-from meshwright.synthesis.rouge import Pool
+from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, make_user_message
+from meshwright.synthesis.rouge import SimilarityPool
 
 IN_CONTEXT, GENERATED_IN_CONTEXT = 8, 2  # tasks in a prompt, of which the model's own ("Instruction Generation")
 TOO_ALIKE = 0.7  # ROUGE-L with any task of the pool ("Filtering and Postprocessing")
@@ -57,17 +57,17 @@ _WRITE_LABELLED = (
 
 
 @dataclass
-class Outcome:
-    """Result of a Self-Instruct run. records: new ones, with Alpaca's keys and `origin`. dropped: number of discarded
-    tasks and pairs by reason. rounds: of requests for new tasks.
+class SelfInstructResult:
+    """Result of a Self-Instruct run. records: the generated ones, with Alpaca's keys and `origin`. dropped: number of
+    discarded tasks and input-output pairs by reason. rounds: how many rounds of requests for new tasks were sent.
     """
 
     records: list[Record] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
 
-    def summary(self) -> dict[str, Any]:
-        """Return the number of records and rounds, and the counts of what was dropped, as JSON."""
+    def summarize(self) -> dict[str, Any]:
+        """Return {"records": number, "rounds": number, "dropped": {reason: number}}."""
         return {"records": len(self.records), "rounds": self.rounds, "dropped": dict(sorted(self.dropped.items()))}
 
 
@@ -78,27 +78,27 @@ def self_instruct(
     sampling: Sampling = DEFAULT_SAMPLING,
     instances: int = 1,
     log: Callable[[str], None] = lambda line: None,
-) -> Outcome:
-    """Let a served model generate `count` new tasks (fewer if it repeats itself), each with up to `instances`
-    input-output pairs (Self-Instruct).
+) -> SelfInstructResult:
+    """Let a served model generate `count` new tasks (fewer if it repeats itself), each with input-output pairs
+    (Self-Instruct).
 
-    seeds: (where, record) of tasks by people, shown to the model. asker: sends the requests. sampling: of the
-    requests. instances: pairs for a task with free-text answers; a classification gets one for
-    each of up to 5 labels. log: receives progress lines. Requests depend on the seed and the answers alone, so that a
-    restarted run repeats them. Raises `UserError` without seed tasks.
+    seeds: (position for errors, record) of tasks written by people, which are shown to the model. asker: client of the
+    model. sampling: settings of the requests. instances: maximum number of pairs for a task with free-text answers; a
+    classification gets one for each of up to 5 labels. log: receives progress lines. Requests depend on the seed and
+    the answers alone, so that a restarted run repeats them. Raises `UserError` without seed tasks.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
     if not people:
         raise UserError("Self-Instruct needs tasks to start from, and the file has none")
-    outcome, pool = Outcome(), Pool(people)
+    outcome, pool = SelfInstructResult(), SimilarityPool(people)
     made: list[str] = []
     idle = 0
     while len(made) < count and idle < _PATIENCE:
         random_ = random.Random(f"{sampling.seed} {outcome.rounds}")
         prompts = [_make_tasks_prompt(random_, people, made) for _ in range(_ROUND)]
         requests = [
-            sampling.request(prompt, _derive_seed(sampling.seed, outcome.rounds, number))
+            sampling.make_request(prompt, _derive_seed(sampling.seed, outcome.rounds, number))
             for number, prompt in enumerate(prompts)
         ]
         before = len(made)
@@ -120,8 +120,8 @@ def self_instruct(
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return why an instruction (`task`) is dropped whatever the others are, such as "begins with a punctuation
-    mark", or None.
+    """Return why an instruction is discarded on its own account, such as "begins with a punctuation mark", or None if
+    it is not.
     """
     length = len(task.split())
     if length < LEAST_WORDS:
@@ -138,8 +138,8 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Build the prompt that asks for new tasks, with a random choice of example tasks in random order. people: tasks
-    by people; made: tasks generated so far.
+    """Return the prompt that asks for new tasks, with a random choice of example tasks in random order. people: tasks
+    written by people; made: tasks generated so far.
     """
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
@@ -149,8 +149,8 @@ def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequ
 
 
 def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> list[str]:
-    """Return the items of the numbered list in an answer, without the last one if the answer was truncated; failures
-    add 1 under their reason in `dropped`.
+    """Return the items of the numbered list in an answer, without the last one if the answer was truncated. Each
+    failure adds 1 under its reason in `dropped`.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -166,18 +166,19 @@ def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> li
 
 
 def _add_instances(
-    outcome: Outcome,
+    outcome: SelfInstructResult,
     tasks: Sequence[str],
     asker: ChatClient,
     sampling: Sampling,
     instances: int,
 ) -> None:
-    """Ask for input-output pairs of each task and add them to `outcome` as records: label first for classifications,
-    so that labels are balanced, else input first. instances: pairs for a task with free-text answers.
+    """Ask the model for input-output pairs of each task and add them to `outcome` as records. For classifications the
+    label is generated before the input, so that labels are balanced. instances: maximum number of pairs for a task with
+    free-text answers.
     """
     kinds = asker.ask(
         [
-            ChatRequest(user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=sampling.seed)
+            ChatRequest(make_user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=sampling.seed)
             for task in tasks
         ],
         "kinds",
@@ -187,7 +188,7 @@ def _add_instances(
     for number, (task, has_labels) in enumerate(zip(tasks, labelled, strict=True)):
         prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
         text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
-        requests.append(sampling.request(text, _derive_seed(sampling.seed, -1, number)))
+        requests.append(sampling.make_request(text, _derive_seed(sampling.seed, -1, number)))
     for task, has_labels, answer in zip(tasks, labelled, asker.ask(requests, "examples"), strict=True):
         pairs = _parse_pairs(answer, has_labels, outcome.dropped)
         if not pairs:
@@ -198,8 +199,8 @@ def _add_instances(
 
 
 def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs of an answer, without those that the paper and its code filter out. labelled:
-    the task is a classification. Failures add 1 under their reason in `dropped`.
+    """Return the (input, output) pairs in an answer that pass the filters of the paper and its code. labelled: the task
+    is a classification. Each failure adds 1 under its reason in `dropped`.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -236,7 +237,7 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
 
 
 def _derive_seed(seed: int, *numbers: int) -> int:
-    """Return the seed of one request, derived from the run's seed and the numbers that identify it (round, task ...),
+    """Return the seed of one request, from the run's seed and the numbers that identify the request (round, task ...),
     so that equal prompts get different answers.
     """
     return random.Random(f"{seed} {numbers}").getrandbits(31)

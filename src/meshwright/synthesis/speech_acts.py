@@ -1,4 +1,6 @@
-"""Annotations of records: speech acts of prompt and response, and refusals (should the prompt be refused, is it)."""
+"""Annotations of records: the speech acts of prompt and response, and refusals (should the prompt be refused, does the
+response refuse).
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ LABELS = (*(f"{side}:{act}" for side in SIDES for act in ACTS), SHOULD_REFUSE, R
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Part of a record that performs a speech act. side: "prompt" or "response". start, end: character range [start,
-    end) of that side. act: name of the act.
+    """Part of a record's text that performs a speech act. side: "prompt" or "response". start, end: character range
+    [start, end) in that text. act: name of the act, such as "directive".
     """
 
     side: str
@@ -51,9 +53,9 @@ class Span:
 class Annotation:
     """Speech-act labels of one record. A field is None if not judged, an empty tuple if judged to have none.
 
-    prompt, response: acts of that side, in the order of `ACTS`. should_refuse: the prompt should be refused. refuses:
-    the response refuses. spans: acts of parts of the text. by: annotator ("doccano", "prodigy", "model NAME"). tool:
-    further fields of the annotation tool, kept for the next export.
+    prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: the prompt should be refused.
+    refuses: the response refuses. spans: acts of parts of the text. by: author of the labels ("doccano", "prodigy",
+    "model NAME"). tool: other JSON fields of the annotation tool, kept for the next export.
     """
 
     prompt: tuple[str, ...] | None = None
@@ -66,7 +68,7 @@ class Annotation:
 
     @property
     def judged(self) -> bool:
-        """True if any label of the record as a whole is set."""
+        """True if any label other than spans is set."""
         return any(value is not None for value in (self.prompt, self.response, self.should_refuse, self.refuses))
 
     @property
@@ -75,7 +77,9 @@ class Annotation:
         return (self.by or "").startswith("model ")
 
     def list_labels(self) -> tuple[str, ...]:
-        """Return the labels of `LABELS` that hold, in that order."""
+        """Return the names of the labels that are set, such as "prompt:directive" or "refuses", in the order of
+        `LABELS`.
+        """
         acts = {"prompt": self.prompt or (), "response": self.response or ()}
         held = {f"{side}:{act}" for side in SIDES for act in acts[side]}
         held |= {SHOULD_REFUSE} if self.should_refuse else set()
@@ -83,7 +87,7 @@ class Annotation:
         return tuple(label for label in LABELS if label in held)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the labels that are set, as JSON."""
+        """Return the fields that are set as a JSON object, the form in which records store annotations."""
         spans = None if self.spans is None else [_span_to_json(span) for span in self.spans]
         acts = {side: value if value is None else list(value) for side, value in self._sides()}
         said = {**acts, "should_refuse": self.should_refuse, "refuses": self.refuses, "spans": spans, "by": self.by}
@@ -91,13 +95,14 @@ class Annotation:
         return {**kept, "tool": dict(self.tool)} if self.tool else kept
 
     def _sides(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-        """Return (side, acts) pairs."""
+        """Return (("prompt", its acts), ("response", its acts))."""
         return ("prompt", self.prompt), ("response", self.response)
 
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
-    """Return the fields of `Annotation` for the complete set of labels, each one of `LABELS`, that an annotator set.
-    where: place, for errors. Raises `UserError` for an unknown label.
+    """Convert the complete set of labels that an annotator set, each one of `LABELS`, to fields of `Annotation`:
+    {"prompt", "response", "should_refuse", "refuses"}. where: position of the record, for the `UserError` for an
+    unknown label.
     """
     for label in sorted(labels):
         if label not in LABELS:
@@ -110,8 +115,8 @@ def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
 
 
 def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> Annotation:
-    """Return the annotation in a record; empty if it has none. sides: its prompt and response. Raises `UserError`
-    that begins with `where`.
+    """Parse the annotation in a record; without one all fields are None. sides: the record's prompt and response.
+    where: position of the record, with which the `UserError` for an invalid annotation begins.
     """
     said = record.get(ANNOTATION)
     if said is None:
@@ -138,15 +143,15 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """Return a copy of the record with this annotation in place of its own."""
+    """Return a copy of the record with `annotation` in place of its own."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
     said = annotation.to_json()
     return {**plain, ANNOTATION: said} if said else plain
 
 
 def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
-    """Return the spans in the JSON value `said`, sorted. sides: prompt and response of the record. Raises `UserError`
-    that begins with `where` for one outside of its side.
+    """Parse a JSON list of spans; returns them sorted. sides: prompt and response of the record. where: position of the
+    record, with which the `UserError` for a span outside of its text begins.
     """
     spans = []
     for number, one in enumerate(said, 1):
@@ -162,8 +167,8 @@ def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the standard name of a speech act, given any of its names in the literature (`word`), in any case.
-    Raises `UserError` that begins with `where` if unknown.
+    """Return the standard name of a speech act. word: any of its names in the literature, in any case. where: position,
+    with which the `UserError` for an unknown name begins.
     """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
@@ -173,8 +178,8 @@ def resolve_act(word: Any, where: str) -> str:
 
 
 def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
-    """Return the acts of one side ("prompt" or "response") in the JSON annotation `said`; None if not judged. where:
-    place, for errors.
+    """Return the speech acts of the "prompt" or "response" (`side`) in the JSON annotation `said`; None if not judged.
+    where: position of the record, for errors. Raises `UserError`.
     """
     value = said.get(side)
     if value is None:
@@ -186,7 +191,9 @@ def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ..
 
 
 def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
-    """Return the boolean under `key` in the JSON annotation `said`; None if not judged. where: place, for errors."""
+    """Return the boolean under `key` in the JSON annotation `said`; None if not judged. where: position of the record,
+    for errors. Raises `UserError`.
+    """
     value = said.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')
@@ -194,5 +201,5 @@ def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
 
 
 def _span_to_json(span: Span) -> dict[str, Any]:
-    """Return a span as JSON."""
+    """Return a span as the JSON object {"side", "start", "end", "act"}."""
     return {"side": span.side, "start": span.start, "end": span.end, "act": span.act}

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from meshwright.data.cleaning import cleaning_pass, duplicates
-from meshwright.data.cleaning.cleaning_pass import Cleaned, run_cleaning_pass
-from meshwright.data.cleaning.report import cleaning_page
+from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_pass
+from meshwright.data.cleaning.report import render_cleaning_page
 from meshwright.data.cleaning.rule_notes import RULE_NOTES
 from meshwright.data.cleaning.rules import RULES, Cleaner
 from meshwright.data.cleaning.segments import KEPT
@@ -43,13 +43,13 @@ def write(directory: Path, documents: list[str], files: int = 3) -> Path:
     return directory
 
 
-def cleaned(source: Path, work: Path, **recipe: Any) -> Cleaned:
+def cleaned(source: Path, work: Path, **recipe: Any) -> CleaningResult:
     return run_cleaning_pass(
         find_files([str(source)]), Reader(), Cleaner(CleanRecipe(**recipe)), work, lambda line: None
     )
 
 
-def rules(result: Cleaned) -> list[str | None]:
+def rules(result: CleaningResult) -> list[str | None]:
     return [None if code == KEPT else RULES[code - 1] for code in result.codes.tolist()]
 
 
@@ -87,7 +87,7 @@ def test_near_duplicate_of_dropped_document_is_dropped(tmp_path: Path):
             return np.array(columns[name], np.uint64)
 
     cleaner = Cleaner(CleanRecipe(near_duplicates=True, minhash_bands=2, minhash_rows=1))
-    found = cleaning_pass._Duplicates([Chain()], cleaner, tmp_path)  # type: ignore[list-item]
+    found = cleaning_pass._DuplicateFinder([Chain()], cleaner, tmp_path)  # type: ignore[list-item]
     near = 1 + RULES.index("near_duplicates")
     assert found.codes.tolist() == [KEPT, near, near]
     assert found.earlier == {"near_duplicates": {1: 0, 2: 1}} and found.first == {"near_duplicates": 1}
@@ -99,7 +99,7 @@ def test_repeated_keys_match_dictionary(tmp_path: Path, part: int):
     keys = draw.integers(0, 2**64, (40, 2), np.uint64)[draw.integers(0, 40, 300)]
     chunks = [(keys[at : at + 70], np.arange(at, min(at + 70, 300))) for at in range(0, 300, 70)]
     found = {}
-    for numbers, earlier in duplicates.find_repeated(iter(chunks), 300, tmp_path / "parts", part):
+    for numbers, earlier in duplicates.find_repeated_keys(iter(chunks), 300, tmp_path / "parts", part):
         found |= dict(zip(numbers.tolist(), earlier.tolist(), strict=True))
     first: dict[bytes, int] = {}
     expected = {}
@@ -260,7 +260,7 @@ def test_page_has_all_report_figures_without_external_resources(tmp_path: Path):
     hostile = "<script>alert(1)</script>\n" * 9
     source = write(tmp_path / "source", [*texts(20), *texts(5), hostile])
     result = cleaned(source, tmp_path / "work", near_duplicates=True)
-    page = cleaning_page("a & b.toml", result.report)
+    page = render_cleaning_page("a & b.toml", result.report)
     assert "<script" not in page and "&lt;script&gt;alert(1)" in page and "a &amp; b.toml" in page
     assert "http" not in page and "src=" not in page
     for rule in result.report["rules"]:

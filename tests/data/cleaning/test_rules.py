@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.data.cleaning.repetition import measure_repeated_lines
-from meshwright.data.cleaning.rules import RULES, Cleaner, enabled_rules, is_code
+from meshwright.data.cleaning.rules import RULES, Cleaner, is_code_file, list_enabled_rules
 from meshwright.recipe import CleanRecipe
 
 
@@ -69,7 +69,7 @@ def test_repetition_is_fraction_of_repeated_lines():
 
 
 def test_only_enabled_rules_run():
-    assert enabled_rules(CleanRecipe()) == (
+    assert list_enabled_rules(CleanRecipe()) == (
         *("encoding", "control_characters", "length", "repetition", "exact_duplicates"),
     )
     everything = CleanRecipe(
@@ -80,13 +80,13 @@ def test_only_enabled_rules_run():
         evaluation_sets=["set.jsonl"],
         near_duplicates=True,
     )
-    assert enabled_rules(everything) == RULES
+    assert list_enabled_rules(everything) == RULES
 
 
 def test_code_is_detected_by_file_name():
-    assert all(map(is_code, ("a/b.py", "x.CPP", "lib.rs.gz", "stdlib/json/decoder.py", "long.py#2")))
-    assert not any(map(is_code, ("a.wet.gz:17 http://a.b/c.html", "a.parquet:row 3", "a.wet:2 http://a.pl#2")))
-    assert not any(map(is_code, ("a.txt", "corpus.jsonl:17", "README", "py", "a.py.txt", "corpus.json.txt:3")))
+    assert all(map(is_code_file, ("a/b.py", "x.CPP", "lib.rs.gz", "stdlib/json/decoder.py", "long.py#2")))
+    assert not any(map(is_code_file, ("a.wet.gz:17 http://a.b/c.html", "a.parquet:row 3", "a.wet:2 http://a.pl#2")))
+    assert not any(map(is_code_file, ("a.txt", "corpus.jsonl:17", "README", "py", "a.py.txt", "corpus.json.txt:3")))
 
 
 def test_prose_rules_skip_code_unless_enabled():

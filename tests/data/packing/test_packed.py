@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.data import NO_TARGET, PackedTokens
 from meshwright.data.packing.packed import StoredTokens
-from meshwright.data.packing.shards import Packer, TextEncoder
+from meshwright.data.packing.shards import ShardWriter, TextEncoder
 from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.tokenizer import find_tokenizer, load_tokenizer, write_tokenizer
 
@@ -33,8 +33,10 @@ class Packed:
         def kept(first: int):
             return ((number, Document("", text)) for number, text in enumerate(documents) if number >= first)
 
-        packer = Packer(directory, kept, [len(documents)], TextEncoder(tokenizer), "", shard_tokens, keep_text=True)
-        self.directory, [self.shards] = directory, packer.pack(lambda done: None)
+        packer = ShardWriter(
+            directory, kept, [len(documents)], TextEncoder(tokenizer), "", shard_tokens, keep_text=True
+        )
+        self.directory, [self.shards] = directory, packer.write_missing(lambda done: None)
         self.stream: list[int] = []
         self.document_of: list[int] = []
         for number, text in enumerate(documents):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.data import NO_TARGET, PackedExamples
 from meshwright.data.packing.packed import StoredTokens
 from meshwright.data.packing.packed_examples import OPEN_ROWS, PackingSettings, pack_best_fit
-from meshwright.data.packing.shards import EncodedDocument, Packer
+from meshwright.data.packing.shards import EncodedDocument, ShardWriter
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
 
@@ -42,8 +42,8 @@ def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: i
     def kept(first: int):
         return ((number, document) for number, document in enumerate(documents) if number >= first)
 
-    packer = Packer(directory, kept, sources or [len(shapes)], Plain(), "", shard_tokens, keep_text=False)
-    by_source = packer.pack(lambda done: None)
+    packer = ShardWriter(directory, kept, sources or [len(shapes)], Plain(), "", shard_tokens, keep_text=False)
+    by_source = packer.write_missing(lambda done: None)
     shards = [shard for shards in by_source for shard in shards]
     pieces = len(shapes[0]) if shapes else 1
     apart = None if sources is None else [len(shards) for shards in by_source]

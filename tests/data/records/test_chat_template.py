@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.records.chat_template import ChatTemplate, check_tokens, find_template
+from meshwright.data.records.chat_template import ChatTemplate, check_template_tokens, find_template
 from meshwright.data.records.conversations import Example, Message
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_rendering import TemplateError
@@ -184,7 +184,7 @@ def test_turn_end_token_is_found_despite_trailing_white_space(pairs, style: str)
 
 def test_record_of_millions_of_characters_is_refused_before_tokenization(pairs):
     example = Example((), ((Message("user", "Q"), Message("assistant", "A" * 1_000_001)),))
-    document = Document("chats.jsonl:7", example.text(), None, example)
+    document = Document("chats.jsonl:7", example.join_texts(), None, example)
     with pytest.raises(UserError, match=r"chats.jsonl:7: .* 1,000,004 characters.*clean.maximum_characters = 1000000"):
         list(pairs("chatml").ours.encode_documents([document]))
 
@@ -209,10 +209,10 @@ def test_missing_template_is_refused(name: str, problem: str):
 
 
 def test_chatml_requires_its_special_tokens():
-    check_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
-    check_tokens("instruction", set(), "gpt2")
+    check_template_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
+    check_template_tokens("instruction", set(), "gpt2")
     with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are no special tokens of the tokenizer "gpt2"'):
-        check_tokens("chatml", {"<|im_start|>"}, "gpt2")
+        check_template_tokens("chatml", {"<|im_start|>"}, "gpt2")
 
 
 def test_invalid_template_file_is_refused_with_line(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.data import prepare
 from meshwright.data.records import record_files
-from meshwright.data.records.conversations import Message, Records
+from meshwright.data.records.conversations import Message, RecordFormat
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.data.tokenizers.report import measure_tokenizer
@@ -49,29 +49,29 @@ def write(path: Path, records: list[Any]) -> Path:
 
 def read(path: Path, kind: str, **renamed: str):
     [file] = find_files([str(path)], records=True)
-    return list(Reader(records=Records(kind, renamed)).read_documents(file))
+    return list(Reader(records=RecordFormat(kind, renamed)).read_documents(file))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".jsonl.gz"])
 @pytest.mark.parametrize("kind", RECORDS)
 def test_record_parses_alike_in_every_format(tmp_path: Path, kind: str, suffix: str):
     documents = read(write(tmp_path / f"data{suffix}", RECORDS[kind]), kind)
-    records = Records(kind)
+    records = RecordFormat(kind)
     assert [document.example for document in documents] == [records.parse_example(record) for record in RECORDS[kind]]
     place = {".json": ":record ", ".parquet": ":row "}.get(suffix, ":")
     assert [document.name for document in documents] == [f"data{suffix}{place}{number}" for number in (1, 2)]
 
 
 def test_records_parse_to_expected_conversations():
-    [add, hi] = map(Records("instruction").parse_example, RECORDS["instruction"])
+    [add, hi] = map(RecordFormat("instruction").parse_example, RECORDS["instruction"])
     assert add.branches == ((Message("user", "Add.", "1 2"), Message("assistant", "3")),) and add.prompt == ()
-    assert add.text() == "Add.\n\n1 2\n\n3"
+    assert add.join_texts() == "Add.\n\n1 2\n\n3"
     assert hi.branches[0][0] == Message("user", "Hi")
     share = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "id": 7}
-    assert Records("chat").parse_example(share).branches == ((Message("user", "Q"), Message("assistant", "A")),)
+    assert RecordFormat("chat").parse_example(share).branches == ((Message("user", "Q"), Message("assistant", "A")),)
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "text", "text": "!"}]}]}
-    assert Records("chat").parse_example(parts).branches == ((Message("user", "Q!"),),)
-    renamed = Records("instruction", {"instruction": "question", "output": "answer"})
+    assert RecordFormat("chat").parse_example(parts).branches == ((Message("user", "Q!"),),)
+    renamed = RecordFormat("instruction", {"instruction": "question", "output": "answer"})
     assert renamed.parse_example({"question": "Q", "answer": "A"}).branches[0][1] == Message("assistant", "A")
 
 
@@ -85,7 +85,7 @@ def test_preference_formats_parse_alike():
         {"prompt": history, "chosen": [*history, good], "rejected": [*history, bad]},
         {"chosen": [*history, good], "rejected": [*history, bad]},
     ]
-    [example] = {Records("preference").parse_example(way) for way in ways}
+    [example] = {RecordFormat("preference").parse_example(way) for way in ways}
     assert [message.content for message in example.prompt] == ["u", "a", "u"]
     assert [branch[0].content for branch in example.branches] == ["good", "bad"]
 
@@ -187,7 +187,7 @@ def test_json_list_reading_is_independent_of_chunk_size(tmp_path: Path, monkeypa
     path = tmp_path / "data.json"
     path.write_text("\ufeff" + json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [one.example for one in read(path, "instruction")] == list(
-        map(Records("instruction").parse_example, records)
+        map(RecordFormat("instruction").parse_example, records)
     )
 
 
@@ -197,7 +197,7 @@ def test_long_json_list_is_read_in_bounded_memory(tmp_path: Path):
     path.write_text("[" + ",\n".join([row] * 20_000) + "]")
     [file] = find_files([str(path)], records=True)
     tracemalloc.start()
-    assert sum(1 for _ in Reader(records=Records("instruction")).read_documents(file)) == 20_000
+    assert sum(1 for _ in Reader(records=RecordFormat("instruction")).read_documents(file)) == 20_000
     assert tracemalloc.get_traced_memory()[1] < 12e6  # of 20 MB
     tracemalloc.stop()
     path.write_text(json.dumps([{"instruction": "Q" * 20_000_000, "output": "A"}]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.sources.contents import Contents
+from meshwright.data.sources.contents import SourceDigests
 from meshwright.data.sources.resolution import find_files
 
 
@@ -31,13 +31,13 @@ def test_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch: 
     original = contents.hash_source
     monkeypatch.setattr(contents, "hash_source", digest)
     log: list[str] = []
-    first = Contents(find_files([str(texts)]), tmp_path, log.append)
+    first = SourceDigests(find_files([str(texts)]), tmp_path, log.append)
     assert (len(hashed), len(log)) == (3, 1)
-    again = Contents(find_files([str(texts)]), tmp_path, log.append)
+    again = SourceDigests(find_files([str(texts)]), tmp_path, log.append)
     assert again.sha256 == first.sha256 and len(hashed) == 3 and len(log) == 1
     (texts / "1.txt").write_text("text X")  # as long as before, and as old
     os.utime(texts / "1.txt", (1e9, 1e9))
-    changed = Contents(find_files([str(texts)]), tmp_path, log.append)
+    changed = SourceDigests(find_files([str(texts)]), tmp_path, log.append)
     assert hashed[3:] == ["1.txt"]
     assert changed.sha256[1] == hashlib.sha256(b"text X").hexdigest() != first.sha256[1]
     assert first.find_changed() is not None and changed.find_changed() is None

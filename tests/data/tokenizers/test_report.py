@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.data import prepare
 from meshwright.data.tokenizers.kinds import KINDS, UNKNOWN
-from meshwright.data.tokenizers.page import page
+from meshwright.data.tokenizers.page import render_tokenizer_page
 from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer, spell_tokens
 from meshwright.recipe import DataRecipe
 
@@ -106,7 +106,9 @@ def test_every_token_has_a_text(place: Path):
 
 def test_page_is_self_contained_and_escapes_text(place: Path):
     data = prepare(recipe(place, "word"))
-    written = page(measure_tokenizer(recipe(place, "word"), data), describe_tokens(data.tokenizer, "The <script> "))
+    written = render_tokenizer_page(
+        measure_tokenizer(recipe(place, "word"), data), describe_tokens(data.tokenizer, "The <script> ")
+    )
     assert written.startswith("<!doctype html>") and "http" not in written and "<script" not in written
     assert "nothing" in written and "<b>" not in written and "english.jsonl" in written
 

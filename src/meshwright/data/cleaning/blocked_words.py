@@ -16,10 +16,11 @@ _WORD = re.compile(rf"{_LETTER}+")
 
 
 class BlockedWords:
-    """Checker for the words and phrases of a list: a UTF-8 file, one per line, blank lines ignored.
+    """Filter that finds blocked words and phrases in texts. The list is a UTF-8 file, one word or phrase per line;
+    blank lines are ignored.
 
     They match whole words in any case; in scripts without spaces between words (Chinese, Japanese, Thai ...) also
-    inside others.
+    inside longer strings.
     """
 
     def __init__(self, path: str) -> None:
@@ -35,7 +36,7 @@ class BlockedWords:
         self.phrases = sorted(listed - self.words)
 
     def find_blocked(self, text: str) -> str | None:
-        """Return a word or phrase of the list that `text` contains, or None."""
+        """Return one word or phrase of the list (case-folded) that `text` contains, or None if it contains none."""
         folded = text.casefold()
         if found := self.words.intersection(_WORD.findall(folded)):
             return min(found)
@@ -51,17 +52,19 @@ def hash_word_list(path: str) -> str:
 
 
 def _read_list(path: str) -> bytes:
-    """Return the bytes of the word list in the file `path`."""
+    """Return the raw bytes of the word list in the file `path`. Raises `OSError`."""
     return read_file(Path(path).expanduser(), "word_list_bytes")
 
 
 def _stands_alone(phrase: str, text: str) -> bool:
-    """Return whether `text` contains the phrase between word boundaries."""
+    """Return whether `phrase` occurs in `text` as whole words, not inside a longer word; in scripts without spaces
+    between words any occurrence counts. Both are case-folded.
+    """
     edge = r"(?!)" if re.search(f"[{_JOINED}]", phrase) else _LETTER
     return re.search(rf"(?<!{edge}){re.escape(phrase)}(?!{edge})", text) is not None
 
 
 def _unreadable_error(path: str, error: Exception) -> UserError:
-    """Build the error for a list that cannot be read."""
+    """Build the `UserError` for the word list in the file `path`, which cannot be read because of `error`."""
     reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
     return UserError(f"data.clean.blocked_words: {path} cannot be read: {reason}")

@@ -22,8 +22,8 @@ _CONTINUATION = len(KINDS)
 
 
 def _classify_lead_byte(byte: int) -> int:
-    """Return the index in `KINDS` of the kind of a character ("digits", "Greek, Cyrillic" ...), given the first byte
-    of its UTF-8, which fixes its Unicode block; len(KINDS) for a continuation byte.
+    """Return the index in `KINDS` ("digits", "Greek, Cyrillic" ...) of the characters whose UTF-8 encoding begins with
+    `byte`; len(KINDS) for a continuation byte.
     """
     if byte < 0x80:
         character = chr(byte)
@@ -51,7 +51,9 @@ def _classify_lead_byte(byte: int) -> int:
 _KIND_OF = np.array([_classify_lead_byte(byte) for byte in range(256)])
 
 
-def count_kinds(content: bytes) -> NDArray[np.uint32]:
-    """Count the characters of each kind in `KINDS` in a UTF-8 text, [kinds]."""
+def count_character_kinds(content: bytes) -> NDArray[np.uint32]:
+    """Count the characters of each kind in `KINDS` ("digits", "Greek, Cyrillic" ...) in a UTF-8 text, uint32
+    [kinds].
+    """
     bytes_of = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
     return np.bincount(_KIND_OF, weights=bytes_of, minlength=_CONTINUATION + 1)[:_CONTINUATION].astype(np.uint32)

@@ -1,4 +1,6 @@
-"""One cleaning pass over a corpus in bounded memory, saved in segments so that a killed pass resumes."""
+"""One cleaning pass over a corpus in bounded memory. Results are saved in segment files, from which a killed pass
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.cleaning.characters import KINDS
-from meshwright.data.cleaning.duplicates import find_repeated
+from meshwright.data.cleaning.duplicates import find_repeated_keys
 from meshwright.data.cleaning.rules import RULES, Cleaner
 from meshwright.data.cleaning.segments import (
     CHANGES,
@@ -23,8 +25,8 @@ from meshwright.data.cleaning.segments import (
     SAMPLES,
     Segment,
     SegmentWriter,
+    compute_sampling_priority,
     merge_samples,
-    sampling_priority,
 )
 from meshwright.data.files import PARTIAL, sync_directory
 from meshwright.data.packing.shards import limit_rate
@@ -40,18 +42,20 @@ Log = Callable[[str], None]
 
 
 class DocumentReader(Protocol):
-    """Protocol that reads the documents of a file."""
+    """Protocol of objects that split a source file into documents, such as `Reader`."""
 
-    def read_documents(self, file: SourceFile) -> Iterator[Document]: ...
+    def read_documents(self, file: SourceFile) -> Iterator[Document]:
+        """Yield the documents of `file` in order."""
 
 
 @dataclass(frozen=True)
-class Cleaned:
-    """Result of a cleaning pass.
+class CleaningResult:
+    """Result of a cleaning pass over N documents, numbered from 0 in reading order.
 
-    segments: files with the verdicts on consecutive documents. codes [documents]: KEPT, or 1 + the index in RULES of
-    the rule that dropped it; memory-mapped. pieces: number of documents of each file. kept: number of documents that
-    stay. longest_kept: characters of the longest of these. report: counts, distributions and samples, as JSON.
+    segments: files with the rules' results for runs of consecutive documents. codes: uint8 [N], memory-mapped: 0
+    (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document. pieces: number of documents in each
+    source file. kept: number of documents that no rule dropped. longest_kept: characters in the longest of them.
+    report: counts, distributions and samples, as JSON.
     """
 
     segments: tuple[Segment, ...]
@@ -62,8 +66,8 @@ class Cleaned:
     report: dict[str, Any]
 
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
-        """Yield for each segment its slice of the documents, the first 64 bits of their SHA-256, and their
-        UTF-8 bytes.
+        """Yield one tuple per segment (run of consecutive documents): the slice of their numbers, the first 64 bits of
+        each document's SHA-256, uint64 [documents], and each document's size in UTF-8 bytes after masking, [documents].
         """
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
@@ -73,9 +77,11 @@ class Cleaned:
 
 def run_cleaning_pass(
     files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
-) -> Cleaned:
-    """Apply every rule of `cleaner` to every document of `files`, read by `reader`. Finished segments in `directory`,
-    left by an interrupted pass, are reused. log: receives progress lines. Raises `UserError` for unreadable sources.
+) -> CleaningResult:
+    """Apply every rule of `cleaner` to every document of `files`, and return which documents stay, with a report.
+
+    reader: splits each file into documents. directory: for the segment files in which results are stored; those that an
+    interrupted pass left there are reused. log: receives progress lines. Raises `UserError` for unreadable sources.
     """
     directory.mkdir(parents=True, exist_ok=True)
     segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
@@ -83,17 +89,17 @@ def run_cleaning_pass(
     for segment in segments:
         for file, count in segment.header["pieces"]:
             pieces[file] += count
-    duplicates = _Duplicates(segments, cleaner, directory)
-    report = _Report(files, reader, cleaner, segments, duplicates).build()
+    duplicates = _DuplicateFinder(segments, cleaner, directory)
+    report = _ReportBuilder(files, reader, cleaner, segments, duplicates).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
-    return Cleaned(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
+    return CleaningResult(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
 
 
 def _iterate_segments(
     files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """Yield the segments (files with the verdicts on consecutive documents) in order: first those that exist in
-    `directory`, then the missing ones, which are written.
+    """Yield all segments (files with the rules' results for runs of consecutive documents) in order: first those that
+    already exist in `directory`, then new ones, written while `files` are read. log: receives progress lines.
     """
     judged = [0] * len(files)
     file = first = 0  # where to go on: a file, the number of the next document
@@ -109,8 +115,8 @@ def _iterate_segments(
     said = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
     writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
 
-    def finished() -> Segment:
-        """Write the current segment to disk, begin the next one and return the written one."""
+    def finish_segment() -> Segment:
+        """Write the results collected so far as the next segment file, begin a new one, and return the written one."""
         nonlocal number, writer
         path = directory / f"{number:06d}.segment"
         writer.write(path)
@@ -125,21 +131,21 @@ def _iterate_segments(
             writer.add(at, document.name, document.text, verdict)
             said(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:
-                yield finished()
+                yield finish_segment()
     if writer.documents:
-        yield finished()
+        yield finish_segment()
 
 
-class _Duplicates:
-    """Finds duplicates among the documents that passed all other rules.
+class _DuplicateFinder:
+    """Finds exact and near duplicates among the documents that all other rules keep.
 
-    codes [documents]: KEPT, or 1 + the index in RULES of the rule that dropped it, duplicates included. first: by
-    rule, the number of the first document that it drops. earlier: by rule, for some sampled documents the number of
-    the earlier document that each repeats.
+    codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document, duplicates
+    included. first: {rule: number of the first document that it drops}. earlier: {rule: {number of a sampled duplicate:
+    number of the earlier document that it repeats}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
-        """Load the codes of all segments and drop exact and near duplicates, as far as `cleaner` enables these rules.
+        """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
         directory: for temporary files.
         """
         self.first: dict[str, int] = {}  # of each rule, the first document that it drops
@@ -160,45 +166,48 @@ class _Duplicates:
                 self._drop_repeats("near_duplicates", partial(_select_band, band))
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Set the code of `rule` for each document whose key equals that of an earlier document that is not dropped
-        otherwise. keys: returns the keys of a segment's documents, [documents, width].
+        """Mark a document as dropped by `rule` if its key equals that of an earlier document, among those that no other
+        rule drops. keys: function that returns the keys of a segment's documents, uint64 [documents, width].
         """
         code = 1 + RULES.index(rule)
 
-        def chunks() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-            """Yield for each segment (keys, document numbers) of the documents that no other rule dropped."""
+        def iterate_keys() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+            """Yield (keys [n, width], document numbers [n]) for each segment, only for documents that no other rule
+            dropped.
+            """
             for segment in self._segments:
                 codes = self.codes[segment.first : segment.first + segment.documents]
                 asked = np.flatnonzero((codes == KEPT) | (codes == code))
                 yield keys(segment)[asked], asked + segment.first
 
         total = len(self.codes)
-        for numbers, earlier in find_repeated(chunks(), total, self._directory / f"{PARTIAL}keys"):
+        for numbers, earlier in find_repeated_keys(iterate_keys(), total, self._directory / f"{PARTIAL}keys"):
             self.codes[numbers] = code
             self._sample_duplicates(rule, numbers, earlier)
 
     def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Record the first duplicate that `rule` drops and a sample of pairs for the report. numbers: documents
-        dropped; earlier: the document that each of them repeats.
+        """Record in `first` the first duplicate that `rule` drops, and in `earlier` a few pairs for the report.
+
+        numbers: numbers of the dropped documents, [n]. earlier: number of the document that each of them repeats, [n].
         """
         if not len(numbers):
             return
         self.first[rule] = min(self.first.get(rule, len(self.codes)), int(numbers.min()))
         known = self.earlier.setdefault(rule, {})
-        for at in np.argsort(sampling_priority(numbers), kind="stable")[:SAMPLES].tolist():
+        for at in np.argsort(compute_sampling_priority(numbers), kind="stable")[:SAMPLES].tolist():
             number = int(numbers[at])
             known[number] = min(known.get(number, number), int(earlier[at]))
-        best = sorted(known, key=lambda number: int(sampling_priority(np.array([number]))[0]))[:SAMPLES]
+        best = sorted(known, key=lambda number: int(compute_sampling_priority(np.array([number]))[0]))[:SAMPLES]
         self.earlier[rule] = {number: known[number] for number in best}
 
 
 def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    """Return the MinHash keys of band number `band` for a segment's documents, [documents, 1]."""
+    """Return column `band` (an index) of the MinHash keys of a segment's documents, uint64 [documents, 1]."""
     return segment.read_column("bands")[:, band : band + 1]
 
 
-class _Report:
-    """Builder of the JSON report of a cleaning pass from its segments and duplicates."""
+class _ReportBuilder:
+    """Builder of the JSON report of a cleaning pass."""
 
     def __init__(
         self,
@@ -206,15 +215,20 @@ class _Report:
         reader: DocumentReader,
         cleaner: Cleaner,
         segments: Sequence[Segment],
-        duplicates: _Duplicates,
+        duplicates: _DuplicateFinder,
     ) -> None:
+        """files: the source files that `reader` split and `cleaner` checked. segments: results for runs of consecutive
+        documents. duplicates: the final code (kept, or dropped by which rule) of each document.
+        """
         self.files, self.reader, self.cleaner = files, reader, cleaner
         self.segments, self.duplicates = segments, duplicates
         self.labels = sorted({file.counted_as for file in files})
         self._label_of = [self.labels.index(file.counted_as) for file in files]
 
     def build(self) -> dict[str, Any]:
-        """Return the report: counts by rule, distributions before and after, sources, samples; as JSON."""
+        """Return the report as JSON: documents and bytes dropped by rule, masked items by kind, and "before" and
+        "after" cleaning the documents, bytes, lengths, kinds of characters and sources; samples of dropped documents.
+        """
         sides = ("before", "after")
         documents = dict.fromkeys(sides, 0)
         kinds = {side: np.zeros(len(KINDS), np.int64) for side in sides}
@@ -256,8 +270,9 @@ class _Report:
         }
 
     def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
-        """Return documents and bytes of the largest sources before and after, all others as one entry, as JSON.
-        sources: for "before" and "after" the counts (documents, bytes) of each source, [sources, 2].
+        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}] for the largest sources, and one
+        more entry for the sum of all others. sources: for "before" and "after" cleaning (documents, bytes) by source,
+        [sources, 2].
         """
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
         shown, rest = order[:_SOURCES], order[_SOURCES:]
@@ -274,8 +289,9 @@ class _Report:
         ]
 
     def _collect_samples(self) -> dict[str, Any]:
-        """Return `examples`, the name of the first document that each rule dropped, and `samples` of what
-        it dropped.
+        """Return {"examples": {rule: name of the first document that it dropped}, "samples": {rule: [{document, why,
+        text}]}}: a few dropped documents by rule, for duplicates also `earlier`, the beginning of the document they
+        repeat.
         """
         examples: dict[str, str] = {}
         for segment in self.segments:
@@ -306,8 +322,8 @@ class _Report:
         }
 
     def _read_excerpts(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
-        """Return (name, beginning of the text) of the documents with these numbers; only files that hold some of them
-        are opened.
+        """Return {number: (name, first `EXCERPT` characters of the masked text)} of the documents with these numbers
+        (ascending); only the files that contain them are read. Raises `SourceChanged` if one is gone.
         """
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0

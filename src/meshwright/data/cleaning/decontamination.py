@@ -29,16 +29,16 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")
 
 
 class EvaluationSets:
-    """Checker for text that overlaps with evaluation sets: it holds the hashes of all n-grams of their words, in
-    lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
+    """Detector of text that overlaps with evaluation sets: it stores the hashes of all n-grams of their words, in lower
+    case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
-    A set may be anything that a source may be. Examples of 8 to n - 1 words count as one n-gram. An example is a text
-    file, a page, or a record of JSON or Parquet: all of its strings joined, and each string alone.
+    An example is a text file, a page, or a record of JSON or Parquet: its strings joined, and each string alone.
+    Examples of 8 to n - 1 words count as one n-gram; shorter ones are ignored.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
-        """Read the evaluation sets `paths` (path, glob or URL each); `n`: words in an n-gram. Raises `UserError` for
-        a set that cannot be read or has no example of 8 words.
+        """paths: path, glob or URL of each evaluation set. n: words in an n-gram. Raises `UserError` for a set that
+        cannot be read or has no example of 8 words.
         """
         self.n = n
         runs: dict[int, list[Hashes]] = defaultdict(list)
@@ -72,11 +72,11 @@ class EvaluationSets:
 def hash_evaluation_sets(
     paths: Sequence[str], cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Return "format:SHA-256" of each file of the evaluation sets (path, glob or URL each), for the cache key. Raises
-    `UserError` if unreadable.
+    """Return "format:SHA-256" of each file of the evaluation sets `paths` (path, glob or URL each), for the key of the
+    data cache. Raises `UserError` if a file cannot be read.
 
-    cache: directory that remembers listings of remote stores (None: no memory); log: receives a line if such a
-    listing is used.
+    cache: directory that stores file listings of remote stores (None: not stored); log: receives a line when a store is
+    unreachable and its stored listing is used.
     """
     return [f"{file.format}:{hash_source(file)}" for path in paths for file in _find_files(path, cache, log)]
 
@@ -84,14 +84,16 @@ def hash_evaluation_sets(
 def _find_files(
     path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[SourceFile]:
-    """Return the files of one evaluation set. cache: directory that remembers listings of remote stores; log:
-    receives a line if one is used.
+    """Return the files of the evaluation set `path` (path, glob or URL). cache: directory that stores file listings of
+    remote stores; log: receives a line when a stored listing is used.
     """
     return find_files([path], "auto", cache, _KEY, log, records=True)
 
 
 def _iterate_examples(file: SourceFile) -> Iterator[str]:
-    """Yield the texts of an evaluation file."""
+    """Yield the text of each example in an evaluation file: a text file or page whole, a record's strings joined and
+    each alone.
+    """
     if file.format not in KEYED_FORMATS:
         for document in Reader(longest=sys.maxsize).read_documents(file):
             if document.text is None or _UNDECODABLE.search(document.text):
@@ -107,7 +109,9 @@ def _iterate_examples(file: SourceFile) -> Iterator[str]:
 
 
 def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the records of a JSON Lines or Parquet file. stream: its decompressed bytes."""
+    """Yield the parsed records of a JSON Lines or Parquet file. stream: the file's decompressed bytes. Raises
+    `UserError`.
+    """
     for record in iterate_file_records(file, stream, None, "utf-8"):
         if record.problem is not None:
             raise UserError(f"{_KEY}: {record.where} {record.problem}")
@@ -115,8 +119,8 @@ def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
 
 
 def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
-    """Yield the elements of a JSON list, or another JSON document as a whole. stream: the file's
-    decompressed bytes.
+    """Yield the elements of a JSON list, or the whole value if the JSON document is no list. stream: the file's
+    decompressed bytes. Raises `UserError`.
     """
     try:
         value = json.loads(stream.read().decode("utf-8-sig"))

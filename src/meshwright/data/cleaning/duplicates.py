@@ -16,14 +16,14 @@ Keys = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 
 
-def find_repeated(
+def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key occurred in an earlier one. Yields arrays (number of each such document, number of
-    the first document with its key), in several parts if the keys do not fit in memory at once.
+    """Yield (numbers of documents whose key occurred in an earlier document [m], number of the first document with the
+    same key [m]): one pair of arrays per partition of the keys, of which one at a time is in memory.
 
     chunks: (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys. directory: for
-    temporary files, made if needed. part: keys held in memory at a time (`PART` unless given).
+    temporary files, made if needed. part: number of keys in a partition, about (`PART` unless given).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
@@ -51,8 +51,8 @@ def find_repeated(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Return (number of each document whose key occurred before, number of the first document with its key). chunks:
-    (keys [n, width], document numbers [n]), numbers ascending.
+    """Return (numbers of documents whose key occurred in an earlier document [m], number of the first document with the
+    same key [m]). chunks: (keys [n, width], document numbers [n]), numbers ascending.
     """
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -52,10 +52,8 @@ RULES = {
 
 
 def check_gopher_quality(text: str) -> Finding | None:
-    """Apply Gopher's quality rules; returns (name of the first rule that `text` violates, measured value as text), or
-    None.
-
-    Words are separated by white space.
+    """Apply Gopher's quality rules to a text; returns (name of the first rule that it violates, measured value as
+    text), or None if it passes. Words are separated by white space.
     """
     words = text.split()
     # The paper's words are tokens of prose: marks that stand alone are not counted as words.
@@ -85,8 +83,8 @@ def check_gopher_quality(text: str) -> Finding | None:
 
 
 def check_c4(text: str) -> Finding | None:
-    """Apply C4's page rules to a text that `filter_c4_lines` returned; returns (name of the first rule violated,
-    measured value as text), or None.
+    """Apply C4's page rules to a text whose lines `filter_c4_lines` filtered; returns (name of the first rule that it
+    violates, measured value as text), or None if it passes.
     """
     if "{" in text:
         return "c4_curly_bracket", "holds {"
@@ -99,7 +97,7 @@ def check_c4(text: str) -> Finding | None:
 
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
-    """Return the text with only the lines that C4 keeps, without citation marks, and the number of lines removed."""
+    """Apply C4's line filters: returns (the kept lines without citation marks, the number of lines removed)."""
     kept, dropped = [], 0
     for line in text.split("\n"):
         line = line.strip()
@@ -123,8 +121,8 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
 
 
 def check_fineweb(text: str) -> Finding | None:
-    """Apply the rules that FineWeb adds; returns (name of the first rule that `text` violates, measured value as
-    text), or None.
+    """Apply FineWeb's own rules to a text; returns (name of the first rule that it violates, measured value as text),
+    or None if it passes.
     """
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:

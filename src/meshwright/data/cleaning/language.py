@@ -12,7 +12,7 @@ _SAMPLE = 1_000  # characters looked at, at the beginning and in the middle: mor
 
 
 def check_languages(languages: list[str]) -> None:
-    """Raise `UserError` unless every code is one that the model knows, such as "en"."""
+    """Raise `UserError` unless the model knows every code of `languages` (ISO 639-1, such as "en")."""
     known = [str(code) for code in _load_identifier().labels]
     for language in languages:
         if language not in known:
@@ -22,7 +22,9 @@ def check_languages(languages: list[str]) -> None:
 
 
 def identify_language(text: str) -> tuple[str, float]:
-    """Identify the most probable language of a text: (ISO 639-1 code, probability)."""
+    """Identify the most probable language of a text from its beginning and middle; returns (ISO 639-1 code, probability
+    in [0, 1]).
+    """
     if len(text) > 3 * _SAMPLE:
         middle = len(text) // 2
         text = f"{text[:_SAMPLE]}\n{text[middle : middle + _SAMPLE]}"
@@ -32,7 +34,7 @@ def identify_language(text: str) -> tuple[str, float]:
 
 @cache
 def _load_identifier() -> Any:
-    """Load the model. Raises `UserError` if py3langid is not installed."""
+    """Load py3langid's language identification model. Raises `UserError` if the package is not installed."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:

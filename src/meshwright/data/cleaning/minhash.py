@@ -15,11 +15,11 @@ _BLOCK = 1 << 17  # products formed at a time: they stay in the processor's cach
 
 @dataclass(frozen=True)
 class MinHash:
-    """Finder of near duplicates by MinHash and locality-sensitive hashing: two documents that agree in all keys of
-    some band are candidates.
+    """Near-duplicate search by MinHash and locality-sensitive hashing: a signature of bands * rows minima is divided
+    into bands, and two documents with an equal band count as duplicates.
 
-    bands: number of bands. rows: hash functions in each band. words: length of a shingle (n-gram of words). Broder,
-    "On the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman, Mining of
+    bands: number of bands. rows: hash functions in each band. words: length of a shingle (n-gram of words). Broder, "On
+    the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman, Mining of
     Massive Datasets, section 3.4.
     """
 
@@ -28,28 +28,28 @@ class MinHash:
     words: int
 
     def match_probability(self, similarity: float) -> float:
-        """Return the probability that two documents of Jaccard similarity s (`similarity`) have a band in common: 1 -
-        (1 - s^rows)^bands.
+        """Return the probability that two documents of Jaccard similarity s (`similarity`, in [0, 1]) have an equal
+        band: 1 - (1 - s^rows)^bands.
         """
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     @property
     def threshold(self) -> float:
-        """Jaccard similarity, in [0, 1], near which two documents begin to be found as duplicates (the probability is
-        about steepest): (1 / bands)^(1 / rows).
+        """Jaccard similarity, in [0, 1], around which the probability of a match rises most steeply: about (1 /
+        bands)^(1 / rows).
         """
         return float((1 / self.bands) ** (1 / self.rows))
 
     def hash_shingles(self, text: str) -> Hashes:
-        """Hash every n-gram of n = `words` words (lower case, no punctuation), [shingles]; a shorter text is one
-        shingle, a text without words none.
+        """Hash the shingles of a text (n-grams of `words` words, lower case, no punctuation), uint64 [shingles]; a
+        shorter text is one shingle, a text without words has none.
         """
         words = Words(text)
         return words.hash_ngrams(min(self.words, len(words))) if len(words) else np.empty(0, np.uint64)
 
     def compute_signature(self, shingles: Hashes) -> NDArray[np.uint32]:
-        """Compute the MinHash signature, [bands * rows]: the minimum of each hash function over the
-        shingles' hashes.
+        """Compute the MinHash signature, uint32 [bands * rows]: the minimum of each hash function over the hashes
+        `shingles` [shingles].
         """
         factors, terms = self._functions
         keys = (shingles >> np.uint64(32)).astype(np.uint32)
@@ -62,13 +62,15 @@ class MinHash:
         return signature
 
     def hash_bands(self, signature: NDArray[np.uint32]) -> Hashes:
-        """Hash each band of a signature, [bands]; equal bands have equal keys."""
+        """Hash each band of a signature [bands * rows] to one key, uint64 [bands]; equal bands have equal keys."""
         values = signature.astype(np.uint64).reshape(self.bands, self.rows) + np.uint64(1)
         return mix_bits((values * self._weights).sum(axis=1, dtype=np.uint64))
 
     @cached_property
     def _functions(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Odd factors and terms of the hash functions x -> factor * x + term modulo 2^32, [bands * rows] each."""
+        """Random factors (odd) and terms of the hash functions x -> factor * x + term modulo 2^32, uint32 [bands *
+        rows] each.
+        """
         count = self.bands * self.rows
         values = mix_bits(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         drawn = (values >> np.uint64(32)).astype(np.uint32)
@@ -76,5 +78,5 @@ class MinHash:
 
     @cached_property
     def _weights(self) -> Hashes:
-        """Odd random weights that combine the `rows` hashes of a band into one key, [rows]."""
+        """Random odd weights that combine the `rows` minima of a band into one key, uint64 [rows]."""
         return mix_bits(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)

@@ -58,12 +58,12 @@ _IPV6 = re.compile(r"[0-9A-Fa-f:](?<![\w:.][0-9A-Fa-f:])[0-9A-Fa-f:]{1,3}[0-9A-F
 
 
 def _mask_emails(text: str) -> tuple[str, int]:
-    """Replace e-mail addresses by "<email>"; returns the text and their number."""
+    """Replace e-mail addresses by "<email>"; returns (masked text, number of addresses replaced)."""
     return _EMAIL.subn("<email>", text) if "@" in text else (text, 0)
 
 
 def _mask_phones(text: str) -> tuple[str, int]:
-    """Replace telephone numbers by "<phone>"; returns the text and their number."""
+    """Replace telephone numbers by "<phone>"; returns (masked text, number of telephone numbers replaced)."""
     count = 0
     for form in _PHONES:
         text, found = form.subn("<phone>", text)
@@ -72,7 +72,7 @@ def _mask_phones(text: str) -> tuple[str, int]:
 
 
 def _mask_keys(text: str) -> tuple[str, int]:
-    """Replace private keys, access keys and tokens by "<key>"; returns the text and their number."""
+    """Replace private keys, access keys and tokens by "<key>"; returns (masked text, number of keys replaced)."""
     count = 0
     if "PRIVATE KEY" in text:
         text, found = _PRIVATE_KEY.subn("<key>", text)
@@ -88,11 +88,11 @@ def _mask_keys(text: str) -> tuple[str, int]:
 
 
 def _mask_addresses(text: str) -> tuple[str, int]:
-    """Replace public IP addresses by "<ip>"; returns the text and their number."""
+    """Replace public IPv4 and IPv6 addresses by "<ip>"; returns (masked text, number of addresses replaced)."""
     count = 0
 
-    def masked(match: re.Match[str]) -> str:
-        """Return "<ip>" for a match that is a public address, else the match unchanged."""
+    def mask_address(match: re.Match[str]) -> str:
+        """Return "<ip>" for a match that is a public address and count it, else the match unchanged."""
         nonlocal count
         try:
             world_wide = ipaddress.ip_address(match[0]).is_global
@@ -102,8 +102,8 @@ def _mask_addresses(text: str) -> tuple[str, int]:
         count += world_wide  # private, local and example addresses point at nobody
         return "<ip>" if world_wide else match[0]
 
-    text = _IPV4.sub(masked, text)
-    return _IPV6.sub(masked, text) if _PERHAPS_IPV6.search(text) else text, count
+    text = _IPV4.sub(mask_address, text)
+    return _IPV6.sub(mask_address, text) if _PERHAPS_IPV6.search(text) else text, count
 
 
 MASKS: dict[str, Callable[[str], tuple[str, int]]] = {
@@ -115,8 +115,8 @@ MASKS: dict[str, Callable[[str], tuple[str, int]]] = {
 
 
 def mask_personal_data(text: str, kinds: Sequence[str]) -> tuple[str, dict[str, int]]:
-    """Replace every match of `kinds` by `<email>`, `<phone>`, `<key>` or `<ip>`; returns the text and the counts by
-    kind.
+    """Replace personal data in a text by `<email>`, `<phone>`, `<key>` or `<ip>`; returns (masked text, {kind: number
+    replaced}). kinds: those to replace, of "email", "phone", "key" and "ip".
     """
     counts = {}
     for kind, masked in MASKS.items():

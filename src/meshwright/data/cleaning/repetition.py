@@ -31,15 +31,15 @@ GOPHER_LIMITS = {
 
 
 def measure_repeated_lines(text: str) -> float:
-    """Return the fraction of non-blank lines that occurred earlier in the text, in [0, 1]; outer white space is
-    ignored.
+    """Return the fraction, in [0, 1], of non-blank lines of `text` that repeat an earlier line; white space at either
+    end of a line is ignored.
     """
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
 def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """Return how many of `parts` (lines or paragraphs) occurred earlier among them, and the characters of these."""
+    """Count the lines or paragraphs `parts` that repeat an earlier one; returns (their number, their characters)."""
     seen = set(parts)
     if len(seen) == len(parts):
         return 0, 0
@@ -47,8 +47,8 @@ def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def check_gopher_repetition(text: str) -> tuple[str, str] | None:
-    """Apply the rules of Gopher's table A1; returns (name of the first rule that `text` violates, measured value as
-    text), or None.
+    """Apply the repetition rules of Gopher's table A1 to a text; returns (name of the first rule that it violates,
+    measured value as text), or None if it passes.
     """
     for rule, share in _measure_repetition(text):
         if share > GOPHER_LIMITS[rule]:
@@ -57,8 +57,8 @@ def check_gopher_repetition(text: str) -> tuple[str, str] | None:
 
 
 def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
-    """Yield for each rule of Gopher's table A1 (its name, the fraction of paragraphs, lines or characters of the text
-    that repeat).
+    """Yield (rule name, repeated fraction in [0, 1]) for each rule of Gopher's table A1: the fraction of the text's
+    paragraphs, lines or characters that are repetitions.
     """
     if not text.strip():
         return
@@ -70,11 +70,11 @@ def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
 
 
 def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (rule name, characters) for n = 2 to 10: up to 4 the characters of all occurrences of the most frequent
-    n-gram, from 5 on those of n-grams that occurred earlier. words: of the text, in order.
+    """Yield (name of Gopher's rule, characters) for the word n-grams of n = 2 to 10. For n <= 4: characters in all
+    occurrences of the most frequent n-gram; from n = 5 on: characters in n-grams that occurred earlier in the text.
 
-    An n-gram that occurs once counts 0. From n = 5 on, overlapping n-grams count their characters once, as in the
-    paper.
+    words: the text's words in order. An n-gram that occurs once counts 0. From n = 5 on, overlapping n-grams count
+    their characters once, as in the paper.
     """
     # A run of n words that repeats begins with one of n - 1 that does: few places are left after the first count.
     places: Sequence[int] = range(len(words))
@@ -98,8 +98,10 @@ def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _count_repeated_characters(words: Sequence[str], runs: list[tuple[int, tuple[str, ...]]], n: int) -> int:
-    """Count the characters in n-grams that occurred earlier; those in several of them count once. words: of the text.
-    runs: (index of the first word, n-gram) of all n-grams that occur more than once, in order.
+    """Count the characters of words that lie in an n-gram that occurred earlier in the text; each word counts once.
+
+    words: the text's words in order. runs: (index of the first word, n-gram) of all n-grams that occur more than once,
+    in order.
     """
     seen: set[tuple[str, ...]] = set()
     characters = end = 0  # end: of the words counted so far

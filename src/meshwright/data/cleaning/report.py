@@ -24,63 +24,63 @@ _MASKED = {
 }
 
 
-def cleaning_page(title: str, report: Mapping[str, Any]) -> str:
-    """Return the HTML page of a cleaning report; it loads no other file. title: name of the corpus in the heading.
-    report: JSON that `run_cleaning_pass` returns as `Cleaned.report`.
+def render_cleaning_page(title: str, report: Mapping[str, Any]) -> str:
+    """Return a self-contained HTML page that shows a cleaning report. title: name of the corpus in the heading. report:
+    JSON of `CleaningResult.report`.
     """
-    return page(f"Cleaning of {title}", element("h1", f"Cleaning of {title}"), *_parts(report), narrow=True)
+    return page(f"Cleaning of {title}", element("h1", f"Cleaning of {title}"), *_render_sections(report), narrow=True)
 
 
-def _parts(report: Mapping[str, Any]) -> Iterator[Content]:
+def _render_sections(report: Mapping[str, Any]) -> Iterator[Content]:
     """Yield the sections of the page in order: summary, rules, masked items, near duplicates, distributions, samples.
-    report: the cleaning report.
+    report: JSON of `CleaningResult.report`.
     """
-    yield _summary(report)
+    yield _render_summary(report)
     yield element("h2", "Rules")
-    yield _rules(report)
+    yield _render_rules(report)
     if report["masked"]:
         yield element("h2", "Masked or left out in the documents that are kept")
         yield table(("", "count"), [(_MASKED[kind], f"{count:,}") for kind, count in report["masked"].items()])
     if report["minhash"]:
         yield element("h2", "Near duplicates")
-        yield from _curve(MinHash(**report["minhash"]))
+        yield from _render_minhash_curve(MinHash(**report["minhash"]))
     for heading, drawn in (
-        ("Lengths", _lengths(report["lengths"])),
-        ("Characters", _characters(report["characters"])),
-        ("Sources", _sources(report["sources"])),
+        ("Lengths", _render_lengths(report["lengths"])),
+        ("Characters", _render_characters(report["characters"])),
+        ("Sources", _render_sources(report["sources"])),
     ):
         yield [element("h2", heading), key(SIDES.items()), drawn]
     yield element("h2", "Samples of what was dropped")
     for rule, samples in report["samples"].items():
-        yield from _samples(rule, samples)
+        yield from _render_samples(rule, samples)
     if not report["samples"]:
         yield paragraph("Nothing was dropped.")
 
 
-def _summary(report: Mapping[str, Any]) -> Markup:
-    """Return the table of documents and megabytes before and after the cleaning, with the fraction kept. report: the
-    cleaning report.
+def _render_summary(report: Mapping[str, Any]) -> Markup:
+    """Return a table of documents and megabytes before and after the cleaning, with the fraction kept. report: JSON of
+    `CleaningResult.report`.
     """
     documents, size = report["documents"], report["bytes"]
     return table(
         ("", "before", "after", "kept"),
         [
-            ("documents", *_kept(documents["before"], documents["after"], "{:,}")),
-            ("megabytes", *_kept(size["before"] / 1e6, size["after"] / 1e6, "{:,.2f}")),
+            ("documents", *_format_before_after(documents["before"], documents["after"], "{:,}")),
+            ("megabytes", *_format_before_after(size["before"] / 1e6, size["after"] / 1e6, "{:,.2f}")),
         ],
     )
 
 
-def _kept(before: float, after: float, form: str) -> tuple[str, str, str]:
-    """Return three table cells: both numbers in the format string `form`, such as "{:,}", and after / before in
+def _format_before_after(before: float, after: float, form: str) -> tuple[str, str, str]:
+    """Return three table cells: `before` and `after` in the format string `form`, such as "{:,}", and after / before in
     percent ("–" if `before` is 0).
     """
     return form.format(before), form.format(after), f"{after / before:.1%}" if before else "–"
 
 
-def _rules(report: Mapping[str, Any]) -> Markup:
-    """Return the table of the rules that ran, each with its note and the documents and megabytes that it dropped.
-    report: the cleaning report.
+def _render_rules(report: Mapping[str, Any]) -> Markup:
+    """Return a table of the rules that ran, each with its note and the documents and megabytes that it dropped. report:
+    JSON of `CleaningResult.report`.
     """
     most = max(report["dropped"].values(), default=0) or 1
     rows = []
@@ -92,9 +92,9 @@ def _rules(report: Mapping[str, Any]) -> Markup:
     return table(("drops a document", "documents", "MB", ""), rows)
 
 
-def _curve(minhash: MinHash) -> Iterator[Markup]:
-    """Yield a paragraph, a line chart and a table of the probability that MinHash finds a pair of documents, over the
-    pair's Jaccard similarity.
+def _render_minhash_curve(minhash: MinHash) -> Iterator[Markup]:
+    """Yield a paragraph, a line chart and a table of the probability that MinHash matches a pair of documents, as a
+    function of their Jaccard similarity.
     """
     rows, bands = str(minhash.rows), str(minhash.bands)
     yield paragraph(
@@ -111,38 +111,40 @@ def _curve(minhash: MinHash) -> Iterator[Markup]:
     yield table(("similarity", *(f"{at:.1f}" for at in tenths)), [found])
 
 
-def _lengths(lengths: Mapping[str, Sequence[int]]) -> Markup:
-    """Return a bar chart of the number of documents by length, in bins of doubling width. lengths: for "before" and
-    "after", the number of documents in each bin; bin i > 0 begins at 2^(i - 1) characters.
+def _render_lengths(lengths: Mapping[str, Sequence[int]]) -> Markup:
+    """Return a bar chart of the number of documents by length. lengths: for "before" and "after" the number of
+    documents in each bin; bin 0 is empty texts, bin i > 0 holds lengths from 2^(i - 1) to 2^i - 1 characters.
     """
     used = [at for at, count in enumerate(lengths["before"]) if count]
     if not used:
         return paragraph("No documents.")
     bins = range(used[0], used[-1] + 1)
-    names = [_short(0 if at == 0 else 1 << (at - 1)) for at in bins]
+    names = [_format_binary(0 if at == 0 else 1 << (at - 1)) for at in bins]
     groups = [(side, colour, [lengths[side][at] for at in bins]) for side, colour in SIDES.items()]
     return draw_grouped_bars(names, groups, "characters from … on")
 
 
-def _short(number: int) -> str:
-    """Format a number with a binary unit: 2048 as "2k", 1 << 20 as "1M"."""
+def _format_binary(number: int) -> str:
+    """Format a number with a binary suffix, rounded down: 2048 as "2k", 1 << 20 as "1M"."""
     return f"{number >> 20}M" if number >= 1 << 20 else f"{number >> 10}k" if number >= 1 << 10 else f"{number}"
 
 
-def _characters(characters: Mapping[str, Mapping[str, int]]) -> Markup:
-    """Return the table of the share of each kind of character. characters: count by kind, for "before" and "after"."""
+def _render_characters(characters: Mapping[str, Mapping[str, int]]) -> Markup:
+    """Return a table of the share of each kind of character ("digits" ...) before and after. characters: for "before"
+    and "after" the number of characters by kind.
+    """
     totals = {side: sum(counts.values()) or 1 for side, counts in characters.items()}
     rows = []
     for kind in KINDS:
         if characters["before"].get(kind):
             shares = [characters[side][kind] / totals[side] for side in SIDES]
-            rows.append((kind, *(f"{share:.2%}" for share in shares), _bars(shares)))
+            rows.append((kind, *(f"{share:.2%}" for share in shares), _render_bars(shares)))
     return table(("of the characters", *SIDES, ""), rows)
 
 
-def _sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
-    """Return the table of documents and megabytes of each source before and after. sources: entries of the report's
-    `sources`.
+def _render_sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
+    """Return a table of documents and megabytes of each source before and after. sources: the report's `sources`,
+    [{source, before: {documents, bytes}, after: {documents, bytes}}].
     """
     listed = list(sources)
     most = max((source["before"]["bytes"] for source in listed), default=0) or 1
@@ -150,18 +152,20 @@ def _sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
     for source in listed:
         sides = [source[side] for side in SIDES]
         counts = [f"{side['documents']:,} / {side['bytes'] / 1e6:,.2f}" for side in sides]
-        rows.append((source["source"], *counts, _bars([side["bytes"] / most for side in sides])))
+        rows.append((source["source"], *counts, _render_bars([side["bytes"] / most for side in sides])))
     return table(("documents / MB", *SIDES, ""), rows)
 
 
-def _bars(shares: Sequence[float]) -> Markup:
-    """Return one bar for the share before the cleaning and one for that after. shares: both, in [0, 1]."""
+def _render_bars(shares: Sequence[float]) -> Markup:
+    """Return two bars, one for before and one for after the cleaning. shares: their lengths, (before, after), in [0,
+    1].
+    """
     return bar(*shares, colours=[*SIDES.values()])
 
 
-def _samples(rule: str, samples: Iterable[Mapping[str, str]]) -> Iterator[Markup]:
-    """Yield a heading and the documents that one rule dropped. samples: `document` (name), `why`, `text`, and for
-    duplicates `earlier`, the beginning of the document that is repeated.
+def _render_samples(rule: str, samples: Iterable[Mapping[str, str]]) -> Iterator[Markup]:
+    """Yield a heading and a few documents that `rule` dropped. samples: {document: name, why: measured value, text},
+    for duplicates also `earlier`, the beginning of the document they repeat.
     """
     yield element("h3", rule)
     for sample in samples:

@@ -32,8 +32,8 @@ _CODE = re.compile(
 )
 
 
-def enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
-    """Return the rules that a recipe enables, in the order in which they run."""
+def list_enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
+    """Return the names of the cleaning rules that a recipe enables, in the order in which they run."""
     off = {rule for family, rules in heuristics.RULES.items() if family not in recipe.heuristics for rule in rules}
     switches = {
         "schema": recipe.required_keys,
@@ -50,18 +50,20 @@ def enabled_rules(recipe: CleanRecipe) -> tuple[str, ...]:
 _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
 
 
-def is_code(name: str) -> bool:
-    """Return whether a document is a source code or markup file, by its name. Records and pages are not."""
+def is_code_file(name: str) -> bool:
+    """Return whether a document's name is that of a source code or markup file, such as "a/b.py". Documents that are
+    records or pages inside a file do not count.
+    """
     return _CODE.search(name) is not None and _RECORD.search(name) is None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the rules for one document.
+    """Result of the cleaning rules for one document.
 
-    rule: name of the rule that drops it, None if it stays. why: the measured value, such as "0.42 > 0.30". text: the
-    text after masking. content: its UTF-8. digest: SHA-256 of it without outer white space. changes: number of masked
-    items or removed lines by kind ("email" ...).
+    rule: name of the rule that drops it; None: it stays. why: the measured value, such as "0.42 > 0.30". text: the text
+    after masking. content: `text` in UTF-8. digest: SHA-256 of `content` without surrounding white space. changes:
+    number of masked items or removed lines by kind ("email" ...).
     """
 
     rule: str | None
@@ -73,18 +75,22 @@ class Verdict:
 
 
 class Rewriter:
-    """Applies the masks and line filters that the recipe's `[data.clean]` enables to texts."""
+    """Applies the masks and line filters that the recipe's `[data.clean]` enables to texts. rewrites: whether any is
+    enabled.
+    """
 
     def __init__(self, recipe: CleanRecipe) -> None:
+        """recipe: the `[data.clean]` table."""
         self.recipe = recipe
         self.rewrites = bool(recipe.mask) or "c4" in recipe.heuristics
 
     def rewrite_text(self, text: str, name: str = "") -> tuple[str, dict[str, int]]:
-        """Return the masked text, and the number of masked items (`key` ...) or removed lines (`c4_lines`) by kind.
-        name: of the document, such as "a/b.py", which tells code from prose.
+        """Mask a text and filter its lines; returns (new text, {kind: number of masked items or removed lines}), the
+        kinds "email", "phone", "key", "ip" and "c4_lines". name: the document's name, such as "a/b.py", which
+        distinguishes code from prose.
         """
         changes: dict[str, int] = {}
-        if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code(name)):
+        if "c4" in self.recipe.heuristics and (self.recipe.heuristics_on_code or not is_code_file(name)):
             text, changes["c4_lines"] = heuristics.filter_c4_lines(text)
         if self.recipe.mask:
             text, masked = mask_personal_data(text, self.recipe.mask)
@@ -93,14 +99,15 @@ class Rewriter:
 
 
 class Cleaner(Rewriter):
-    """Applies the rules of the recipe's `[data.clean]` that look at one document at a time.
+    """Applies the rules of the recipe's `[data.clean]` that need one document alone. rules: names of all enabled rules.
 
     Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
+        """recipe: the `[data.clean]` table, from which evaluation sets and word lists are loaded."""
         super().__init__(recipe)
-        self.rules = enabled_rules(recipe)
+        self.rules = list_enabled_rules(recipe)
         if recipe.languages:
             check_languages(recipe.languages)
         self.blocked = BlockedWords(recipe.blocked_words) if recipe.blocked_words else None
@@ -112,10 +119,10 @@ class Cleaner(Rewriter):
         )
 
     def judge_document(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
-        """Apply the rules to one document and return the verdict.
+        """Mask one document and apply the rules to it.
 
-        text: None or with lone surrogates if it did not decode. name: of the document. problem: why its record does
-        not fit the schema; None: it fits.
+        text: None if the file is not text; it contains lone surrogates where bytes did not decode. name: the document's
+        name. problem: how its record violates the schema; None: it does not.
         """
         if problem is not None:
             return Verdict("schema", problem)
@@ -129,7 +136,7 @@ class Cleaner(Rewriter):
         content = raw if rewritten is text else rewritten.encode()
         stripped = content if content[:1].isalnum() and content[-1:].isalnum() else rewritten.strip().encode()
         found = self._check_text(rewritten, blank=not stripped, emptied=bool(raw.strip()))
-        if found is None and not (is_code(name) and not self.recipe.heuristics_on_code):
+        if found is None and not (is_code_file(name) and not self.recipe.heuristics_on_code):
             found = self._check_prose(rewritten)
         if found is None and self.evaluation is not None:
             share = self.evaluation.measure_overlap(rewritten)
@@ -139,8 +146,9 @@ class Cleaner(Rewriter):
         return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
 
     def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
-        """Apply the rules for any text; returns (name of the rule violated, measured value as text), or None. blank:
-        only white space is left; emptied: there was text before rewriting.
+        """Apply the rules for any text; returns (name of the first rule that it violates, measured value as text), or
+        None if it passes. blank: the text has only white space; emptied: before masking and line filters it had more
+        than that.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:
@@ -160,8 +168,8 @@ class Cleaner(Rewriter):
         return None
 
     def _check_prose(self, text: str) -> heuristics.Finding | None:
-        """Apply the rules for prose (language, heuristics, blocked words); returns (name of the rule violated,
-        measured value as text), or None.
+        """Apply the rules for prose (language, heuristics, blocked words); returns (name of the first rule that the
+        text violates, measured value as text), or None if it passes.
         """
         if self.recipe.languages:
             language, probability = identify_language(text)

@@ -15,15 +15,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class Unfit(NamedTuple):
-    """Stands for the text of a record that does not fit the schema. problem: the reason, for the report."""
+class SchemaViolation(NamedTuple):
+    """Takes the place of the text of a record that violates the schema. problem: how, as a clause for the report."""
 
     problem: str
 
 
 def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
-    """Return why a record does not fit the schema, or None. It needs text under `text_key` and, under each key of
-    `required`, a value of the named type (one of `names.RECORD_TYPES`).
+    """Return how a parsed record violates the schema, as a clause such as 'no key "text"', or None if it does not.
+
+    It must have text under `text_key` and, under each key of `required`, a value of the named type (one of
+    `names.RECORD_TYPES`). The key "a.b" is key b inside a.
     """
     if not isinstance(record, dict):
         return f"is {_name_type(record)}, not a table"
@@ -40,7 +42,9 @@ def find_record_problem(record: Any, required: Mapping[str, str], text_key: str)
 
 
 def _name_type(value: Any) -> str:
-    """Return the type name of a JSON value."""
+    """Return the type of a parsed JSON value as the schema names it: "null", "boolean", "text", "integer", "number",
+    "list" or "table".
+    """
     if value is None:
         return "null"
     kinds = ("boolean", "text", "integer", "number", "list", "table")

@@ -1,4 +1,6 @@
-"""Segments: verdicts on consecutive documents, stored column by column in files that a killed pass resumes from."""
+"""Segments: the cleaning rules' results for runs of consecutive documents, in files of columns. A killed pass resumes
+from them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning.characters import KINDS, count_kinds
+from meshwright.data.cleaning.characters import KINDS, count_character_kinds
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
 from meshwright.data.files import AtomicFile, canonical_json
@@ -23,21 +25,22 @@ EXCERPT = 400  # characters of each
 _MAGIC = b"meshwright segment 1\n"
 
 
-def sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash document numbers to uint64: the documents with the lowest values are the report's samples, spread over the
-    corpus and the same in every run.
+def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
+    """Hash document numbers to uint64, same shape. The report samples the documents with the lowest values: spread over
+    the corpus and the same in every run.
     """
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
     return values * np.uint64(0xD6E8FEB86659FD93)
 
 
-def column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
-    """Return by name (dtype, values per document) of each column of a segment: `code` (KEPT or the rule), `before`
-    and `after` masking (characters, UTF-8 bytes, characters of each kind), `changes` (masked items by kind), `digest`
-    (half of the SHA-256), `bands` (MinHash keys).
+def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
+    """Return {column: (dtype, values per document)} of a segment, the file of the rules' results for a run of
+    documents.
 
-    bands: number of MinHash bands. rewrites: texts are masked; without it `after` and `changes` are left out.
+    Columns: `code` (0 or 1 + index of the rule), `before` and `after` masking (characters, UTF-8 bytes, characters of
+    each kind), `changes` (masked items by kind), `digest` (half of the SHA-256), `bands` (MinHash keys). bands: number
+    of MinHash bands. rewrites: whether texts are masked; if not, `after` and `changes` are left out.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -45,10 +48,10 @@ def column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
 
 
 class SegmentWriter:
-    """Collects the verdicts on consecutive documents and writes them as one file (a segment).
+    """Collects the cleaning rules' results for a run of consecutive documents and writes them to one file, a segment.
 
-    first: number of its first document. minhash: computes the keys for near duplicates, None if not wanted. rewrites:
-    texts are masked.
+    first: number of the first document. minhash: computes the keys for near duplicates; None: no such search. rewrites:
+    whether texts are masked. documents, characters: how many have been added.
     """
 
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
@@ -57,24 +60,24 @@ class SegmentWriter:
         self.pieces: dict[int, int] = {}  # of each file
         self.examples: dict[str, str] = {}
         self.samples: dict[str, list[dict[str, Any]]] = {}
-        self._columns = {name: bytearray() for name in column_types(0, rewrites)}
+        self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
 
     def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
-        """Append the verdict on the next document. file: index of its file. name: its name. raw: its text before
-        masking, None if it did not decode.
+        """Append the result for the next document. file: index of its source file. name: the document's name. raw: its
+        text before masking, None if it did not decode. verdict: the rules' result.
         """
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
         text = raw or ""
         unchanged = verdict.text is raw
         content = verdict.content if unchanged else text.encode(errors="replace")
-        before = np.concatenate([np.array([len(text), len(content)], np.uint32), count_kinds(content)])
+        before = np.concatenate([np.array([len(text), len(content)], np.uint32), count_character_kinds(content)])
         self._columns["code"].append(code)
         self._columns["before"] += before.tobytes()
         if self.rewrites:
             after = before
             if not unchanged:
                 sizes = np.array([len(verdict.text), len(verdict.content)], np.uint32)
-                after = np.concatenate([sizes, count_kinds(verdict.content)])
+                after = np.concatenate([sizes, count_character_kinds(verdict.content)])
             self._columns["after"] += after.tobytes()
             self._columns["changes"] += array("I", (verdict.changes.get(kind, 0) for kind in CHANGES)).tobytes()
         self._columns["digest"] += verdict.digest[:16].ljust(16, b"\0")
@@ -101,11 +104,11 @@ class SegmentWriter:
         self.characters += len(text)
 
     def _keep_sample(self, rule: str, name: str, text: str, why: str) -> None:
-        """Keep the current document, dropped by `rule`, as a sample for the report if its priority is among the
-        lowest of that rule. why: the measured value.
+        """Keep the current document, dropped by `rule`, as a sample for the report if its sampling priority is among
+        the `SAMPLES` lowest of that rule. name, text: of the document. why: the measured value.
         """
         number = self.first + self.documents
-        rank = int(sampling_priority(np.array([number]))[0])
+        rank = int(compute_sampling_priority(np.array([number]))[0])
         samples = self.samples.setdefault(rule, [])
         if len(samples) < SAMPLES or rank < samples[-1]["priority"]:
             excerpt = text[:EXCERPT].encode(errors="replace").decode()
@@ -114,7 +117,7 @@ class SegmentWriter:
             del samples[SAMPLES:]
 
     def write(self, path: Path) -> None:
-        """Write the collected verdicts to the file `path` atomically."""
+        """Write the collected results to the file `path` atomically."""
         header = canonical_json(
             {
                 "first": self.first,
@@ -135,14 +138,18 @@ class SegmentWriter:
 
 
 class Segment:
-    """File with the verdicts on consecutive documents; header and columns are read on each access and not kept."""
+    """File with the cleaning rules' results for a run of consecutive documents. Header and columns are read from disk
+    on each access.
+
+    first: number of the first document. documents: number of documents.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open the segment `path`. Raises `ValueError` if the file is incomplete."""
+        """Open the segment file `path`. Raises `ValueError` if it is incomplete or no segment."""
         self.path = path
         header, offset = self._read_header()
         self.first, self.documents = int(header["first"]), int(header["documents"])
-        self._types = column_types(header["bands"], header["rewrites"])
+        self._types = list_column_types(header["bands"], header["rewrites"])
         self._offsets: dict[str, int] = {}
         for name, (dtype, width) in self._types.items():
             self._offsets[name] = offset
@@ -152,11 +159,15 @@ class Segment:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Header with totals of the segment: documents of each file, examples, samples."""
+        """Header of the file: `pieces` ([index of a source file, number of its documents] pairs), `longest_kept` in
+        characters, and `examples` and `samples` of dropped documents by rule.
+        """
         return self._read_header()[0]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
-        """Read the header; returns it and the byte at which the columns begin."""
+        """Read the header; returns (header as JSON, byte offset of the first column). Raises `ValueError` if the file
+        is no segment.
+        """
         with self.path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"{self.path} is no segment")
@@ -164,19 +175,19 @@ class Segment:
             return json.loads(file.read(length)), len(_MAGIC) + 8 + length
 
     def __contains__(self, column: str) -> bool:
-        """Return whether the segment has this column."""
+        """Return whether the segment has the column `column`."""
         return column in self._types
 
     def read_column(self, name: str) -> NDArray[Any]:
-        """Read the column `name`, such as "code" (see `column_types`), [documents] or [documents, values]."""
+        """Read the column `name`: [documents] for "code", else [documents, values] (see `list_column_types`)."""
         dtype, width = self._types[name]
         values = np.fromfile(self.path, dtype, count=width * self.documents, offset=self._offsets[name])
         return values if width == 1 and name == "code" else values.reshape(self.documents, width)
 
 
 def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the report's samples of dropped documents by rule, chosen among those of all segments. headers: the
-    segments' headers.
+    """Return {rule: samples of the documents that it dropped}, those with the lowest sampling priorities over all
+    segments. headers: the segments' headers.
     """
     merged: dict[str, list[dict[str, Any]]] = {}
     for header in headers:

@@ -1,4 +1,4 @@
-"""The survey: cleaning of the whole corpus and its split into training and validation documents."""
+"""Survey of the corpus: cleaning of all documents and their split into training and validation documents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cleaning.cleaning_pass import Cleaned, run_cleaning_pass
+from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_pass
 from meshwright.data.cleaning.rules import Cleaner, Rewriter
 from meshwright.data.cleaning.segments import KEPT
-from meshwright.data.records.conversations import Records
+from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document, Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 from meshwright.errors import UserError
@@ -29,12 +29,12 @@ _BLOCK = 1 << 24  # codes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Outcome of reading, cleaning and splitting the corpus: the split or dropping rule of every document, in reading
-    order.
+    """Result of cleaning and splitting a corpus of N documents, numbered from 0 in reading order.
 
-    codes [documents]: index in `SPLITS`, or len(SPLITS) + index in `RULES` of the rule that dropped it. pieces:
-    number of documents of each file. longest: characters at which texts were cut. bytes: UTF-8 bytes by split.
-    report: the cleaning report as JSON (`run_cleaning_pass`). rewriter: masks texts again when they are read.
+    codes: uint8 [N], the document's index in `SPLITS`, or len(SPLITS) + index in `RULES` of the rule that dropped it.
+    pieces: number of documents in each source file. longest: maximum characters of a document; longer texts were cut
+    into several. bytes: UTF-8 bytes by split. report: the cleaning report as JSON. rewriter: masks texts again when
+    they are read again.
     """
 
     codes: NDArray[np.uint8]
@@ -46,29 +46,31 @@ class Survey:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of documents dropped by each rule that ran."""
+        """Number of documents that each rule dropped, by rule name."""
         return dict(self.report["dropped"])
 
     @property
     def documents(self) -> dict[str, int]:
-        """Number of documents in each split."""
+        """Number of documents in each split, by split name."""
         return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields except `codes` and `rewriter`, as JSON."""
+        """Return `pieces`, `longest`, `bytes` and `report` as a JSON object."""
         return {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
 
     @classmethod
     def from_json(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
-        """Rebuild a survey from its codes, the JSON that `to_json` returned (`description`), and the rewriter."""
+        """Rebuild a survey. codes: as in the attribute. description: the JSON object that `to_json` returned. rewriter:
+        masks the texts.
+        """
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
         return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 
     def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """Yield (number, masked text) of the documents of `split` ("train" or "validation") whose number is at least
-        `first`, read from `files`.
+        """Yield (document number, masked text) of the documents of `split` ("train" or "validation") in order, from
+        number `first` on. files, reader: the same as at the survey.
         """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
@@ -77,10 +79,10 @@ class Survey:
     def iterate_documents(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (number, masked document) of the documents of `split` ("train" or "validation") whose number is at
-        least `first`; files without any are not opened.
+        """Yield (document number, masked document) of the documents of `split` ("train" or "validation") in order, from
+        number `first` on; files without any are not opened.
 
-        files, reader: those that were surveyed. Raises `SourceChanged` if a file no longer yields the same number of
+        files, reader: the same as at the survey. Raises `SourceChanged` if a file no longer yields the same number of
         documents.
         """
         wanted = SPLITS.index(split)
@@ -101,25 +103,31 @@ class Survey:
                 raise SourceChanged(file)
 
     def _rewrite(self, document: Document) -> Document:
-        """Return the document with masks applied to all of its texts."""
+        """Return a copy of the document with masks and line filters applied to its text, or to every text of its
+        record.
+        """
 
         def rewrite(text: str) -> str:
-            """Return one text of the document with masks applied."""
+            """Return `text`, one text of the document, with masks and line filters applied."""
             return self.rewriter.rewrite_text(text, document.name)[0]
 
         if document.example is None:
             return document._replace(text=rewrite(document.text or ""))
         example = document.example.rewrite_texts(rewrite)
-        return document._replace(text=example.text(), example=example)
+        return document._replace(text=example.join_texts(), example=example)
 
 
 def count_codes(codes: NDArray[np.uint8], code: int) -> int:
-    """Count the entries of `codes` equal to `code`; the array may be larger than memory."""
+    """Count the entries of `codes` [documents] that equal `code`, block by block: the array may be larger than
+    memory.
+    """
     return sum(int((codes[at : at + _BLOCK] == code).sum()) for at in range(0, len(codes), _BLOCK))
 
 
 def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
-    """Return the last index in [begin, end) whose entry equals `code`, or -1. codes: may be larger than memory."""
+    """Return the last index in [begin, end) at which `codes` [documents] equals `code`, or -1. The array may be larger
+    than memory.
+    """
     for at in range(end, begin, -_BLOCK):
         found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
         if len(found):
@@ -130,24 +138,24 @@ def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
 def survey_corpus(
     files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
 ) -> Survey:
-    """Read, clean and split the whole corpus.
+    """Clean all documents of `files` and split them into training and validation documents.
 
-    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`:
-    without a seed, and independent of other documents. If none would, the one with the smallest hash does. In a corpus
-    of fewer than 100 documents long ones are cut at blank lines, so that there is something to split. Finished segments
-    are kept in `directory` (else in a temporary one) to resume from. Raises `UserError` if nothing is left or a split
-    is empty.
+    A document goes to validation if the hash of its content, divided by 2^64, is below `validation_fraction`:
+    independent of a seed and of other documents. If no hash is, the document with the smallest one goes there. In a
+    corpus of fewer than 100 documents long ones are cut at blank lines, so that both splits get some. directory: for
+    the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one. log: receives
+    progress lines. Raises `UserError` if no document or only one short text is left.
     """
     with TemporaryDirectory() as temporary:
         cleaner = Cleaner(recipe.clean)
 
-        def cleaned(longest: int) -> Cleaned:
-            """Run the cleaning pass with texts cut at `longest` characters."""
+        def run_pass(longest: int) -> CleaningResult:
+            """Run the cleaning pass with texts cut into documents of at most `longest` characters."""
             reader = make_reader(recipe, longest)
             return run_cleaning_pass(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 
         longest = LONGEST_DOCUMENT
-        result = cleaned(longest)
+        result = run_pass(longest)
         cut = recipe.records == "text"  # records stay whole
         if cut and recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
             longest = SHORT_DOCUMENT
@@ -155,7 +163,7 @@ def survey_corpus(
                 f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into "
                 f"pieces of at most {SHORT_DOCUMENT:,} characters, so that both splits get some"
             )
-            result = cleaned(longest)
+            result = run_pass(longest)
         if not result.kept:
             raise UserError(_explain_nothing_left(result, recipe.source_key))
         codes, sides = _assign_splits(result, recipe.validation_fraction, recipe.source_key)
@@ -163,16 +171,17 @@ def survey_corpus(
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
-    """Create the reader of documents for the survey and every later pass. longest: characters at
-    which texts are cut.
+    """Create the reader of documents that the survey and every later pass share. longest: maximum characters of a
+    document; longer texts are cut.
     """
-    records = None if recipe.records == "text" else Records(recipe.records, recipe.record_keys)
+    records = None if recipe.records == "text" else RecordFormat(recipe.records, recipe.record_keys)
     return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 
-def _assign_splits(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """Assign kept documents to splits; returns the survey's codes, and UTF-8 bytes by split. fraction: of the
-    documents that go to validation. key: recipe key of the sources, for errors.
+def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
+    """Assign kept documents to splits by the hash of their content; returns (the survey's codes, uint8 [documents],
+    {split: UTF-8 bytes}). fraction: expected share of validation documents, in [0, 1]. key: recipe key of the sources,
+    for errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0
@@ -201,8 +210,10 @@ def _assign_splits(cleaned: Cleaned, fraction: float, key: str) -> tuple[NDArray
     return codes, dict(zip(SPLITS, sizes.tolist(), strict=True))
 
 
-def _explain_nothing_left(cleaned: Cleaned, key: str) -> str:
-    """Return the error for a corpus without documents after cleaning. key: recipe key of the sources."""
+def _explain_nothing_left(cleaned: CleaningResult, key: str) -> str:
+    """Return the error message for a corpus of which no document is left after cleaning. key: recipe key of the
+    sources.
+    """
     if not len(cleaned.codes):
         return f"{key}: there is no text in its files"
     reasons = ", ".join(

@@ -29,13 +29,14 @@ _OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\
 
 
 class Words:
-    """Splits a text into words, in lower case without punctuation (GPT-3, arXiv:2005.14165, appendix C), and hashes
-    them.
+    """Words of a text as 64-bit hashes; len() is their number. Words are in lower case without punctuation (GPT-3,
+    arXiv:2005.14165, appendix C).
 
-    In scripts without spaces (Han, kana) every character is a word. hashes: hash of each word, uint64 [words].
+    In scripts without spaces (Han, kana) every character is a word. hashes: hash of each word in order, uint64 [words].
     """
 
     def __init__(self, text: str) -> None:
+        """Split `text` into words and hash each."""
         data = (text if text.isascii() else text.lower()).encode().translate(_FOLD)
         if not text.isascii():
             data = _OWN_WORD.sub(rb" \g<0> ", _UNICODE_SIGNS.sub(b" ", data))
@@ -52,7 +53,9 @@ class Words:
         return len(self.hashes)
 
     def hash_ngrams(self, n: int) -> Hashes:
-        """Return the hash of each run of n consecutive words, [words - n + 1]; empty if there are fewer words."""
+        """Return the hash of each n-gram (n consecutive words), uint64 [words - n + 1]; empty if there are fewer than n
+        words.
+        """
         if len(self) < n:
             return np.empty(0, np.uint64)
         powers, inverses = _compute_powers(len(self))
@@ -61,7 +64,7 @@ class Words:
 
 
 def mix_bits(values: Hashes) -> Hashes:
-    """Mix the bits of each value (finaliser of SplitMix64), in place; returns `values`."""
+    """Mix the bits of each uint64 with the finaliser of SplitMix64, in place; returns `values`."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -71,23 +74,27 @@ def mix_bits(values: Hashes) -> Hashes:
 
 
 def _prefix_sums(values: Hashes) -> Hashes:
-    """Return the prefix sums modulo 2^64, [n + 1], beginning with 0."""
+    """Return the prefix sums of `values` [n] modulo 2^64, uint64 [n + 1], beginning with 0."""
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values, out=sums[1:])
     return sums
 
 
 def _compute_powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return the powers 0, 1, 2 ... of the hash base and of its inverse modulo 2^64, at least `count` of each."""
+    """Return (powers of the hash base, powers of its inverse) modulo 2^64 for the exponents 0, 1, 2 ...: at least
+    `count` of each.
+    """
     return _compute_powers_of_two(max(16, (count - 1).bit_length()))
 
 
 @cache
 def _compute_powers_of_two(bits: int) -> tuple[Hashes, Hashes]:
-    """Return the powers 0 to 2^bits - 1 of the hash base and of its inverse modulo 2^64."""
+    """Return (powers of the hash base, powers of its inverse) modulo 2^64 for the exponents 0 to 2^bits - 1, uint64
+    [2^bits] each.
+    """
 
     def powers(base: int) -> Hashes:
-        """Return the powers 0 to 2^bits - 1 of `base` modulo 2^64."""
+        """Return the powers of `base` modulo 2^64 for the exponents 0 to 2^bits - 1."""
         values = np.full(1 << bits, base, np.uint64)
         values[0] = 1
         return np.cumprod(values, dtype=np.uint64)

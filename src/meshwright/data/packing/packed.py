@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.data.packing.shards import DOCUMENTS, TEXT, TOKENS, Shard, shard_file_name
+from meshwright.data.packing.shards import DOCUMENTS, TEXT, TOKENS, Shard, format_shard_file_name
 
 NO_TARGET = -100  # what a loss passes over, as in PyTorch's cross-entropy
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens, targets and document ids of B packed rows.
+    """Batch of B packed rows of S tokens (a row is one training sample, with one or more documents).
 
-    tokens: int64 [B, S]. targets: int64 [B, S], the next token of each position; -100 where that belongs to another
-    document or is padding. document_ids: int32 [B, S], 0 for the document a row begins in, then 1, 2 ...
+    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position; -100 where that is padding, belongs to
+    another document (with `document_mask`) or, for records, is not trained. document_ids: int32 [B, S], 0 for a row's
+    first document, then 1, 2 ...
     """
 
     tokens: NDArray[np.int64]
@@ -33,19 +34,23 @@ class TokenBatch:
 
     @property
     def target_tokens(self) -> int:
-        """Number of targets that count towards the loss."""
+        """Number of targets that count towards the loss (not -100)."""
         return int((self.targets != NO_TARGET).sum())
 
     def document_starts(self) -> list[NDArray[np.int64]]:
-        """Return for each row of the batch the positions, ascending, at which a document begins; the first is 0."""
+        """Return for each of the B rows the ascending positions, in [0, S), at which a document begins; the first is
+        always 0.
+        """
         begins = np.diff(self.document_ids, axis=1, prepend=-1) != 0
         return [np.flatnonzero(row) for row in begins]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """Shard files of one split. directory: of the files. shards: their records, in order. dtype: of a token on disk.
-    sources: number of shards of each source, if no row may mix two sources.
+    """Token shards of one split ("train" or "validation") on disk.
+
+    directory: of the shard files. shards: metadata of each shard, in order. dtype: of a token id on disk. sources:
+    number of shards of each data source, if no packed row may mix two sources; else None.
     """
 
     directory: Path
@@ -55,13 +60,13 @@ class StoredTokens:
 
 
 class PackedDataset(ABC):
-    """Base class of one split of the data ("train" or "validation") as rows of `sequence` tokens over memory-mapped
-    shards; subclasses are token streams and packed examples.
+    """Base class of one split ("train" or "validation") as packed rows of S tokens, read from memory-mapped shards.
+    Subclasses: `PackedTokens` for text, `PackedExamples` for records.
     """
 
     def __init__(self, stored: StoredTokens, sequence: int, document_mask: bool, padding: int) -> None:
-        """sequence: tokens in a row. document_mask: give each document an id of its own. padding: token id that fills
-        incomplete rows.
+        """stored: the split's shards. sequence: S, tokens in a row. document_mask: number the documents of a row, so
+        that they do not attend to each other; False: all have id 0. padding: token id that fills incomplete rows.
         """
         shards, sources = stored.shards, stored.sources
         self.directory, self.shards, self.dtype = stored.directory, tuple(shards), stored.dtype
@@ -74,111 +79,127 @@ class PackedDataset(ABC):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all documents, begin and end tokens included."""
+        """Number of tokens in all documents, start and end tokens included."""
         return int(self._bounds[-1])
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
+        """Number of documents in the split (of records, if it has records)."""
         return sum(shard.documents for shard in self.shards)
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
+        """Total size of all documents' text in UTF-8 bytes."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def sequences(self) -> int:
-        """Number of full packed rows, which training samples from."""
+        """Number of full packed rows, that is of training samples."""
         return sum(self.sequences_by_source)
 
     @property
     @abstractmethod
     def sequences_by_source(self) -> list[int]:
-        """Number of full packed rows of each source; a single number unless sources are kept apart."""
+        """Number of full packed rows of each data source; a list of one number unless rows of different sources are
+        separate.
+        """
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Number of packed rows that together hold every target once, for exact evaluation."""
+        """Number of packed rows, partial ones included, that together contain every target once, for exact
+        evaluation.
+        """
 
     @abstractmethod
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Read the packed rows `numbers` [B], each in [0, sequences).
+        """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
 
-        padded: allow any number >= 0; rows from `rows` on are empty, so that every rank can read equally many. Padding
-        has no targets.
+        padded: allow any index >= 0: partial rows are filled with padding, which has no targets, and rows from `rows`
+        on have padding alone, so that every rank can read equally many.
         """
 
     def iterate_batches(self, size: int) -> Iterator[TokenBatch]:
-        """Yield all packed rows in order, in batches of `size` rows; every target comes once."""
+        """Yield all packed rows in order, in batches of `size` rows, the last batch perhaps smaller; every target
+        occurs once.
+        """
         for first in range(0, self.rows, size):
             yield self.read_batch(np.arange(first, min(first + size, self.rows)), padded=True)
 
     def iterate_tokens(self, size: int = 1 << 20) -> Iterator[NDArray[Any]]:
-        """Yield the tokens of all documents without targets, in arrays of at most `size`."""
+        """Yield the token ids of all documents in order, in 1-D arrays of at most `size` tokens."""
         for number, shard in enumerate(self.shards):
             for begin in range(0, shard.tokens, size):
                 yield np.array(self._map_shard(number)[begin : begin + size])
 
     def iterate_texts(self) -> Iterator[str]:
-        """Yield the text of each document in order; only for a split whose text was kept (see `prepare`)."""
+        """Yield the text of each document in order. The split's text must have been stored (see `keep_text` of
+        `prepare`).
+        """
         for shard in self.shards:
-            assert shard_file_name(shard.number, TEXT) in shard.files, f"the text of {self.directory} was not kept"
+            name = format_shard_file_name(shard.number, TEXT)
+            assert name in shard.files, f"the text of {self.directory} was not kept"
             sizes = self._map_index(shard)[:, 1].tolist()
-            with (self.directory / shard_file_name(shard.number, TEXT)).open("rb") as file:
+            with (self.directory / name).open("rb") as file:
                 for size in sizes:
                     yield file.read(size).decode()
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
-        """Memory-map the tokens of shard number `number`, or with `kind` TRAINED its response mask, [tokens]."""
+        """Memory-map the file `kind` of the shard with index `number`: token ids, or for TRAINED the response mask
+        (uint8), [tokens].
+        """
         if (number, kind) not in self._mapped:
             shard = self.shards[number]
-            path = self.directory / shard_file_name(shard.number, kind)
+            path = self.directory / format_shard_file_name(shard.number, kind)
             dtype = self.dtype if kind == TOKENS else np.dtype(np.uint8)
             self._mapped[number, kind] = np.memmap(path, dtype=dtype, mode="r", shape=(shard.tokens,))
         return self._mapped[number, kind]
 
     def _map_index(self, shard: Shard) -> NDArray[np.uint64]:
-        """Memory-map a shard's document index, uint64 [documents, 2 or 3] (see `Shard`)."""
+        """Memory-map a shard's document index, uint64 [documents, 2 or 3]: each document's first token, UTF-8 bytes
+        and, for records, number of response tokens.
+        """
         index: NDArray[np.uint64] = np.load(
-            self.directory / shard_file_name(shard.number, DOCUMENTS), mmap_mode="r", allow_pickle=False
+            self.directory / format_shard_file_name(shard.number, DOCUMENTS), mmap_mode="r", allow_pickle=False
         )
         return index
 
 
 class PackedTokens(PackedDataset):
-    """One split as a continuous token stream cut into packed rows: row r has tokens [r S, (r + 1) S), its targets are
-    the tokens that follow them.
+    """One split as a continuous token stream cut into packed rows: row r has the tokens [r S, (r + 1) S) of the stream,
+    and as targets the tokens one position later.
 
     Every token but the stream's first is a target once. `sequences` counts full rows; `rows` includes the last, partial
-    one. With `sources`, every source is a stream of its own, and its rows follow those of the source before it.
+    one. If `stored.sources` is given, every data source is a stream of its own, and its rows follow those of the source
+    before it.
     """
 
     _starts: NDArray[np.int64] | None = None
 
     @property
     def sequences_by_source(self) -> list[int]:
-        """Number of full packed rows of each source; a single number if the split is one stream."""
+        """Number of full packed rows of each data source; a list of one number if the split is one stream."""
         return [max(0, tokens - 1) // self.sequence for tokens in np.diff(self._source_bounds).tolist()]
 
     @property
     def _source_bounds(self) -> NDArray[np.int64]:
-        """First token of each source, and the end of the last, [sources + 1]."""
+        """Position of the first token of each data source in the split's token stream, and the end of the last, int64
+        [sources + 1].
+        """
         bounds: NDArray[np.int64] = self._bounds[self._shards_before]
         return bounds
 
     @property
     def rows(self) -> int:
-        """Number of packed rows that together hold every target once, the last one perhaps partial."""
+        """Number of packed rows that together contain every target once, the last one perhaps partial."""
         assert self._streams == 1, "evaluation reads one stream"
         return -(-max(0, self.tokens - 1) // self.sequence)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Read the packed rows `numbers` [B], each in [0, sequences).
+        """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
 
-        padded: allow any number >= 0: the last, partial row, and empty rows from `rows` on, so that every rank can read
-        equally many. Padding has no targets.
+        padded: allow any index >= 0: the last, partial row is filled with padding, which has no targets, and rows from
+        `rows` on have padding alone, so that every rank can read equally many.
         """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
@@ -186,7 +207,7 @@ class PackedTokens(PackedDataset):
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
         length = self.sequence
         values = np.full((len(rows), length + 1), self.padding, dtype=np.int64)
-        begins = self._row_starts(rows)
+        begins = self._find_row_starts(rows)
         for place, begin in enumerate(begins.tolist()):
             self._read_tokens(begin, values[place])
         tokens, targets = values[:, :-1], values[:, 1:].copy()
@@ -199,8 +220,10 @@ class PackedTokens(PackedDataset):
             targets[marks[:, 1:]] = NO_TARGET
         return TokenBatch(np.ascontiguousarray(tokens), targets, document_ids)
 
-    def _row_starts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the position in the split's token stream at which each of the `rows` begins, [B]."""
+    def _find_row_starts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position in the split's token stream at which each row begins, int64 [B]. rows: indices of packed
+        rows, [B].
+        """
         if self._streams == 1:
             return rows * self.sequence
         first_rows = np.cumsum([0, *self.sequences_by_source])
@@ -209,8 +232,8 @@ class PackedTokens(PackedDataset):
         return begins
 
     def _read_tokens(self, begin: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the split's tokens from position `begin` of its token stream on, across shards; at the
-        stream's end the rest of `out` is left as it is.
+        """Copy tokens of the split's stream, from position `begin` on, into `out` [n]; what lies beyond the stream's
+        end is left unchanged.
         """
         end = min(begin + len(out), self.tokens)
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
@@ -222,8 +245,8 @@ class PackedTokens(PackedDataset):
             filled, begin, number = filled + len(part), begin + len(part), number + 1
 
     def _mark_document_starts(self, begins: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask [B, S + 1] of the positions at which a document begins; the first of a row is never marked.
-        begins: position in the token stream at which each row begins, [B].
+        """Return a mask [B, S + 1] of the positions at which a document begins; position 0 is never marked. begins:
+        position in the token stream at which each row begins, [B].
         """
         if self._starts is None:
             parts = [

@@ -25,12 +25,12 @@ OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Assignment of examples to packed rows.
+    """Assignment of examples (parsed records; D documents each) to R packed rows; K examples are kept.
 
-    kept [examples kept, documents]: tokens kept of each document, fewer than it has if the example was truncated.
-    numbers [examples kept]: index of each kept example among all. order [examples kept]: indices into `kept`, row after
-    row; row r has order[bounds[r]:bounds[r + 1]]. rows_by_source: rows of each source; a single number unless sources
-    are kept apart. report: see `PackedExamples.report`.
+    kept: int64 [K, D], number of tokens kept of each document. numbers: int64 [K], index of each kept example among all
+    examples. order: int64 [K], indices into `kept`, row after row; row r has order[bounds[r]:bounds[r + 1]]. bounds:
+    int64 [R + 1]. rows_by_source: number of rows of each data source; one number unless rows of different sources are
+    separate. report: counts, see `PackedExamples.report`.
     """
 
     kept: NDArray[np.int64]
@@ -43,9 +43,9 @@ class PackingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PackingSettings:
-    """How examples become packed rows. documents_per_example: 1, or 2 for preference pairs. train_on: "responses" or
-    "all". pack: several examples in a row. too_long: "truncate", "drop" or "refuse". decode: tokens to text, for the
-    error about too long examples.
+    """Options of packing examples into rows. documents_per_example: 1, or 2 for preference pairs. train_on: "responses"
+    or "all" (tokens that are targets). pack: several examples in a row; False: one. too_long: "truncate", "drop" or
+    "refuse" examples longer than a row. decode: converts token ids to text, for error messages.
     """
 
     documents_per_example: int = 1
@@ -56,13 +56,13 @@ class PackingSettings:
 
 
 class PackedExamples(PackedDataset):
-    """One split as examples packed whole into rows; under `document_mask` they do not attend to each other, and
-    positions restart at each document.
+    """One split of records as packed rows that contain whole examples (one parsed record each). With `document_mask`,
+    documents do not attend to each other, and positions restart at each.
 
-    An example has `documents_per_example` documents, consecutive in its row: 1, or 2 for a preference pair, where
-    document 2k of a row is the prompt with the chosen response of pair k and 2k + 1 the prompt with the rejected one.
-    Targets are the tokens of responses, or with `train_on` "all" every token but a document's first. The rest of a row
-    is padding without targets, with a document id of its own.
+    An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
+    response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
+    `train_on` "all" every token but a document's first. The rest of a row is padding without targets, with a document
+    id of its own.
 
     Packing depends on the lengths alone: best fit, in order, among the last `OPEN_ROWS` rows that are not full; with
     `pack` false every example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is
@@ -77,13 +77,17 @@ class PackedExamples(PackedDataset):
         padding: int,
         packing: PackingSettings = PackingSettings(),
     ) -> None:
-        """stored, sequence, document_mask, padding: of `PackedDataset`."""
+        """stored: the split's shards. sequence: S, tokens in a row. document_mask: number the documents of a row.
+        padding: token id that fills rows. packing: the options of packing.
+        """
         super().__init__(stored, sequence, document_mask, padding)
         self.packing = packing
 
     @property
     def sequences_by_source(self) -> list[int]:
-        """Number of packed rows of each source; a single number unless sources are kept apart."""
+        """Number of packed rows of each data source; a list of one number unless rows of different sources are
+        separate.
+        """
         return self.plan.rows_by_source
 
     @property
@@ -93,26 +97,26 @@ class PackedExamples(PackedDataset):
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """Number of examples (preference pairs) in each packed row, [rows]."""
+        """Number of examples (for preferences: pairs) in each packed row, int64 [rows]."""
         return np.diff(self.plan.bounds)
 
     @property
     def report(self) -> dict[str, int]:
-        """Counts of packing: `examples` in all, `trained`, of these `truncated`; dropped as `too_long` or
-        `without_response`; `targets`, and `lost_targets` of truncated and dropped examples; `padding` tokens in all
-        rows.
+        """Counts of packing, by name. `examples`: all; `trained`: those in rows; `truncated`: those of `trained` that
+        were cut; `too_long`, `without_response`: dropped ones by reason; `targets`: target tokens in rows;
+        `lost_targets`: target tokens of truncated and dropped examples; `padding`: padding tokens in all rows.
         """
         return self.plan.report
 
     def iterate_texts(self) -> Iterator[str]:
-        """Yield the text of each record in order (see `Example.text`)."""
+        """Yield the text of each record in order, all of its messages joined (see `Example.join_texts`)."""
         return itertools.islice(
             super().iterate_texts(), 0, None, self.packing.documents_per_example
         )  # the text of a record is stored with its first document
 
     @property
     def rows_sha256(self) -> str:
-        """Hex SHA-256 of the packing plan, which fixes the tokens at every position of every row."""
+        """Hex SHA-256 of the packing plan, which determines the tokens at every position of every row."""
         digest = hashlib.sha256()
         for part in (self.plan.numbers, self.plan.kept, self.plan.order, self.plan.bounds):
             digest.update(f"{part.shape} ".encode() + np.ascontiguousarray(part, "<i8").tobytes())
@@ -120,14 +124,16 @@ class PackedExamples(PackedDataset):
 
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
-        """Token range [begin, end) of each document over all shards, [documents, 2]."""
+        """Token range [begin, end) of each document in the split's token stream, int64 [documents, 2]."""
         starts = [self._map_index(shard)[:, 0].astype(np.int64) for shard in self.shards]
         begins = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, self._bounds[:-1])])
         return np.stack([begins, np.append(begins[1:], self.tokens)[: len(begins)]], axis=1)
 
     @cached_property
     def plan(self) -> PackingPlan:
-        """The packing plan, computed once. Raises `UserError` for a too long example if data.too_long is "refuse"."""
+        """Assignment of examples to packed rows, computed once. Raises `UserError` for an example longer than a row if
+        data.too_long is "refuse".
+        """
         assert self.packing.documents_per_example >= 1
         capacity = self.sequence + 1
         begins = self._documents[:, 0].reshape(-1, self.packing.documents_per_example)
@@ -179,7 +185,9 @@ class PackedExamples(PackedDataset):
         )
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Read the packed rows `numbers` [B]; see `PackedDataset.read_batch`."""
+        """Read the packed rows with the indices `numbers` [B], each in [0, rows). padded: allow any index >= 0; rows
+        from `rows` on have padding alone, without targets.
+        """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
@@ -204,8 +212,8 @@ class PackedExamples(PackedDataset):
         return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids))
 
     def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Read the tokens of one document, which are [begin, end) of the split's token stream, and the mask of those
-        that are targets.
+        """Read one document, the tokens [begin, end) of the split's token stream; returns (token ids [n], mask of the
+        tokens that are targets [n]).
         """
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
@@ -217,24 +225,28 @@ class PackedExamples(PackedDataset):
         return tokens, self._map_shard(number, TRAINED)[span] != 0
 
     def _count_targets(self, begin: int, end: int) -> int:
-        """Count the targets in one document, whose tokens are [begin, end) of the split's token stream."""
+        """Count the target tokens in one document, the tokens [begin, end) of the split's token stream."""
         return int(self._read_document(begin, end)[1].sum())
 
     def _count_document_targets(self) -> NDArray[np.int64]:
-        """Return the number of targets of each document before any truncation, [examples, documents]."""
+        """Return the number of target tokens of each document before any truncation, int64 [examples, documents per
+        example].
+        """
         if self.packing.train_on == "all":
             return np.diff(self._documents).reshape(-1, self.packing.documents_per_example) - 1
         counts = [self._map_index(shard)[:, 2].astype(np.int64) for shard in self.shards]
         return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.packing.documents_per_example)
 
     def _examples_by_source(self) -> list[tuple[int, int]]:
-        """Return the range [first, end) of the examples of each source that is kept apart."""
+        """Return the range [first, end) of example indices of each data source, or one range of all if rows may mix
+        sources.
+        """
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(itertools.pairwise(ends))
 
     def _too_long_error(self, number: int, count: int, longest: int, capacity: int) -> UserError:
-        """Build the error for examples longer than a row. number: of the first one; count: of such examples; longest:
-        tokens of the longest; capacity: tokens in a row.
+        """Build the error for examples longer than a row. number: index of the first such example; count: number of
+        such examples; longest: tokens in the longest one; capacity: tokens in a row.
         """
         begins, ends = (
             self._documents[number * self.packing.documents_per_example],
@@ -251,11 +263,12 @@ class PackedExamples(PackedDataset):
 
 
 def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items of the given sizes into bins of the given capacity: best fit, at most `OPEN_ROWS` bins open at a time.
+    """Pack items into bins by best fit with at most `OPEN_ROWS` open bins; returns the item indices of each bin.
 
-    Returns the item indices of each bin. An item goes into the open bin with the least remaining capacity that takes
-    it, else it opens a bin and the fullest open one is closed, which keeps the time at n log n and neighbours close.
-    (With all bins open, best fit needs at most 1.7 times the fewest bins: Johnson et al. 1974, doi:10.1137/0203025.)
+    sizes: size of each item, at most `capacity`, the size of a bin. An item goes into the open bin with the least
+    remaining capacity that suffices; else it opens a bin, and above `OPEN_ROWS` the fullest open one is closed. This
+    takes n log n time and keeps neighbours together. (With all bins open, best fit needs at most 1.7 times the fewest
+    bins: Johnson et al. 1974, doi:10.1137/0203025.)
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room that is left, row), ascending
@@ -276,8 +289,8 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the `lengths` cut to sum to `capacity`: the longest are cut to a common length, the
-    others stay whole.
+    """Return the lengths of an example's documents, [documents], cut so that they sum to `capacity` tokens: the longest
+    ones are cut to about the same length, shorter ones stay whole.
     """
     kept = lengths.copy()
     left, remaining = capacity, len(lengths)

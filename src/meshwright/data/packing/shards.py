@@ -27,10 +27,12 @@ _LOG_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Record of one shard, NNNNN.json; written last: a shard without it does not count.
+    """Metadata of one shard of tokenized documents, stored as NNNNN.json. It is written last: a shard without it is
+    incomplete.
 
-    `first`, `next`: document numbers of the survey at which this shard and the next one begin. `tokenizer`: SHA-256 of
-    the tokenizer.json that encoded it. `files`: `{"bytes", "sha256"}` by file name:
+    number: index of the shard. first, next: numbers of the documents in the corpus at which this shard and the next one
+    begin. tokens, documents, bytes: totals; bytes are those of the text in UTF-8. tokenizer: SHA-256 of the
+    tokenizer.json that encoded it. files: {file name: {"bytes", "sha256"}} of
 
     - NNNNN.tokens.bin: documents one after another, each as start token, text, end token; little-endian uint16 or
       uint32
@@ -52,8 +54,8 @@ class Shard:
     files: dict[str, dict[str, Any]]
 
     def find_problem(self, directory: Path, contents: bool) -> str | None:
-        """Return what is wrong with the shard's files in `directory`, or None. contents: verify SHA-256, not only
-        sizes.
+        """Return what is wrong with the shard's files in `directory` (a path and "is missing" ...), or None. contents:
+        compare the SHA-256 of each file, not only its size.
         """
         for name, said in self.files.items():
             if found := find_damage(directory / name, said, contents):
@@ -61,14 +63,14 @@ class Shard:
         return None
 
 
-def shard_file_name(number: int, kind: str) -> str:
-    """Return the name of a file of shard number `number`: kind "tokens.bin" gives "00003.tokens.bin"."""
+def format_shard_file_name(number: int, kind: str) -> str:
+    """Return the name of a file of the shard with index `number`: kind "tokens.bin" gives "00003.tokens.bin"."""
     return f"{number:05d}.{kind}"
 
 
 class EncodedDocument(NamedTuple):
-    """One encoded document. tokens: ids with start and end token. text: its UTF-8. trained: for records the response
-    mask, uint8 [tokens]; None for plain text.
+    """One tokenized document. tokens: ids with start and end token, [tokens]. text: in UTF-8. trained: for records the
+    response mask, uint8 [tokens] (1: a target); None for plain text.
     """
 
     tokens: NDArray[Any]
@@ -77,35 +79,37 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol that encodes documents: a text into one token sequence, a record into one or several."""
+    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one or
+    (preferences) two.
+    """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield the encoded documents of each input in turn. Raises `UserError` that names an input that cannot be
-        encoded.
+        """Yield for each input document the list of its token sequences. Raises `UserError` that names an input that
+        cannot be encoded.
         """
 
 
 class TextEncoder:
-    """Encodes plain text to token ids: start token, text, end token."""
+    """Tokenizes plain text: start token, text, end token."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self._start, self._end = (np.array([token], tokenizer.dtype) for token in (tokenizer.start, tokenizer.end))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield one encoded document for each text."""
+        """Yield for each input text a list of one tokenized document."""
         texts = [document.text or "" for document in documents]
         for text, inner in zip(texts, self.tokenizer.encode(texts), strict=True):
             yield [EncodedDocument(np.concatenate([self._start, inner, self._end]), text.encode())]
 
 
-class Packer:
-    """Writes one split's shards of at least `shard_tokens` tokens, cut between documents and at the end of each
-    source.
+class ShardWriter:
+    """Writer of one split's token shards: each gets at least `shard_tokens` tokens and ends between two documents, or
+    where a data source ends.
 
-    directory: for the shards. documents(first): yields (number, document) of the split from number `first` on. ends:
-    for each source the exclusive end of its document numbers. encoder: documents to tokens. tokenizer_sha256: of its
-    tokenizer.json. keep_text: also write the texts.
+    directory: for the shards. documents(first): yields (number, document) of the split's documents from number `first`
+    on. ends: for each data source 1 + the number of its last document. encoder: tokenizes documents. tokenizer_sha256:
+    hex SHA-256 of tokenizer.json. keep_text: also store the texts.
     """
 
     def __init__(
@@ -122,11 +126,9 @@ class Packer:
         self.encoder, self.tokenizer_sha256 = encoder, tokenizer_sha256
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
-    def pack(self, progress: Callable[[int], None]) -> list[list[Shard]]:
-        """Write the missing shards and return all shards, one list per source; intact shards of an interrupted run
-        are kept.
-
-        progress: called with the UTF-8 bytes done so far.
+    def write_missing(self, progress: Callable[[int], None]) -> list[list[Shard]]:
+        """Write the missing shards and return the metadata of all shards, one list per data source; intact shards of an
+        interrupted run are kept. progress: called with the number of UTF-8 bytes packed so far.
         """
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []
@@ -150,10 +152,10 @@ class Packer:
         return shards
 
     def _find_shard(self, number: int, first: int) -> Shard | None:
-        """Return shard number `number` if it is on disk, undamaged, begins at document `first` and has the same
-        tokenizer; else None.
+        """Return the metadata of the shard with index `number` if it is on disk, undamaged, begins at document number
+        `first` and was encoded with the same tokenizer; else None.
         """
-        record = read_json(self.directory / shard_file_name(number, "json"))
+        record = read_json(self.directory / format_shard_file_name(number, "json"))
         if record is None:
             return None
         shard = Shard(**record)
@@ -161,8 +163,8 @@ class Packer:
         return shard if fits and shard.find_problem(self.directory, contents=True) is None else None
 
     def _encode_documents(self, first: int, end: int) -> Iterator[tuple[int, list[EncodedDocument]]]:
-        """Yield (number, its encoded documents) for each document with a number in [first, end),
-        encoded in batches.
+        """Yield (document number, its tokenized documents) for the split's documents with numbers in [first, end),
+        tokenized in batches.
         """
         for batch in _group_documents(itertools.takewhile(lambda item: item[0] < end, self.documents(first))):
             pieces = self.encoder.encode_documents([document for _, document in batch])
@@ -177,15 +179,17 @@ class Packer:
         encoded: Iterator[tuple[int, list[EncodedDocument]]],
         progress: Callable[[int], None],
     ) -> Shard:
-        """Write shard number `number` from the encoded documents, its record last, and return it. first: number of
-        its first document. end: exclusive end of the source's document numbers. encoded: yields (document number, its
-        encoded documents). progress: called with the UTF-8 bytes written.
+        """Write the shard with index `number`, its metadata last, and return the metadata.
+
+        first: number of its first document. end: 1 + the number of the data source's last document. encoded: yields
+        (document number, its tokenized documents); consumed until the shard is large enough. progress: called with the
+        number of UTF-8 bytes written.
         """
-        names = {kind: shard_file_name(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
+        names = {kind: format_shard_file_name(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
         index_rows: list[tuple[int, ...]] = []
         count = size = documents = 0
         following = end
-        record = self.directory / shard_file_name(number, "json")
+        record = self.directory / format_shard_file_name(number, "json")
         record.unlink(missing_ok=True)
         files: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:
@@ -223,7 +227,9 @@ class Packer:
 
 
 def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
-    """Group documents into batches large enough for the tokenizer's threads and small enough for memory."""
+    """Group (number, document) pairs into batches of about `_BATCH` characters: large enough for the tokenizer's
+    threads, small enough for memory.
+    """
     batch: list[tuple[int, Document]] = []
     size = 0
     for number, document in documents:
@@ -237,21 +243,21 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
 
 
 def _report_progress(progress: Callable[[int], None], done: int, more: int) -> None:
-    """Call `progress` with `done` + `more`: UTF-8 bytes of earlier shards and of the current one."""
+    """Call `progress` with `done` + `more`, the UTF-8 bytes of earlier shards and of the current one."""
     progress(done + more)
 
 
 def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that passes its argument (bytes done) to `say` at most once in `_LOG_SECONDS`, and not in the
-    first ones.
+    """Wrap `say`, a function of the amount done, such that it is called at most once in `_LOG_SECONDS` seconds, and not
+    in the first ones.
     """
     last = time.monotonic()
 
-    def perhaps(done: int) -> None:
-        """Call `say(done)` if `_LOG_SECONDS` have passed since its last call."""
+    def say_if_due(done: int) -> None:
+        """Call `say(done)` if `_LOG_SECONDS` seconds have passed since its last call."""
         nonlocal last
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()
             say(done)
 
-    return perhaps
+    return say_if_due

@@ -26,8 +26,8 @@ _FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand he
 class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
-    responses: character ranges [begin, end) of the assistant's turns, end token included. own: ranges of special
-    tokens that the template wrote; those spelled by a message are ordinary text.
+    responses: character ranges [begin, end) in `text` of the assistant's turns, end token included. own: character
+    ranges of the special tokens that the template wrote; special tokens spelled out in a message are ordinary text.
     """
 
     text: str
@@ -39,8 +39,8 @@ class RenderedConversation(NamedTuple):
 class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer.
 
-    source: Jinja text. named: special tokens by variable name (`bos_token` ...). special: tokens that message text must
-    never become. where: name in errors.
+    source: Jinja text. named: {variable name: special token}, such as `bos_token`, as the template uses them. special:
+    tokens that message text must never be encoded as. where: what errors call the template.
     """
 
     source: str
@@ -55,7 +55,9 @@ class ChatTemplate:
 
     @cached_property
     def _renderer(self) -> Renderer | RenderProcess:
-        """Renderer of the template: in this process for Meshwright's own, in a sandboxed subprocess for all others."""
+        """Compiled template: rendered in this process for templates that come with Meshwright, else in a sandboxed
+        subprocess.
+        """
         try:
             return (Renderer if self.source in _load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:
@@ -65,12 +67,11 @@ class ChatTemplate:
             raise UserError(f"{self.where} {error}: no template needs that") from None
 
     def check(self) -> None:
-        """Raise `UserError` if the source is not a valid Jinja template."""
+        """Compile the template. Raises `UserError` if the source is not valid Jinja."""
         _ = self._renderer
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Return the conversation `messages` as plain text, equal to
-        `transformers.apply_chat_template(tokenize=False)`.
+        """Render the conversation `messages` to plain text, as `transformers.apply_chat_template(tokenize=False)` does.
 
         prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
         messages.
@@ -80,10 +81,11 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False
     ) -> RenderedConversation:
-        """Render with the ranges of the non-blank assistant turns from message number `trained_from` on.
+        """Render a conversation, with the character ranges of the assistant's turns that are not blank and are at index
+        `trained_from` or later in `messages`.
 
-        prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
-        conversation, or the ranges of its responses cannot be determined.
+        prompt: append the header of the assistant's next turn; no turns are returned. Raises `TemplateError` if the
+        template refuses the messages, or the ranges of the turns cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
         text, marked = self._render_marked(seen, prompt)
@@ -106,8 +108,8 @@ class ChatTemplate:
         return RenderedConversation(text, wanted, self._find_own_tokens(seen, text, prompt))
 
     def _render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
-        """Render and return the text and the character ranges that {% generation %} marks. prompt: append the header
-        of the assistant's next turn.
+        """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
+        variables of each message for the template. prompt: append the header of the assistant's next turn.
         """
         try:
             marked = self._renderer.render_marked(messages, prompt)
@@ -125,8 +127,8 @@ class ChatTemplate:
         return text, spans
 
     def _find_turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
-        """Return the character range of message number `number`, an assistant's turn, in the rendered `text`: from
-        after its prompt to the special token that ends it.
+        """Return the character range [begin, end) in the rendered `text` of the assistant's turn messages[number]: from
+        after its header to the special token that ends it. Raises `TemplateError` if it cannot be determined.
         """
         before = self.render(messages[:number], prompt=True) if number else ""
         plain = self.render(messages[:number]) if number else ""
@@ -146,20 +148,24 @@ class ChatTemplate:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Pattern that finds special tokens as tokenizers do: the leftmost, and of those the longest."""
+        """Regular expression that finds special tokens as tokenizers do: the leftmost, and of several at one place the
+        longest.
+        """
         tokens = sorted(self.special, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     @cached_property
     def _special_affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """Proper prefixes and suffixes of the special tokens, and the length of the longest token."""
+        """Tuple (proper prefixes of the special tokens, their proper suffixes, characters in the longest special
+        token).
+        """
         beginnings = {token[:size] for token in self.special for size in range(1, len(token))}
         ends = {token[-size:] for token in self.special for size in range(1, len(token))}
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_spell(self, content: str) -> bool:
-        """Return whether the message text `content` contains a special token, or could form one with its
-        surroundings.
+        """Return whether a message text contains a special token, or could form one together with the text
+        around it.
         """
         if self._special_pattern.search(content):
             return True
@@ -173,11 +179,11 @@ class ChatTemplate:
         return False
 
     def _find_own_tokens(self, messages: Sequence[Mapping[str, str]], text: str, prompt: bool) -> list[tuple[int, int]]:
-        """Return the character ranges in the rendered `text` of the special tokens that the template itself wrote.
-        prompt: the header of the assistant's next turn was appended.
+        """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
+        itself wrote, not a message. prompt: the header of the assistant's next turn was appended.
 
-        If a message contains anything like one, the template is rendered again with the characters of all messages
-        replaced by private-use characters; the special tokens that remain are the template's own.
+        If a message contains anything like a special token, the template is rendered again with the characters of all
+        messages replaced by private-use characters; the special tokens that remain are the template's own.
         """
         if not any(self._may_spell(message["content"]) for message in messages):
             return [match.span() for match in self._special_pattern.finditer(text)]
@@ -202,20 +208,20 @@ class ChatTemplate:
 
 @cache
 def _load_own_sources() -> frozenset[str]:
-    """Return the Jinja sources of the templates that come with Meshwright."""
+    """Return the Jinja sources of all chat templates that come with Meshwright."""
     return frozenset(_load_own_source(name) for name in TEMPLATES if name != "model")
 
 
 def _load_own_source(name: str) -> str:
-    """Load the Jinja source of the template `name`, such as "chatml", that comes with Meshwright."""
+    """Load the Jinja source of the chat template `name`, such as "chatml", that comes with Meshwright."""
     return (files("meshwright.data.records") / f"{name}.jinja").read_text("utf-8")
 
 
 def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
-    """Return the Jinja source of data.template = `name`, and its name in errors.
+    """Find the chat template that data.template = `name` selects; returns (its Jinja source, what errors call it).
 
-    own: chat template of the tokenizer, if it has one. tokenizer: its name. Raises `UserError` if there is no such
-    template.
+    own: Jinja source of the tokenizer's own template, or None. tokenizer: the tokenizer's name, for errors. Raises
+    `UserError` if there is no such template.
     """
     if name == "model":
         if own is None:
@@ -242,9 +248,9 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
         raise UserError(f"data.template: {path} cannot be read: {error.strerror or error}") from None
 
 
-def check_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
-    """Raise `UserError` unless the tokenizer has the special tokens that the template `name`, such as "chatml",
-    writes. special: the tokenizer's special tokens. tokenizer: its name, for the error.
+def check_template_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
+    """Raise `UserError` if the chat template `name`, such as "chatml", writes special tokens that the tokenizer does
+    not have. special: the tokenizer's special tokens. tokenizer: its name, for the error.
     """
     missing = [token for token in _NEEDED.get(name, ()) if token not in special]
     if missing:

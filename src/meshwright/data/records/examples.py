@@ -20,18 +20,18 @@ from meshwright.errors import UserError
 
 
 class ExampleEncoder:
-    """Encodes records to token ids: prompt and response to one sequence, a preference record to two."""
+    """Tokenizes records with a chat template: prompt and response to one token sequence, a preference record to two."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
-        """Raises `UserError` if the template is not a valid Jinja template."""
+        """Compile the template and prepare the tokenizer. Raises `UserError` if the source is not valid Jinja."""
         self.tokenizer, self.template = tokenizer, template
         self._encoder, self._names = make_template_encoder(tokenizer.tokenizer, tokenizer.special)
         template.check()
 
     @classmethod
     def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
-        """Load tokenizer and chat template from the Hugging Face directory `directory`. where: the template's name in
-        errors.
+        """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: what errors call
+        the template.
 
         Raises `UserError` if the tokenizer has no chat template.
         """
@@ -44,11 +44,11 @@ class ExampleEncoder:
             )
         tokenizer = found.load()
         where = where or f"the chat template of {directory}"
-        return cls(tokenizer, ChatTemplate(source, found.named_tokens(), tokenizer.special, where))
+        return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield the encoded sequences of each record. Raises `UserError` if the template refuses one, or it is too
-        long.
+        """Yield for each record the list of its token sequences with response masks: one, or chosen and rejected.
+        Raises `UserError` if the template refuses a record, or the record is too long.
         """
         rendered: list[RenderedConversation] = []
         branches = []
@@ -76,8 +76,8 @@ class ExampleEncoder:
             ]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids that precede the assistant's next turn. Raises `UserError` if the template refuses the
-        messages.
+        """Tokenize a conversation up to the assistant's next turn, whose header is included; returns token ids. Raises
+        `UserError` if the template refuses the messages.
         """
         try:
             rendered = self.template.render_with_spans(messages, prompt=True)
@@ -87,7 +87,7 @@ class ExampleEncoder:
         return [int(token) for token in tokens]
 
     def find_turn_end(self) -> int | None:
-        """Return the special token that ends the assistant's turn, or None if the template has none."""
+        """Return the id of the special token that ends an assistant turn, or None if the template writes none."""
         try:
             rendered = self.template.render_with_spans([Message("user", "A?"), Message("assistant", "B.")])
         except TemplateError:
@@ -101,7 +101,7 @@ class ExampleEncoder:
         return None
 
     def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Tokenize rendered conversations; returns token ids and response mask (uint8), both [tokens], of each."""
+        """Tokenize rendered conversations; returns for each (token ids [tokens], response mask uint8 [tokens])."""
         named = [_hide_own_tokens(one, self._names) for one in rendered]
         encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
@@ -122,8 +122,8 @@ class ExampleEncoder:
 
 
 def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -> tuple[str, list[tuple[int, int]]]:
-    """Replace the template's own special tokens in a rendered conversation by their secret names; returns the text
-    and the response ranges in it. names: secret name by special token.
+    """Replace the special tokens that the template wrote by random names that no message can contain; returns (new
+    text, character ranges [begin, end) of the responses in it). names: {special token: its random name}.
     """
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
@@ -138,8 +138,8 @@ def _hide_own_tokens(rendered: RenderedConversation, names: Mapping[str, str]) -
     ends = np.array([end for end, _ in moved], np.int64)
     shifts = [0, *(by for _, by in moved)]
 
-    def place(position: int) -> int:
-        """Return the index in the new text of a character position in the old one."""
+    def shift_position(position: int) -> int:
+        """Convert a character position in the old text to one in the new text."""
         return position + shifts[int(np.searchsorted(ends, position, side="right"))]
 
-    return "".join(parts), [(place(begin), place(end)) for begin, end in rendered.responses]
+    return "".join(parts), [(shift_position(begin), shift_position(end)) for begin, end in rendered.responses]

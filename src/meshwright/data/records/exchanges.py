@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.files import canonical_json, write_atomic
-from meshwright.data.records.conversations import Example, Malformed, Message, Records
+from meshwright.data.records.conversations import Example, MalformedRecord, Message, RecordFormat
 from meshwright.data.sources.json_lines import iterate_json_lines
 from meshwright.data.sources.resolution import find_files
-from meshwright.data.sources.streams import decoding_errors, detect_compression, open_stream
+from meshwright.data.sources.streams import detect_compression, list_decoding_errors, open_stream
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
@@ -24,8 +24,8 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Both sides of a record as text. prompt: all turns before the last answer. response: that answer, "" if there is
-    none.
+    """Prompt and response of a record as text. prompt: all turns before the last answer. response: the last answer, ""
+    if the record ends with another turn.
     """
 
     prompt: str
@@ -33,10 +33,10 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Return the prompt and response of an instruction, chat or preference record (of the last, its chosen answer).
-    where: place of the record, such as "a.jsonl:17".
+    """Return prompt and response of an instruction, chat or preference record (there the chosen response). where:
+    position of the record, such as "a.jsonl:17", for errors.
 
-    An instruction may lack its output. Raises `UserError` that begins with `where` for anything else.
+    An instruction may lack its output. Raises `UserError` for any other record.
     """
     turns = _parse_turns(record, where)
     answered = bool(turns) and turns[-1].role == "assistant"
@@ -44,8 +44,8 @@ def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
 
 
 def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """Return a copy of the record whose last answer is `response`, replaced or added. where: place of the record, for
-    errors.
+    """Return a copy of the record whose last answer is `response`; if it has none, the answer is added. where: position
+    of the record, such as "a.jsonl:17", for errors.
     """
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key
@@ -64,16 +64,15 @@ def replace_response(record: Mapping[str, Any], response: str, where: str) -> Re
 
 
 def find_first_request(record: Mapping[str, Any], where: str) -> str:
-    """Return the instruction of a record without its input, or the user's first turn. where: place of the record, for
-    errors.
+    """Return the text of a record's first user turn; for an instruction record the instruction without its input.
+    where: position of the record, such as "a.jsonl:17", for errors.
     """
     return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
 
 def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name each record by 16 hex digits of the SHA-256 of its content without annotation; repetitions get "-2", "-3".
-
-    The name does not depend on a record's position or labels.
+    """Return a name for each record: 16 hex digits of the SHA-256 of its content without annotation; for repeated
+    records "-2", "-3" ... is appended. The name does not depend on position or labels.
     """
     seen: dict[str, int] = {}
     names = []
@@ -86,8 +85,8 @@ def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield (place such as "a.jsonl:17", record) for each record of a JSON Lines file or JSON list, compressed or
-    not. Raises `UserError`.
+    """Yield (position such as "a.jsonl:17", record) for each record of a JSON Lines file or JSON list, compressed or
+    not. Raises `UserError` for anything that cannot be read.
     """
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file of records")
@@ -108,19 +107,21 @@ def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
                 yield where, _check_object(_parse_json(line.rstrip(b"\r\n"), where), where)
     except EOFError:
         raise UserError(f"{path}: the {detect_compression(file)} file is cut short, its end is missing") from None
-    except decoding_errors() as error:
+    except list_decoding_errors() as error:
         raise UserError(f"{path}: not a readable {detect_compression(file)} file ({error})") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def read_records(path: Path) -> list[tuple[str, Record]]:
-    """Read all records of a file as (place such as "a.jsonl:17", record) pairs. Raises `UserError`."""
+    """Read all records of a JSON Lines file or JSON list as (position such as "a.jsonl:17", record) pairs. Raises
+    `UserError`.
+    """
     return list(iterate_records(path))
 
 
 def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write records to a JSON Lines file atomically. Raises `UserError` if it cannot be written."""
+    """Write the records `rows` to a JSON Lines file atomically. Raises `UserError` if it cannot be written."""
     try:
         write_atomic(path, b"".join(map(to_json_line, rows)))
     except OSError as error:
@@ -128,7 +129,7 @@ def write_records(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def to_json_line(row: Mapping[str, Any]) -> bytes:
-    """Serialize a record to one line of UTF-8 JSON, without escapes where possible."""
+    """Serialize a record to one line of UTF-8 JSON with a line feed at its end, without escapes where possible."""
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can say
@@ -136,8 +137,8 @@ def to_json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _iterate_list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
-    """Yield (place, record) for the objects of one JSON list, or for a single object. data: content of the file
-    `path`.
+    """Yield (position such as "a.json: record 17", record) for each object of a JSON list, or for a single object.
+    path: of the file, for errors; data: its content.
     """
     value = _parse_json(data.removeprefix(codecs.BOM_UTF8), str(path))
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
@@ -146,7 +147,7 @@ def _iterate_list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
 
 
 def _parse_json(data: bytes, where: str) -> Any:
-    """Parse JSON. Raises `UserError` that begins with `where`."""
+    """Parse one JSON document. where: file and position, with which the `UserError` for invalid JSON begins."""
     try:
         return json.loads(data.decode())
     except json.JSONDecodeError as error:
@@ -159,15 +160,17 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 
 def _check_object(value: Any, where: str) -> Record:
-    """Return `value` if it is a JSON object, else raise `UserError` that begins with `where`."""
+    """Return `value` if it is a JSON object. where: file and position, with which the `UserError` for anything else
+    begins.
+    """
     if not isinstance(value, dict):
         raise UserError(f'{where}: not an object, as in {{"instruction": "...", "output": "..."}}')
     return value
 
 
 def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Return all messages of a record; for a preference those up to the chosen answer. where: place of the record,
-    for errors.
+    """Return all messages of a record; for a preference those up to the end of the chosen response. where: position of
+    the record, such as "a.jsonl:17", for errors. Raises `UserError`.
     """
     kind = next((kind for key, kind in _KINDS.items() if key in record), None)
     if kind is None:
@@ -183,15 +186,15 @@ def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
     elif kind == "preference":
         said.setdefault("rejected", said["chosen"])
     try:
-        example: Example = Records(kind).parse_example(said)
-    except Malformed as error:
+        example: Example = RecordFormat(kind).parse_example(said)
+    except MalformedRecord as error:
         raise UserError(f"{where}: the record {error}") from None
     turns = (*example.prompt, *example.branches[0])
     return turns[:-1] if kind == "instruction" and not record.get("output") else turns
 
 
 def _join_turns(turns: Sequence[Message]) -> str:
-    """Join turns to one text: a single user turn as it is, several with their roles."""
+    """Join messages to one text: a single user message as it is, several with their roles, separated by blank lines."""
     texts = [turn.template_variables()["content"] for turn in turns]
     if len(turns) == 1 and turns[0].role == "user":
         return texts[0]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshwright.data.sources.json_lines import LONGEST_LINE, find_fast_json_parser, iterate_json_lines
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.stores import missing_package
+from meshwright.data.sources.stores import missing_package_error
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
@@ -22,7 +22,7 @@ _ROWS = 256  # of a Parquet file at a time
 
 class FileRecord(NamedTuple):
     """One parsed record of a file. place: its position in the file, such as ":17". where: file and position, for
-    errors. value: the JSON value. problem: why it is not JSON, None if it is.
+    errors. value: the JSON value. problem: why it is not JSON, as a clause; None if it is.
     """
 
     place: str
@@ -34,9 +34,9 @@ class FileRecord(NamedTuple):
 def iterate_file_records(
     file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
 ) -> Iterator[FileRecord]:
-    """Yield the records of a JSON, JSON Lines or Parquet file in order. stream: its decompressed bytes. columns: read
-    only these of a Parquet file (None: all). encoding: of JSON text.
+    """Yield the records of a JSON, JSON Lines or Parquet file in order.
 
+    stream: the file's decompressed bytes. columns: those to read of a Parquet file (None: all). encoding: of JSON text.
     Bytes that do not decode become lone surrogates. A line that is not JSON yields a record with a problem. Raises
     `UserError` for a truncated or damaged file, or Parquet without any of the columns.
     """
@@ -54,7 +54,7 @@ def iterate_file_records(
 
 
 def _iterate_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
-    """Yield the records of a JSON Lines file."""
+    """Yield the records of a JSON Lines file in order. stream: its decompressed bytes. encoding: of the text."""
     quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
     for number, line in iterate_json_lines(file, stream):
         place, where = f":{number}", f"{file.path}:{number}"
@@ -73,7 +73,9 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[
 
 
 def _iterate_list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
-    """Yield the elements of one JSON list, which may be larger than memory."""
+    """Yield the elements of a JSON list as records, one at a time; the list may be larger than memory. stream: the
+    file's decompressed bytes. encoding: of the text.
+    """
     buffer = _ListBuffer(file, stream, encoding)
     if buffer.next_character() != "[":
         raise UserError(
@@ -96,12 +98,13 @@ def _iterate_list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[F
 
 
 class _ListBuffer:
-    """Window over the text of a JSON list that may be larger than memory; it is read on as values are parsed.
+    """Incremental parser of a JSON list that may be larger than memory; it reads the file as values are parsed.
 
-    text: the part in memory. at: index in it of the next character to be parsed.
+    text: the part of the file in memory. at: index in `text` of the next character to be parsed.
     """
 
     def __init__(self, file: SourceFile, stream: Stream, encoding: str) -> None:
+        """Read the beginning of the file. stream: its decompressed bytes. encoding: of the text."""
         self.file, self._stream = file, stream
         self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
         self._parser = json.JSONDecoder()
@@ -111,8 +114,8 @@ class _ListBuffer:
         self.text = self.text.removeprefix("\ufeff")
 
     def _read_more(self) -> None:
-        """Drop the text that is parsed and read as many bytes as remain in the window, at least `_CHUNK`, so that a
-        long record is not parsed too often.
+        """Drop the parsed text and read more: as many bytes as there are unparsed characters, at least `_CHUNK`, so
+        that the number of attempts to parse a long record grows only logarithmically.
         """
         rest = self.text[self.at :]
         data = self._stream.read(max(_CHUNK, len(rest)))
@@ -123,8 +126,8 @@ class _ListBuffer:
             raise UserError(f"{self.file.path}: does not decode ({error})") from None
 
     def next_character(self, at_end: bool = False) -> str:
-        """Skip white space and return the next character without passing it. At the end of the file return "" if
-        `at_end` allows the end there, else raise `UserError`.
+        """Skip white space and return the next character without consuming it. At the end of the file return "" if
+        `at_end` is set, else raise `UserError`.
         """
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
@@ -138,7 +141,9 @@ class _ListBuffer:
             self._read_more()
 
     def parse_value(self, number: int) -> Any:
-        """Return the next JSON value and move past it. number: of the record, for the `UserError` if it is broken."""
+        """Parse and consume the next JSON value. number: of the record, from 1, for the `UserError` if it is
+        invalid.
+        """
         while True:
             try:
                 value, self.at = self._parser.raw_decode(self.text, self.at)
@@ -161,18 +166,22 @@ class _ListBuffer:
             self._read_more()
 
     def broken_record_error(self, number: int, reason: str) -> UserError:
-        """Build the error for record number `number` of the list. reason: what is wrong with it."""
+        """Build the error for an invalid record. number: its position in the list, from 1. reason: the parser's
+        message.
+        """
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
-    """Yield the rows of a Parquet file as records."""
+    """Yield the rows of a Parquet file as records. columns: those to read (None: all). stream: the file's bytes, used
+    if it is not on a local disk.
+    """
     if not isinstance(stream, io.BufferedReader):
         raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        raise missing_package("pyarrow", file.path) from None
+        raise missing_package_error("pyarrow", file.path) from None
     number = 0
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")

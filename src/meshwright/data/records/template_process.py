@@ -26,10 +26,14 @@ _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")  # no keys or token
 
 
 class RenderProcess:
-    """Chat template rendered in a sandboxed subprocess that is started on first use; same methods as `Renderer`."""
+    """Chat template that is rendered in a sandboxed subprocess with limits on CPU time and memory; same methods as
+    `Renderer`.
+    """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
-        """Raises `NotATemplate` if the source is invalid, `LimitReached` if compiling it exceeds the limits."""
+        """source: Jinja text. named: {variable name: special token}, such as `bos_token`. Raises `NotATemplate` if the
+        source is invalid, `LimitReached` if compiling it exceeds the limits.
+        """
         self._first = {"source": source, "named": dict(named)}
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process id of the starter: a forked copy does not own the pipes
@@ -38,8 +42,9 @@ class RenderProcess:
             self._start()
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """Render `messages` in the subprocess; returns the text with `BEGIN` and `END` around what {% generation %}
-        marks. prompt: append the header of the assistant's next turn.
+        """Render a conversation in the subprocess; returns the text with the characters `BEGIN` and `END` around each
+        {% generation %} block. messages: variables of each message for the template. prompt: append the header of the
+        assistant's next turn.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -47,7 +52,7 @@ class RenderProcess:
             return self._send_request({"messages": [dict(message) for message in messages], "prompt": prompt})
 
     def _start(self) -> None:
-        """Start the subprocess and send it the template."""
+        """Start the subprocess and send it the template to be compiled."""
         program = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
         self._process = subprocess.Popen(
             # -I: neither the current directory nor the environment says what is imported.
@@ -62,8 +67,8 @@ class RenderProcess:
         self._send_request(self._first)
 
     def _send_request(self, request: Mapping[str, Any]) -> str:
-        """Send a request (a JSON object) to the subprocess and return the rendered text. Raises `TemplateError`,
-        `NotATemplate` or `LimitReached`.
+        """Send a request, a JSON object as described in `serve_requests`, to the subprocess and return the rendered
+        text. Raises `TemplateError`, `NotATemplate` or `LimitReached`.
         """
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -89,7 +94,9 @@ class RenderProcess:
         return str(answer["text"])
 
     def _read_line(self) -> bytes:
-        """Read one line of the answer; without a newline at its end if the process ended or timed out."""
+        """Read one line from the subprocess; it lacks the newline at its end if the process ended or `_WAIT_SECONDS`
+        passed.
+        """
         assert self._process is not None and self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + _WAIT_SECONDS
         parts: list[bytes] = []
@@ -104,7 +111,9 @@ class RenderProcess:
         return b"".join(parts)
 
     def _find_exit_reason(self) -> str:
-        """Stop the process and return why it gave no answer."""
+        """Stop the subprocess and return why it gave no answer, as a clause such as "takes more than 10 s of processor
+        time".
+        """
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
@@ -124,8 +133,8 @@ class RenderProcess:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill the subprocess, unless the calling process is a forked copy of its owner. owner: process
-    id of the owner.
+    """Kill the subprocess, unless the caller is a forked copy of the process that started it. owner: process id of the
+    starter.
     """
     if os.getpid() != owner:
         return

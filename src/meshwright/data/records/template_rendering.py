@@ -26,7 +26,9 @@ class TemplateError(Exception):
 
 
 class NotATemplate(Exception):
-    """Error: the text is not a valid Jinja template. line: where, if known."""
+    """Error: the text is not a valid Jinja template. reason: Jinja's message. line: number of the faulty line, if
+    known.
+    """
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -38,10 +40,12 @@ class LimitReached(Exception):
 
 
 class Renderer:
-    """A compiled chat template. named: special tokens by variable name (`bos_token` ...)."""
+    """A compiled Jinja chat template."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
-        """Raises `NotATemplate` if the source does not compile."""
+        """source: Jinja text. named: {variable name: special token}, such as `bos_token`. Raises `NotATemplate` if the
+        source does not compile.
+        """
         from jinja2 import TemplateError as JinjaError
 
         self._named = dict(named)
@@ -53,8 +57,11 @@ class Renderer:
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
-        """Render `messages`; returns the text with `BEGIN` and `END` around what {% generation %} marks. prompt:
-        append the header of the assistant's next turn. Raises `TemplateError`, `LimitReached`.
+        """Render a conversation; returns the text with the characters `BEGIN` and `END` around each {% generation %}
+        block.
+
+        messages: variables of each message for the template. prompt: append the header of the assistant's next turn.
+        Raises `TemplateError`, or `LimitReached` for too long a text.
         """
         from jinja2 import TemplateError as JinjaError
 
@@ -77,25 +84,31 @@ class Renderer:
 
 
 def create_environment() -> Any:
-    """Create the sandboxed Jinja environment of `transformers` (its `_compile_jinja_template`)."""
+    """Create a sandboxed Jinja environment with the extensions and functions that `transformers` gives to chat
+    templates (its `_compile_jinja_template`).
+    """
     from jinja2 import TemplateError as JinjaError
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Jinja extension {% generation %} ... {% endgeneration %}: marks what the assistant generates."""
+        """Jinja extension {% generation %} ... {% endgeneration %}, with which templates mark the text that the
+        assistant generates.
+        """
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> nodes.Node:
-            """Parse the block and return the call of `_mark` on its content."""
+            """Parse the block to a node that calls `_mark` on its content."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
-            """Return the rendered content of the block between `BEGIN` and `END`."""
+            """Return the rendered content of the block, given by `caller()`, between the characters `BEGIN` and
+            `END`.
+            """
             return f"{BEGIN}{caller()}{END}"
 
     def raise_exception(message: str) -> None:
@@ -115,11 +128,12 @@ def create_environment() -> Any:
 
 
 def serve_requests() -> None:
-    """Answer requests on standard input, one line of JSON each, until it ends; main loop of the subprocess.
+    """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
+    per line, until the input ends.
 
-    The first request is {"source", "named"}, all others are {"messages", "prompt"}; an answer has one of "text",
-    "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds `RENDER_SECONDS` of
-    processor time.
+    The first request is {"source", "named"}, the template; all others are {"messages", "prompt"}, a conversation. An
+    answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds
+    `RENDER_SECONDS` of processor time.
     """
     create_environment()  # what is imported for it, before memory is bounded
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

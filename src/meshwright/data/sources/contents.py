@@ -21,13 +21,15 @@ REMEMBER_FROM = 64 << 20  # bytes of corpus; hashing less takes too little time 
 _SETTLED = 2.0  # seconds; a file changed later than that before it is hashed may change again within one clock tick
 
 
-class Contents:
-    """Digests of the source files when the object was made, to key the cache and to detect later changes.
-
-    sha256: hex digest of each file. bytes: size of all files.
+class SourceDigests:
+    """SHA-256 digests of the source files, for the key of the data cache and to detect later changes. sha256: hex
+    digest of each file. bytes: total size of the files.
     """
 
     def __init__(self, files: Sequence[SourceFile], cache: Path, log: Callable[[str], None]) -> None:
+        """Hash the files, except large corpora whose digests are in the directory `cache` and whose files have not
+        changed. log: receives a line before hashing takes long.
+        """
         self.files = tuple(files)
         self._states = [_file_state(file) for file in files]
         self.bytes = sum(state[0] for state in self._states)
@@ -62,7 +64,7 @@ class Contents:
                 pass
 
     def find_changed(self) -> SourceFile | None:
-        """Return the first file that changed or vanished since, or None."""
+        """Return the first file that has changed or vanished since the object was created, or None."""
         for file, state in zip(self.files, self._states, strict=True):
             if isinstance(file.path, Path) and (not file.path.exists() or _file_state(file) != state):
                 return file
@@ -72,8 +74,8 @@ class Contents:
 
 
 def _file_state(file: SourceFile) -> list[int]:
-    """Return size, modification time, change time and inode of a file: its content does not change while these stay
-    equal.
+    """Return [size in bytes, modification time, change time (both in ns), inode] of a file, which stay equal as long as
+    its content does; for a file in a remote store the size alone. Raises `UserError` if it cannot be read.
     """
     if isinstance(file.path, StoredFile):
         return [file.path.size or 0]
@@ -85,8 +87,8 @@ def _file_state(file: SourceFile) -> list[int]:
 
 
 def hash_source(file: SourceFile) -> str:
-    """Return the hex SHA-256 of a file's content, or of its URL, size and version in a store. Raises `UserError` if
-    unreadable.
+    """Return the hex SHA-256 of a local file's content, or of the URL, size and version of a file in a remote store.
+    Raises `UserError` if it cannot be read.
     """
     if isinstance(file.path, StoredFile):
         return _hash_stored(file.path)
@@ -97,7 +99,9 @@ def hash_source(file: SourceFile) -> str:
 
 
 def _hash_stored(file: StoredFile) -> str:
-    """Return the hex SHA-256 of URL, size and version of a stored file; of its bytes if the store gives no version."""
+    """Return the hex SHA-256 of the URL, size and version of a file in a remote store; of its content if the store
+    gives no version.
+    """
     if file.version is not None:
         return hashlib.sha256(canonical_json([file.url, file.size, file.version])).hexdigest()
     with file.open() as stream:

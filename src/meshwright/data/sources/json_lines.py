@@ -16,8 +16,8 @@ LONGEST_LINE = 1 << 30  # bytes of a line, which is read whole; longer ones are 
 
 
 def iterate_json_lines(file: SourceFile, stream: Stream) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line) for each line that is not blank. Raises `UserError` for lines of 1
-    GiB or more.
+    """Yield (line number from 1, line as bytes) for each line that is not blank. stream: the file's decompressed bytes.
+    Raises `UserError` for a line of 1 GiB or more.
     """
     for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
         if number == 1:
@@ -32,7 +32,7 @@ def iterate_json_lines(file: SourceFile, stream: Stream) -> Iterator[tuple[int, 
 
 
 def find_fast_json_parser() -> Callable[[bytes], Any] | None:
-    """Return orjson's strict parser of UTF-8 JSON, or None where orjson is not installed."""
+    """Return orjson's parser, a function of UTF-8 JSON bytes, or None where orjson is not installed."""
     try:
         loads: Callable[[bytes], Any] = import_module("orjson").loads
     except ImportError:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.data.files import canonical_json, read_json, write_atomic
-from meshwright.data.sources.stores import StoredFile, StoreUnreached, find_stored
+from meshwright.data.sources.stores import StoredFile, StoreUnreached, query_stored_files
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class _UnreachableFilesystem:
-    """Stand-in for the file system of an unreachable store: any use of it raises the original error."""
+    """Stand-in for the file system of an unreachable store: any use raises the error `problem`."""
 
     problem: StoreUnreached
 
@@ -27,19 +27,19 @@ class _UnreachableFilesystem:
         raise self.problem
 
 
-def list_stored(
+def list_stored_files(
     url: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, StoredFile, bool]]:
-    """List the files that a URL (file, glob or directory in a remote store) stands for. Yields (name relative to the
-    URL, file, True if the URL names this very file), and remembers the list in the directory `cache`.
+    """Yield (name relative to the URL, file, True if the URL names this single file) for each file that a URL (file,
+    glob or directory in a remote store) stands for.
 
-    If the store is unreachable, the remembered listing is used and `log` told: enough to find prepared data, but
-    nothing can be read. Raises `UserError` that begins with the recipe key `key` if there is no such file, or the
-    store is unreachable and no listing is remembered.
+    cache: directory in which the list is stored (None: not stored). If the store is unreachable, the stored list is
+    used and `log` receives a line: enough to find prepared data, but the files cannot be read. key: recipe key with
+    which errors begin. Raises `UserError` if there is no such file, or the store is unreachable and no list is stored.
     """
     memory = None if cache is None else cache / "listings" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     try:
-        found = list(find_stored(url, key))
+        found = list(query_stored_files(url, key))
     except StoreUnreached as problem:
         known = None if memory is None else read_json(memory)
         if not isinstance(known, dict) or known.get("format") != _FORMAT or known.get("url") != url:
@@ -55,7 +55,7 @@ def list_stored(
 
 
 def _remember(memory: Path, url: str, found: list[tuple[str, StoredFile, bool]]) -> None:
-    """Write the listing `found` of `url` to the file `memory`; an error in writing is ignored."""
+    """Store the list of files `found` behind `url` in the JSON file `memory`; an error in writing is ignored."""
     files: list[Any] = [
         [name, {"url": file.url, "place": file.place, "size": file.size, "version": file.version}, named]
         for name, file, named in found

@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.cleaning.schema import Unfit, find_record_problem
+from meshwright.data.cleaning.schema import SchemaViolation, find_record_problem
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.stores import missing_package
+from meshwright.data.sources.stores import missing_package_error
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
@@ -26,23 +26,25 @@ def iterate_parquet_texts(
     key: str,
     encoding: str,
     required: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, str | Unfit]]:
-    """Yield (":row 17", text) for each row of the column `key`; "a.b" is field b of the struct column a.
+) -> Iterator[tuple[str, str | SchemaViolation]]:
+    """Yield (position such as ":row 17", text) for each row of a Parquet file. key: column of the text; "a.b" is field
+    b of the struct column a. encoding: of binary columns.
 
-    required: further columns and the types of their values; a row that lacks one yields `Unfit` instead of its text. A
-    null is an empty text, or `Unfit` if there are requirements. Bytes that do not decode become lone surrogates. Raises
-    `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text column.
+    required: {further column: type of its values}; a row that lacks one yields `SchemaViolation` instead of its text. A
+    null is an empty text, or `SchemaViolation` if anything is required. Bytes that do not decode become lone
+    surrogates. Raises `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text
+    column.
     """
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         compute = import_module("pyarrow.compute")
     except ImportError:
-        raise missing_package("pyarrow", file.path) from None
+        raise missing_package_error("pyarrow", file.path) from None
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
         table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
         path = _resolve_column(file, table.schema_arrow, key, arrow)
-        columns = [".".join(path), *_required_columns(required or {}, table.schema_arrow)]
+        columns = [".".join(path), *_find_required_columns(required or {}, table.schema_arrow)]
         row = 0
         for group in range(table.num_row_groups):
             rows = _choose_batch_rows(table.metadata.row_group(group), ".".join(path))
@@ -53,7 +55,7 @@ def iterate_parquet_texts(
                 problems = _find_problems(batch, column, key, required) if required else itertools.repeat(None)
                 for text, problem in zip(_decode_column(column, encoding, arrow), problems, strict=False):
                     row += 1
-                    yield f":row {row}", text if problem is None else Unfit(problem)
+                    yield f":row {row}", text if problem is None else SchemaViolation(problem)
     except (arrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -61,17 +63,19 @@ def iterate_parquet_texts(
         ) from None
 
 
-def _required_columns(required: Mapping[str, str], schema: Any) -> list[str]:
-    """Return the top-level columns that hold the required keys, of those in `schema`."""
+def _find_required_columns(required: Mapping[str, str], schema: Any) -> list[str]:
+    """Return the sorted top-level columns of the Arrow schema `schema` that contain the keys of `required` ("a.b" is in
+    column a).
+    """
     outermost = {key if key in schema.names else key.partition(".")[0] for key in required}
     return sorted(outermost.intersection(schema.names))
 
 
 def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
-    """Yield for each row of a batch why it does not fit the schema, or None. text: column of the texts; key: its
-    name; required: further columns and the types of their values.
+    """Yield for each row of a batch how it violates the schema, as a clause, or None. text: column of the texts; key:
+    its name; required: {further column: type of its values}.
     """
-    names = _required_columns(required, batch.schema)
+    names = _find_required_columns(required, batch.schema)
     values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())
     for there, record in zip(text.is_valid().to_pylist(), values, strict=False):
         held = dict(zip(names, record, strict=True))
@@ -79,7 +83,9 @@ def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str])
 
 
 def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
-    """Return the texts of a column of strings or bytes; null becomes "". arrow: the pyarrow module."""
+    """Return the texts of a column of strings or bytes; null becomes "". encoding: of bytes. arrow: the pyarrow
+    module.
+    """
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if not _is_bytes(column.type, arrow):
@@ -92,13 +98,13 @@ def _decode_column(column: Any, encoding: str, arrow: Any) -> list[str]:
 
 
 def _is_bytes(kind: Any, arrow: Any) -> bool:
-    """Return whether the Arrow type `kind` holds bytes. arrow: the pyarrow module."""
+    """Return whether `kind` is an Arrow type of binary data. arrow: the pyarrow module."""
     types = arrow.types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _is_text(kind: Any, arrow: Any) -> bool:
-    """Return whether the Arrow type `kind` holds strings or bytes, dictionary-encoded or not. arrow: the pyarrow
+    """Return whether `kind` is an Arrow type of strings or binary data, dictionary-encoded or not. arrow: the pyarrow
     module.
     """
     types = arrow.types
@@ -109,8 +115,8 @@ def _is_text(kind: Any, arrow: Any) -> bool:
 
 
 def _choose_batch_rows(group: Any, path: str) -> int:
-    """Return how many rows of a row group (its Parquet metadata `group`) hold about `_BATCH` bytes of text. path:
-    column name.
+    """Return how many rows of a row group to read at a time, so that they contain about `_BATCH` bytes of text. group:
+    metadata of the row group. path: name of the text column.
     """
     columns = (group.column(number) for number in range(group.num_columns))
     size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
@@ -119,8 +125,8 @@ def _choose_batch_rows(group: Any, path: str) -> int:
 
 
 def _resolve_column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:
-    """Resolve the column `key` to its names from the outermost to the innermost. Raises `UserError` if missing or not
-    text.
+    """Split the column name `key` ("a.b": field b of the struct column a) into the names from the outermost to the
+    innermost, by the Arrow schema. Raises `UserError` if the column is missing or not text. arrow: the pyarrow module.
     """
     path, fields = ([key], schema) if key in schema.names else (key.split("."), schema)
     for depth, name in enumerate(path):

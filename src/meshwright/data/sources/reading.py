@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.data.cleaning.schema import Unfit, find_record_problem
-from meshwright.data.records.conversations import Example, Malformed, Records
+from meshwright.data.cleaning.schema import SchemaViolation, find_record_problem
+from meshwright.data.records.conversations import Example, MalformedRecord, RecordFormat
 from meshwright.data.records.record_files import iterate_file_records
 from meshwright.data.sources.json_lines import find_fast_json_parser, iterate_json_lines
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.streams import Stream, decoding_errors, detect_compression, open_stream
+from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
 from meshwright.data.sources.wet import iterate_wet_texts
 from meshwright.errors import UserError
 from meshwright.names import nearest
@@ -33,11 +33,11 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of 
 
 
 class Document(NamedTuple):
-    """One document as read: newlines are LF, no byte order mark; a byte that did not decode is a lone surrogate.
+    """One document as read: newlines are LF, without byte order mark; a byte that did not decode is a lone surrogate.
 
-    name: file and position in it. text: None if the file is not text, or if the record has a `problem`. problem: why
-    the record does not fit the schema. example: the parsed instruction, chat or preference record; `text` then joins
-    its texts.
+    name: file and position in it. text: None if the file is not text, or if the record has a `problem`. problem: how
+    the record violates the schema. example: the parsed instruction, chat or preference record; `text` then joins its
+    texts.
     """
 
     name: str
@@ -48,19 +48,20 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Splits files into documents: a text file, a JSON line, a Parquet row (text under `text_key`, unless the file
-    has its own key) or a WET page is one document.
+    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row or WET
+    page.
 
-    encoding: of text. longest: texts of more characters are cut into several documents, after a blank line, else
-    after a line, else anywhere. required_keys: types by key; a record that lacks one, or its text, becomes a document
-    with a problem instead of an error. records: parse every file as such records, one document each, never cut.
+    encoding: of text. text_key: key of a record's text, unless the file's source sets its own. longest: texts of more
+    characters are cut into several documents, after a blank line, else after a line, else anywhere. required_keys:
+    {key: type}; a record that lacks one, or its text, becomes a document with a problem instead of an error. records:
+    parse every file as instruction, chat or preference records, one document each, never cut; None: plain text.
     """
 
     encoding: str = "utf-8"
     text_key: str = "text"
     longest: int = LONGEST_DOCUMENT
     required_keys: Mapping[str, str] = field(default_factory=dict)
-    records: Records | None = None
+    records: RecordFormat | None = None
 
     def read_documents(self, file: SourceFile) -> Iterator[Document]:
         """Yield the documents of `file` in order. Raises `UserError` that names the file (and line) that cannot be
@@ -75,7 +76,9 @@ class Reader:
                 yield from self._read_records(file, stream)
 
     def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Yield the documents of a text file; one without text if it is binary and was not named by the recipe."""
+        """Yield the documents of a text file. A binary file that a glob or directory found yields one without text; one
+        that the recipe names raises `UserError`. stream: the file's decompressed bytes.
+        """
         head = stream.peek(_HEAD)[:_HEAD]
         if not head and file.named:
             raise UserError(f"{file.path} is empty")
@@ -91,9 +94,9 @@ class Reader:
         except UnicodeError:  # encodings such as UTF-16 have no surrogates for broken bytes
             yield Document(file.name, None)
 
-    def _read_examples(self, file: SourceFile, stream: Stream, records: Records) -> Iterator[Document]:
-        """Yield a document for each record. A malformed one raises `UserError`, or with `required_keys` becomes a
-        problem.
+    def _read_examples(self, file: SourceFile, stream: Stream, records: RecordFormat) -> Iterator[Document]:
+        """Yield one document with a parsed example for each record. A malformed record raises `UserError`, or with
+        `required_keys` becomes a document with a problem. stream: the file's decompressed bytes. records: their format.
         """
         if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
@@ -105,21 +108,23 @@ class Reader:
             if problem is None:
                 try:
                     example = records.parse_example(record.value)
-                except Malformed as error:
+                except MalformedRecord as error:
                     problem = str(error)
                 else:
-                    yield Document(file.name + record.place, example.text(), None, example)
+                    yield Document(file.name + record.place, example.join_texts(), None, example)
                     continue
             if not required:
-                raise UserError(f"{record.where}: the record {problem}; right is {records.show_format()}")
+                raise UserError(f"{record.where}: the record {problem}; right is {records.format_example_record()}")
             yield Document(file.name + record.place, None, problem)
 
     def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Yield the documents of a format with many per file, named by file and position."""
+        """Yield the documents of a JSON Lines, JSON, Parquet or WET file, named by file and position. stream: its
+        decompressed bytes.
+        """
         if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
         key = file.text_key or self.text_key
-        texts: Iterator[tuple[str, str | Unfit]]
+        texts: Iterator[tuple[str, str | SchemaViolation]]
         match file.format:
             case "jsonl":
                 texts = iterate_json_texts(file, stream, key, self.encoding, self.required_keys)
@@ -132,7 +137,7 @@ class Reader:
             case _:
                 texts = iterate_wet_texts(file, stream, self.encoding)
         for place, text in texts:
-            if isinstance(text, Unfit):
+            if isinstance(text, SchemaViolation):
                 yield Document(file.name + place, None, text.problem)
                 continue
             if "\r" in text:
@@ -144,7 +149,7 @@ class Reader:
                 yield Document(file.name + place + (f"#{count}" if count > 1 else ""), piece)
 
     def _explain_not_text(self, head: bytes) -> str | None:
-        """Return why a file whose first bytes are `head` is not text in this encoding, or None."""
+        """Return why a file is not text in this encoding, as a clause, or None if it is. head: its first bytes."""
         wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
@@ -165,7 +170,9 @@ class Reader:
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[Stream]:
-    """Open the decompressed stream of `file`; read errors inside the context become `UserError` that names the file."""
+    """Open the decompressed stream of `file`; read errors inside the context become a `UserError` that names
+    the file.
+    """
     try:
         with open_stream(file) as stream:
             yield stream
@@ -174,7 +181,7 @@ def open_source(file: SourceFile) -> Iterator[Stream]:
             f"{file.path}: the {detect_compression(file)} file is cut short, its end is missing; "
             "fetch or write it again"
         ) from None
-    except decoding_errors() as error:
+    except list_decoding_errors() as error:
         raise UserError(f"{file.path}: not a readable {detect_compression(file)} file ({error})") from None
     except FileNotFoundError:
         raise UserError(f"{file.path} vanished while it was being read") from None
@@ -183,7 +190,7 @@ def open_source(file: SourceFile) -> Iterator[Stream]:
 
 
 def check_encoding(encoding: str) -> None:
-    """Raise `UserError` unless Python knows `encoding` as a text encoding."""
+    """Raise `UserError` unless Python knows a text encoding with the name `encoding`."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding).close()
         codecs.getincrementaldecoder(encoding)("surrogateescape").decode(b"a")
@@ -195,15 +202,17 @@ def check_encoding(encoding: str) -> None:
 
 def iterate_json_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, str | Unfit]]:
-    """Yield (":17", text) for each non-blank line, an object with its text under `key`; "a.b" is key b inside a.
+) -> Iterator[tuple[str, str | SchemaViolation]]:
+    """Yield (position such as ":17", text) for each non-blank line of a JSON Lines file, a JSON object with its text
+    under `key`; "a.b" is key b inside a. stream: the file's decompressed bytes. encoding: of the file.
 
-    A null is an empty text. required: types by key; a line that lacks one yields `Unfit` instead of its text.
+    required: {further key: type of its value}; a line that lacks one yields `SchemaViolation` instead of its text. A
+    null is an empty text.
     """
     quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
     for number, line in iterate_json_lines(file, stream):
         if required and (problem := _find_schema_problem(line, key, encoding, required)):
-            yield f":{number}", Unfit(problem)
+            yield f":{number}", SchemaViolation(problem)
             continue
         text: Any = None
         if quick is not None:
@@ -218,17 +227,23 @@ def iterate_json_texts(
 
 def iterate_json_list_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, str | Unfit]]:
-    """Yield (":record 17", text) for each element of one JSON list; see `iterate_json_texts`."""
+) -> Iterator[tuple[str, str | SchemaViolation]]:
+    """Yield (position such as ":record 17", text) for each element of a JSON list, an object with its text under `key`.
+    stream: the file's decompressed bytes. encoding: of the file.
+
+    required: {further key: type of its value}; an element that lacks one yields `SchemaViolation` instead of its text.
+    """
     for record in iterate_file_records(file, stream, [key], encoding):
         if required and (problem := find_record_problem(record.value, required, key)):
-            yield record.place, Unfit(problem)
+            yield record.place, SchemaViolation(problem)
         else:
             yield record.place, _get_text(record.value, key, record.where, file.key_setting)
 
 
 def _find_schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
-    """Return why a JSON line does not fit the schema, or None. key: of its text. required: types by key."""
+    """Return how a line of JSON violates the schema, as a clause, or None if it does not. key: of its text. required:
+    {further key: type of its value}.
+    """
     try:
         record = json.loads(line.decode(encoding, "surrogateescape"))
     except (ValueError, RecursionError):
@@ -237,8 +252,8 @@ def _find_schema_problem(line: bytes, key: str, encoding: str, required: Mapping
 
 
 def _parse_json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
-    """Parse a JSON line and return the text under `key`. Raises `UserError` that begins with `where` and names the
-    recipe key `setting`, which sets `key`.
+    """Parse a line of JSON and return the text under `key`. where: file and position, with which errors begin. setting:
+    name of the recipe key that sets `key`, for errors. Raises `UserError`.
     """
     try:
         value: Any = json.loads(line.decode(encoding, "surrogateescape"))
@@ -250,8 +265,8 @@ def _parse_json_text(line: bytes, key: str, encoding: str, where: str, setting: 
 
 
 def _get_text(value: Any, key: str, where: str, setting: str) -> str:
-    """Return the text of a record under `key` ("a.b": key b inside a). Raises `UserError` that begins with `where`
-    and names the recipe key `setting`, which sets `key`, if there is none.
+    """Return the text of a record under `key` ("a.b": key b inside a); null is "". where: file and position, with which
+    errors begin. setting: name of the recipe key that sets `key`, for errors. Raises `UserError` if there is no text.
     """
     if not isinstance(value, dict):
         raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
@@ -271,9 +286,9 @@ def _get_text(value: Any, key: str, where: str, setting: str) -> str:
 
 
 def _cut_text(chunks: Iterator[str], longest: int) -> Iterator[str]:
-    """Cut the text that arrives in `chunks` into consecutive texts of at most `longest` characters.
+    """Cut a text, read in `chunks`, into consecutive pieces of at most `longest` characters.
 
-    A leading byte order mark is removed. Yields at least one text, and none that is empty unless all is.
+    A leading byte order mark is removed. Yields at least one piece, and empty ones only for an empty text.
     """
     rest = next(chunks, "").removeprefix("\ufeff")
     produced = False
@@ -289,8 +304,8 @@ def _cut_text(chunks: Iterator[str], longest: int) -> Iterator[str]:
 
 
 def _find_cut(text: str, begin: int, longest: int) -> int:
-    """Return the index to cut at, in the second half of `longest` characters: after the last blank line, else after a
-    line.
+    """Return the index in `text` at which to cut, between `longest` / 2 and `longest` characters after `begin`: after
+    the last blank line, else after the last line, else at the end of this range.
     """
     middle, end = begin + longest // 2, begin + longest
     blank = text.rfind("\n\n", middle, end)

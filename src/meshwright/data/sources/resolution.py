@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.sources.listings import list_stored
-from meshwright.data.sources.stores import StoredFile, is_url, local_path
+from meshwright.data.sources.listings import list_stored_files
+from meshwright.data.sources.stores import StoredFile, is_url, parse_file_url
 from meshwright.errors import UserError
 from meshwright.names import CORPORA, nearest
 from meshwright.recipe import SourceRecipe
@@ -25,12 +25,12 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload", 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file to read.
+    """One source file to read.
 
-    `name`: path relative to the source, the same wherever the corpus lies. `format`: "text", "jsonl", "json", "parquet"
-    or "wet". `named`: the recipe names this very file, so that unusable content is an error; found by a glob or
-    directory it is not. `source`: index of its source. `text_key`: that source's own key. `counted_as`: its group in
-    reports.
+    name: path relative to the source, the same wherever the corpus is stored. path: where to read it. format: "text",
+    "jsonl", "json", "parquet" or "wet". named: True if the recipe names this very file, so that unusable content is an
+    error; False if a glob or directory found it. source: index of its source in the recipe. text_key: key of a record's
+    text if the source sets its own. counted_as: label under which reports count it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class SourceFile:
 
     @property
     def key_setting(self) -> str:
-        """Name of the recipe key that sets where a record's text is, for error messages."""
+        """Name of the recipe key that sets the key of a record's text, for error messages."""
         return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
 
 
@@ -66,12 +66,12 @@ def find_files(
     """Return all files of `sources`, source after source, sorted by name within each.
 
     A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
-    file, a directory (all files below it that are not hidden) or a glob (`**` for any depth). format "auto" goes by
-    suffix: `.jsonl` and `.ndjson` JSON Lines, `.parquet`, `.wet`, else text; a suffix of `COMPRESSIONS` may follow.
-    records: `.json` is a JSON list. cache: its own prepared data are no source, and listings of stores are remembered
-    there; `log` reports their use. Files are counted in reports under their source if there are several or it has a
-    table of its own, else under their first directory. Raises `UserError` that begins with `key` for a source without
-    files.
+    file, a directory (all files below it that are not hidden) or a glob (`**` for any depth). format: of the files;
+    "auto" goes by suffix: `.jsonl` and `.ndjson` JSON Lines, `.parquet`, `.wet`, else text; a suffix of `COMPRESSIONS`
+    may follow. records: `.json` is a JSON list. cache: directory of prepared data, which are excluded, and of stored
+    listings of remote stores; `log` receives a line when one is used. Reports count files by source if there are
+    several or it has a table of its own, else by first directory. key: recipe key with which errors begin. Raises
+    `UserError` for a source without files.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -98,13 +98,17 @@ def find_files(
 
 
 def _get_first_directory(name: str) -> str:
-    """Return the first directory of a relative path with its slash, or the whole name if there is none."""
+    """Return the first directory of a relative path with its slash ("a/" of "a/b.txt"), or the whole name if there is
+    none.
+    """
     first, separator, _ = name.partition("/")
     return first + separator
 
 
 def _detect_format(name: str, format: str, records: bool) -> str:
-    """Return the format of a file: `format` unless "auto", else by suffix."""
+    """Return the format of a file ("text", "jsonl", "json", "parquet" or "wet"): `format` unless that is "auto", else
+    by the suffix of `name`. records: `.json` is a JSON list, not text.
+    """
     if format != "auto":
         return format
     name = name.lower()
@@ -115,7 +119,9 @@ def _detect_format(name: str, format: str, records: bool) -> str:
 
 
 def _is_cached(path: Path, cache: Path) -> bool:
-    """Return whether `path` is in data that `prepare` wrote into `cache`, rather than in a corpus stored there too."""
+    """Return whether `path` belongs to prepared data in the directory `cache`, not to a corpus that is stored there
+    too.
+    """
     try:
         parts = path.absolute().relative_to(cache.absolute()).parts
     except ValueError:
@@ -126,17 +132,19 @@ def _is_cached(path: Path, cache: Path) -> bool:
 def _expand_source(
     source: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Path | StoredFile, bool]]:
-    """Yield (name relative to the source, path, True if the source names this very file) for each file that `source`,
-    a path, glob, directory, URL or "stdlib", stands for. key: recipe key, for errors. cache: directory that remembers
-    listings of stores; log: reports their use.
+    """Yield (name relative to the source, path, True if the source names this single file) for each file that `source`,
+    a path, glob, directory, URL or "stdlib", stands for.
+
+    key: recipe key with which errors begin. cache: directory that stores file listings of remote stores; log: receives
+    a line when a stored listing is used.
     """
     if source == "stdlib":
         yield from ((name, path, False) for name, path in _iterate_standard_library(key))
         return
-    if is_url(source) and local_path(source) is None:
-        yield from list_stored(source, key, cache, log)
+    if is_url(source) and parse_file_url(source) is None:
+        yield from list_stored_files(source, key, cache, log)
         return
-    path = local_path(source) or Path(source).expanduser()
+    path = parse_file_url(source) or Path(source).expanduser()
     if path.is_dir():
         yield from ((file.relative_to(path).as_posix(), file, False) for file in _iterate_files(path))
     elif path.is_file():
@@ -154,8 +162,8 @@ def _expand_source(
 
 
 def _iterate_standard_library(key: str) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) for each Python file of the standard library. Raises `UserError` that begins with the recipe
-    key `key` if this Python has none.
+    """Yield (name, path) for each Python file of the standard library. Raises a `UserError` that begins with the recipe
+    key `key` if this Python comes without its sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = False
@@ -175,7 +183,7 @@ def _iterate_standard_library(key: str) -> Iterator[tuple[str, Path]]:
 
 
 def _iterate_files(root: Path) -> Iterator[Path]:
-    """Yield all files below `root` that are not hidden."""
+    """Yield the paths of all files below the directory `root` that are not hidden, at any depth."""
     for directory, below, files in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
         for name in files:
@@ -185,7 +193,7 @@ def _iterate_files(root: Path) -> Iterator[Path]:
 
 
 def _find_glob_root(pattern: Path) -> Path:
-    """Return the directory before the first wildcard of a glob."""
+    """Return the directory before the first wildcard of a glob: "a/b" of "a/b/*/c.txt"."""
     fixed = Path()
     for part in pattern.parts[:-1]:
         if glob.has_magic(part):
@@ -195,8 +203,8 @@ def _find_glob_root(pattern: Path) -> Path:
 
 
 def _suggest_name(path: Path) -> str:
-    """Return a hint for a path that does not exist: the nearest existing name, or what the deepest existing directory
-    holds.
+    """Return a hint to append to the error for a missing path: the most similar existing name, or the contents of the
+    deepest existing directory.
     """
     existing, missing = Path(), path.parts[0]
     for part in path.parts:

@@ -42,9 +42,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a remote store. url: its address. place: its path inside `filesystem`. size: bytes, if known.
-    version: entity tag, checksum or time that changes with the content; None if the store gives none. filesystem: the
-    fsspec file system that reads it.
+    """A file in a remote store, such as S3 or a web server. url: its address. place: its path inside `filesystem`.
+    size: in bytes, if known. version: entity tag, checksum or time that changes with the content; None if the store
+    gives none. filesystem: fsspec file system that reads it.
     """
 
     url: str
@@ -62,8 +62,8 @@ class StoredFile:
         return _strip_url(self.url).rpartition("/")[2]
 
     def open(self) -> io.BufferedReader:
-        """Open the file for seekable reading in blocks; downloaded to an unnamed temporary file if the store has no
-        range reads.
+        """Open the file for seekable reading in blocks; it is downloaded to an unnamed temporary file if the store does
+        not support range reads.
         """
         if self.size is None or type(self.filesystem).__name__ == "HTTPFileSystem":  # which may ignore ranges
             return self._download()
@@ -73,13 +73,13 @@ class StoredFile:
             return self._download()
 
     def query_state(self) -> StoredFile:
-        """Query the store and return the file's present state. Raises `UserError` if it is gone."""
+        """Return the file with the size and version that the store reports now. Raises `UserError` if it is gone."""
         self.filesystem.invalidate_cache()
         entry = retry(self.url, lambda: self.filesystem.info(self.place))
         return _make_stored_file(self.url, self.place, entry, self.filesystem)
 
     def _download(self) -> io.BufferedReader:
-        """Download the file to an unnamed temporary file and open it."""
+        """Download the file to an unnamed temporary file and open that."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
             target = os.path.join(directory, "file")
             retry(self.url, lambda: self.filesystem.get_file(self.place, target))
@@ -91,7 +91,7 @@ _LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 
 class StoreUnreached(UserError):
-    """Error: the store cannot be reached or refuses access, which says nothing about its content."""
+    """Error: the store cannot be reached or refuses access, so that nothing is known about its files."""
 
 
 class _NotSupported(UserError):
@@ -99,7 +99,9 @@ class _NotSupported(UserError):
 
 
 class _BlockReader(io.RawIOBase):
-    """Raw stream over a stored file that fetches and keeps one block of `BLOCK` bytes at a time."""
+    """Raw stream over a file in a remote store that fetches one block of `BLOCK` bytes at a time and keeps only the
+    last one.
+    """
 
     def __init__(self, file: StoredFile) -> None:
         assert file.size is not None
@@ -121,13 +123,17 @@ class _BlockReader(io.RawIOBase):
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position in bytes, relative to the start, the position or the end; returns the new one."""
+        """Set the position in bytes, relative to the start, the current position or the end (`whence`); returns the new
+        position.
+        """
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
         self._place = max(0, base + offset)
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Read into `buffer`, at most to the end of the present block; returns the number of bytes, 0 at the end."""
+        """Read into `buffer`, at most to the end of the current block; returns the number of bytes, 0 at the end of the
+        file.
+        """
         if self._place >= self._size:
             return 0
         number, begin = divmod(self._place, BLOCK)
@@ -139,11 +145,11 @@ class _BlockReader(io.RawIOBase):
         return len(part)
 
     def _load(self, number: int) -> None:
-        """Fetch block number `number` of the file from the store and keep it instead of the previous one."""
+        """Fetch the block with index `number` from the store; it replaces the previous one."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
 
         def load() -> memoryview:
-            """Return the bytes of the block. Raises `OSError` if fewer arrive."""
+            """Fetch the bytes of the block. Raises `OSError` if fewer arrive."""
             data = memoryview(self._file.filesystem.cat_file(self._file.place, start=begin, end=end))
             if len(data) != end - begin:
                 raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
@@ -154,11 +160,11 @@ class _BlockReader(io.RawIOBase):
 
 
 def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
-    """Return the result of `ask`, a request to the store of `url`; failing calls are repeated up to `TRIES` times in
-    all with exponential backoff, then raise a one-line `UserError`.
+    """Call `ask`, a request to the store of `url`, up to `TRIES` times with exponential backoff, and return its result;
+    then raise a one-line `UserError`.
 
-    Errors that waiting does not change are raised at once: a missing file, refused access. where: added to the
-    message.
+    Errors that waiting does not change are raised at once: a missing file, refused access. where: appended to the error
+    message, such as " at byte 8,388,608 of 9,000,000".
     """
     for number in range(TRIES):
         try:
@@ -195,21 +201,21 @@ def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
 
 
 def is_url(source: str) -> bool:
-    """Return whether `source` is a URL (or a chain of them, as fsspec writes it), not a path."""
+    """Return whether `source` is a URL (or a chain of URLs, as fsspec writes it), not a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", source) is not None
 
 
-def local_path(url: str) -> Path | None:
-    """Convert a `file://` URL to its path; None for any other URL."""
+def parse_file_url(url: str) -> Path | None:
+    """Convert a `file://` URL to its local path; None for any other URL."""
     if not url.lower().startswith("file://"):
         return None
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.netloc in ("", "localhost") else None
 
 
-def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
-    """List the files that a URL stands for: a file, a glob or a directory. Yields (name relative to the URL, file,
-    True if the URL names this very file). key: recipe key, for errors.
+def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
+    """Yield (name relative to the URL, file, True if the URL names this single file) for each file that a URL (file,
+    glob or directory in a remote store) stands for. key: recipe key with which errors begin. Raises `UserError`.
     """
     _refuse_secrets(url, key)
     filesystem, place = _open_filesystem(url, key)
@@ -245,12 +251,12 @@ def find_stored(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
 
 
 def _strip_url(url: str) -> str:
-    """Strip protocol, query and outer slashes from a URL, or from the first of a chain."""
+    """Return the path in a URL, or in the first of a chain of URLs: without protocol, query and outer slashes."""
     return re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", url.partition("::")[0].partition("?")[0]).strip("/")
 
 
 def find_first_changed(files: Sequence[StoredFile]) -> int | None:
-    """Return the index of the first file whose state in its store changed, or None."""
+    """Return the index of the first file whose size or version in its store has changed, or None."""
     with ThreadPoolExecutor(16) as pool:
         for number, (file, now) in enumerate(zip(files, pool.map(StoredFile.query_state, files), strict=True)):
             if now != file:
@@ -259,18 +265,20 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile` from `entry`, what the file system reports about the path `place` ("size", "ETag" ...)."""
+    """Build a `StoredFile`. entry: what the fsspec file system reports about the path `place` ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
 def _is_file(entry: dict[str, Any]) -> bool:
-    """Return whether a file system's entry (`{"type", "name" ...}`) is a file, not a directory or its marker."""
+    """Return whether an entry of an fsspec listing ({"type", "name" ...}) is a file, not a directory or a directory's
+    marker.
+    """
     return entry["type"] == "file" and not entry["name"].endswith("/")
 
 
 def _find_version(entry: dict[str, Any]) -> str | None:
     """Return a text that changes with the content of a file: the entity tag, else a checksum, else the modification
-    time in the file system's entry; None if it has none of them.
+    time in `entry`, what the fsspec file system reports about it; None if it reports none of them.
     """
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
         if entry.get(key):
@@ -282,13 +290,13 @@ def _find_version(entry: dict[str, Any]) -> str | None:
 
 
 def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
-    """Return the fsspec file system that reads `url`, and the path of `url` in it. key: recipe key, for errors.
-    Raises `UserError` if a package is missing.
+    """Return (fsspec file system that reads `url`, path of `url` in it). key: recipe key with which errors begin.
+    Raises `UserError` if a package is missing or the protocol is not allowed.
     """
     try:
         import fsspec
     except ImportError:
-        raise missing_package("fsspec", url) from None
+        raise missing_package_error("fsspec", url) from None
     _refuse_protocols(url, key, set(fsspec.available_protocols()))
     protocol = url.partition("://")[0].lower()
     try:
@@ -305,19 +313,23 @@ def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
         return filesystem, place
     except ImportError as error:
         if str(error.name).startswith("obstore"):
-            raise missing_package("obstore", url) from None
+            raise missing_package_error("obstore", url) from None
         raise UserError(f'{key}: "{url}" needs one more package: {_format_reason(error)}') from None
     except ValueError as error:
         raise UserError(f'{key}: "{url}": {_format_reason(error)}') from None
 
 
-def missing_package(package: str, what: object) -> UserError:
-    """Build the error for a package of the extra `data` that is not installed. what: URL or file that needs it."""
+def missing_package_error(package: str, what: object) -> UserError:
+    """Build the error for a package of the extra `data` that is not installed. what: URL or path of the file that needs
+    it.
+    """
     return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'")
 
 
 def _refuse_secrets(url: str, key: str) -> None:
-    """Raise `UserError` that begins with the recipe key `key` if the URL contains credentials or a signature."""
+    """Raise `UserError` if a URL in a recipe contains credentials or a signature. key: recipe key with which the error
+    begins.
+    """
     if re.search(r"://[^/?#]*@", url) or _SECRET_QUERY.search(url):
         shown = re.sub(r"://[^/?#]*@", "://", url).partition("?")[0]
         raise UserError(
@@ -328,8 +340,8 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
-    """Raise `UserError` for a URL whose protocol needs the user's consent, since it may log in with the user's keys.
-    key: recipe key, for errors. protocols: those that fsspec knows.
+    """Raise `UserError` if reading `url` may log in with the user's keys and the user has not allowed its protocol in
+    the environment. key: recipe key with which the error begins. protocols: all that fsspec supports.
     """
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
@@ -343,7 +355,7 @@ def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
 
 
 def _format_reason(error: Exception) -> str:
-    """Format an error in one line, with secrets of the environment replaced by "***"."""
+    """Format an error in one line of at most 300 characters, with secrets of the environment replaced by "***"."""
     text = str(error)
     code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     if code:
@@ -356,7 +368,7 @@ def _format_reason(error: Exception) -> str:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether an error says that the store refuses access to this process."""
+    """Return whether an error means that the store denies this process access."""
     named = isinstance(error, PermissionError) or type(error).__name__ in (
         "PermissionDeniedError",
         "UnauthenticatedError",
@@ -365,13 +377,13 @@ def _is_refused(error: Exception) -> bool:
 
 
 def _find_status(error: Exception) -> str | None:
-    """Return the HTTP status in an error's message, or None."""
+    """Return the HTTP status code in an error's message, such as "404", or None."""
     entry = re.search(r"status code: (\d+)", str(error))
     return entry[1] if entry else None
 
 
 def _suggest_fix(url: str, error: Exception) -> str:
-    """Return advice to append to the error: missing file, or where credentials come from."""
+    """Return advice to append to the error message for `url`, such as "; there is no such file or directory", or ""."""
     kind, status = type(error).__name__, _find_status(error)
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == "404":
         return "; there is no such file or directory"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from meshwright.data.sources.resolution import COMPRESSIONS, SourceFile
-from meshwright.data.sources.stores import missing_package
+from meshwright.data.sources.stores import missing_package_error
 
 _HEAD = 1 << 16  # bytes of a buffer: as many can be looked at before they are read
 _LONGEST_WINDOW = 31  # bits; what `zstd --long=31` writes, the longest there is
@@ -21,7 +21,9 @@ _zstd_errors: list[type[Exception]] = []
 
 
 def open_stream(file: SourceFile) -> Stream:
-    """Open the decompressed bytes of `file`. Reading raises `EOFError` if a compressed file is truncated."""
+    """Open a source file as a stream of decompressed bytes. Reading raises `EOFError` if a compressed file is
+    truncated.
+    """
     raw: io.BufferedReader[Any]
     raw = io.BufferedReader(io.FileIO(file.path), _HEAD) if isinstance(file.path, Path) else file.path.open()
     match detect_compression(file):
@@ -34,17 +36,17 @@ def open_stream(file: SourceFile) -> Stream:
 
 
 def detect_compression(file: SourceFile) -> str | None:
-    """Return the compression of a file by its suffix ("gzip", "Zstandard"), or None."""
+    """Return the compression of a file by its suffix: "gzip", "Zstandard", or None."""
     return next((name for suffix, name in COMPRESSIONS.items() if file.path.name.lower().endswith(suffix)), None)
 
 
-def decoding_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that a damaged compressed file raises."""
+def list_decoding_errors() -> tuple[type[Exception], ...]:
+    """Return the exception types that reading a damaged compressed file raises."""
     return gzip.BadGzipFile, zlib.error, *_zstd_errors
 
 
 class _Gzip(gzip.GzipFile):
-    """Gzip stream that also closes the file it reads from."""
+    """Gzip stream that, when closed, also closes the file it reads from."""
 
     def __init__(self, fileobj: io.BufferedReader[Any]) -> None:
         super().__init__(fileobj=fileobj, mode="rb")
@@ -52,17 +54,21 @@ class _Gzip(gzip.GzipFile):
 
 
 def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
-    """Open a Zstandard stream over `raw`. Raises `UserError` if the package for it is not installed."""
+    """Open a stream that decompresses `raw` with Zstandard. file: for errors. Raises `UserError` if the package for it
+    is not installed.
+    """
     module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"  # the same code
     try:
         zstd = import_module(module)
     except ImportError:
         raw.close()
-        raise missing_package("backports.zstd", file.path) from None
+        raise missing_package_error("backports.zstd", file.path) from None
     if zstd.ZstdError not in _zstd_errors:
         _zstd_errors.append(zstd.ZstdError)
 
     class Zstd(zstd.ZstdFile):  # type: ignore[misc,name-defined]
+        """Zstandard stream that, when closed, also closes the file it reads from."""
+
         def close(self) -> None:
             super().close()
             raw.close()

@@ -18,9 +18,11 @@ _LONGEST_LINE = 1 << 16
 
 
 def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str]]:
-    """Yield (":17 URI", text) for each conversion record, numbered from 1 over all records; other types are skipped.
+    """Yield (position and address, such as ":17 https://example.org/", text) for each page of a WET file, a WARC record
+    of type "conversion". Records are numbered from 1; other types are counted and skipped. stream: the file's
+    decompressed bytes. encoding: of the texts.
 
-    Raises `UserError` for a file that is not WARC, a truncated record, or no conversion record.
+    Raises `UserError` for a file that is not WARC, a truncated record, or a file without conversion records.
     """
     number, found, types = 0, False, set()
     while headers := _read_headers(file, stream, number + 1):
@@ -52,8 +54,8 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
 
 
 def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, str]:
-    """Read the headers of WARC record number `number` by lower-case name; empty at the end of the file. stream: the
-    file's decompressed bytes.
+    """Read the headers of the next WARC record; returns {lower-case name: value}, empty at the end of the file. number:
+    of the record, from 1, for errors. stream: the file's decompressed bytes.
     """
     line = stream.readline(_LONGEST_LINE)
     while line in (b"\r\n", b"\n"):

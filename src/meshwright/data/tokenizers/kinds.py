@@ -29,11 +29,11 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """One kind of tokenizer.
+    """One kind of tokenizer that is made here, such as "bpe".
 
-    title: its name in a sentence. least: smallest vocabulary. make(vocabulary, texts): trains it. unknown: token for
-    text outside the vocabulary; None if every text can be encoded and decoded exactly. trained: whether it depends on
-    texts.
+    title: its name in a sentence. least: smallest vocabulary size. make(vocabulary, texts): function that trains it.
+    unknown: token for text outside the vocabulary; None if every text can be encoded and decoded exactly. trained:
+    False if it does not depend on texts.
     """
 
     title: str
@@ -43,7 +43,7 @@ class TokenizerKind:
     trained: bool = True
 
     def make_config(self) -> dict[str, Any]:
-        """Return the content of its tokenizer_config.json."""
+        """Return the content of tokenizer_config.json as JSON."""
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": None,
@@ -54,7 +54,7 @@ class TokenizerKind:
 
 
 def create_byte_tokenizer() -> Tokenizer:
-    """Create the byte tokenizer: id b is byte b, 256 is the end of text."""
+    """Create a tokenizer of bytes: id b is byte b, id 256 the end-of-text token."""
     characters = list_byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,8 +64,8 @@ def create_byte_tokenizer() -> Tokenizer:
 
 
 def _train_bpe(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
-    """Train a byte-level BPE: id 0 is the end of text, then 256 bytes, then merges; pre-tokenized as GPT-2 (Radford et
-    al. 2019).
+    """Train a byte-level BPE tokenizer with GPT-2's pre-tokenization (Radford et al. 2019): id 0 is the end-of-text
+    token, then come the 256 bytes, then merges. vocabulary: number of tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -81,8 +81,8 @@ def _train_bpe(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 
 def _train_word(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
-    """Train a word tokenizer: id 0 is the end of text, 1 any word outside the vocabulary; a word includes the space
-    before it.
+    """Train a tokenizer whose tokens are words with the space before them: id 0 is the end-of-text token, 1 any word
+    outside the vocabulary. vocabulary: number of tokens.
     """
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
@@ -95,8 +95,8 @@ def _train_word(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 
 def _build_character(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
-    """Build a character tokenizer: id 0 is the end of text, then 256 bytes, then the most frequent characters; byte
-    fallback.
+    """Build a tokenizer of characters: id 0 is the end-of-text token, then come the 256 bytes for all other characters
+    (byte fallback), then the most frequent characters of `texts`. vocabulary: number of tokens.
     """
     tokens = [END_OF_TEXT, *BYTES, *_rank_characters(texts)[: vocabulary - 257]]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -107,7 +107,8 @@ def _build_character(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 
 def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
-    """Train a WordPiece tokenizer: id 0 is the end of text, 1 any word with an unknown character; cased, accents kept.
+    """Train a WordPiece tokenizer, cased, accents kept: id 0 is the end-of-text token, 1 any word with an unknown
+    character. vocabulary: number of tokens.
 
     Pre-tokenization of BERT (Devlin et al. 2019); subwords are chosen as for BPE. A character has two tokens, at the
     beginning of a word and inside it, and characters take at most half of the vocabulary.
@@ -135,11 +136,12 @@ def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 
 def _train_unigram(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
-    """Train a Unigram tokenizer: id 0 is the end of text, then 256 bytes, then subwords by falling probability.
+    """Train a Unigram tokenizer with byte fallback: id 0 is the end-of-text token, then come the 256 bytes, then
+    subwords by falling probability. vocabulary: number of tokens.
 
-    Kudo 2018, "Subword Regularization", with byte fallback; pre-tokenized as GPT-2. Spaces are kept instead of U+2581,
-    so that texts with that character decode exactly. Characters take at most half of the subwords; rarer ones are
-    excluded from training and encoded as bytes.
+    Kudo 2018, "Subword Regularization"; pre-tokenized as GPT-2. Spaces are kept instead of U+2581, so that texts with
+    that character decode exactly. Characters take at most half of the subwords; rarer ones are excluded from training
+    and encoded as bytes.
     """
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     room, kept = vocabulary - 257, list(texts)
@@ -161,7 +163,7 @@ def _train_unigram(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 
 def _rank_characters(texts: Iterable[str]) -> list[str]:
-    """Return the characters of `texts` by falling frequency."""
+    """Return the distinct characters of `texts` by falling frequency."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
@@ -169,14 +171,16 @@ def _rank_characters(texts: Iterable[str]) -> list[str]:
 
 
 def _stands_alone(character: str) -> bool:
-    """Return whether BERT makes a character a word of its own: punctuation and Chinese characters."""
+    """Return whether BERT's pre-tokenization makes a character a word of its own: punctuation and Chinese
+    characters.
+    """
     code = ord(character)
     chinese = 0x3400 <= code <= 0x4DBF or 0x4E00 <= code <= 0x9FFF or 0xF900 <= code <= 0xFAFF or code >= 0x20000
     return chinese or character in string.punctuation or unicodedata.category(character).startswith("P")
 
 
 def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Return the subwords of a trained Unigram model with their scores, by falling score, reproducibly.
+    """Return (subword, log-probability) of all subwords of a trained Unigram model, by falling log-probability.
 
     The trainer sums in any order and gives dropped characters random scores 0.0001 apart: scores are rounded, and those
     characters all get the lowest one, so that the same text yields the same tokenizer.
@@ -201,8 +205,8 @@ assert tuple(KINDS) == TOKENIZERS
 
 
 def list_byte_characters() -> list[str]:
-    """Return the character that byte-level tokenizers use for each byte: itself if printable, else one from
-    U+0100 on.
+    """Return the character that stands for each of the 256 bytes in byte-level tokenizers: the byte's own if printable,
+    else one from U+0100 on.
     """
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -210,5 +214,5 @@ def list_byte_characters() -> list[str]:
 
 
 def _make_special(token: str) -> AddedToken:
-    """Return a token marked as special."""
+    """Build a special token of the `tokenizers` library with the text `token`."""
     return AddedToken(token, special=True, normalized=False)

@@ -10,24 +10,26 @@ from meshwright.draw.markup import Markup, element
 from meshwright.draw.page import paragraph, table
 
 
-def page(report: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> str:
-    """Return the whole HTML page about a tokenizer. report: JSON of `measure_tokenizer`. shown: JSON of
-    `describe_tokens` for one text to be shown token by token; None: no such section.
+def render_tokenizer_page(report: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> str:
+    """Return a self-contained HTML page about a tokenizer. report: JSON of `measure_tokenizer`. shown: JSON of
+    `describe_tokens` for one text to be displayed token by token; None: no such section.
     """
-    return draw.page(f"tokenizer {report['tokenizer']}", *_parts(report, shown))
+    return draw.page(f"tokenizer {report['tokenizer']}", *_render_sections(report, shown))
 
 
-def _parts(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterator[Markup]:
-    """Yield the sections of the page in order; arguments: those of `page`."""
+def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterator[Markup]:
+    """Yield the sections of the page in order. report: JSON of `measure_tokenizer`. shown: JSON of `describe_tokens`,
+    or None.
+    """
     yield element("h1", f"tokenizer {report['tokenizer']}")
     yield paragraph(
         f"{report['vocabulary']:,} tokens in the vocabulary; {report['tokens']:,} tokens of text, "
-        f"{report['used']:,} different ones; {report['unused']:,} never used; {_round_trip(report)}",
+        f"{report['used']:,} different ones; {report['unused']:,} never used; {_format_round_trip(report)}",
         muted=True,
     )
     if shown is not None:
         yield element("h2", f"One text: {len(shown['tokens'])} tokens")
-        yield _tokens(shown["tokens"])
+        yield _render_tokens(shown["tokens"])
     yield element("h2", "Bytes per token")
     rows = [
         (
@@ -51,25 +53,27 @@ def _parts(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterat
         yield element("h2", title)
         yield table(
             ("token", "number", "times"),
-            [(_token(row["text"]), f"{row['id']:,}", f"{row['count']:,}") for row in report[key]],
+            [(_render_token(row["text"]), f"{row['id']:,}", f"{row['count']:,}") for row in report[key]],
         )
     if report["unused_tokens"]:
         yield element("h2", f"Never used: {report['unused']:,}")
-        yield _tokens(report["unused_tokens"])
+        yield _render_tokens(report["unused_tokens"])
 
 
-def _round_trip(report: Mapping[str, Any]) -> str:
-    """Return the clause "N of M documents come back exactly". report: JSON of `measure_tokenizer`."""
+def _format_round_trip(report: Mapping[str, Any]) -> str:
+    """Return the clause "N of M documents come back exactly" for documents that were encoded and decoded. report: JSON
+    of `measure_tokenizer`.
+    """
     found = report["round_trip"]
     return f"{found['exact']:,} of {found['documents']:,} documents come back exactly"
 
 
-def _tokens(tokens: Iterable[Mapping[str, Any]]) -> Markup:
-    """Return a paragraph of tokens, each in a box. tokens: objects with the token's readable `text`."""
-    return paragraph(_token(token["text"]) for token in tokens)
+def _render_tokens(tokens: Iterable[Mapping[str, Any]]) -> Markup:
+    """Return a paragraph of tokens, each in a box. tokens: objects with the readable text of a token under `text`."""
+    return paragraph(_render_token(token["text"]) for token in tokens)
 
 
-def _token(text: str) -> Markup:
-    """Return one token's text in a box, line feeds and tabs shown as arrows."""
+def _render_token(text: str) -> Markup:
+    """Return a token's readable text in a box, line feeds and tabs as arrows."""
     shown = text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("\t", "\N{RIGHTWARDS ARROW}")
     return element("span", shown, class_="token")

@@ -25,14 +25,14 @@ _AT_LEAST = (1, 10, 100, 1000, 10_000)
 
 
 def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
-    """Measure the tokenizer of `data`, prepared from `recipe`, on its text; returns JSON. Begin and end tokens of texts
-    are not counted, tokens of the chat template are.
+    """Measure the tokenizer of prepared data on its text; returns JSON. Start and end tokens of documents are not
+    counted, tokens of a chat template are. recipe: the `[data]` table from which `data` was prepared.
 
-    `sources`: documents, bytes, tokens and bytes_per_token of each source, both splits together. `used`, `unused`:
-    number of vocabulary entries that occur or not; `unused_tokens` lists the first of these. `occur_at_least`: number
-    of tokens by minimum count. `most_frequent`, `longest` (by bytes, of those that occur): id, text, count. `unknown`:
-    the token for unknown text and its count, or None. `round_trip`: how many of the first validation documents decode
-    exactly.
+    `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`, `unused`:
+    number of vocabulary entries that occur in the text or not; `unused_tokens` lists the first of the latter.
+    `occur_at_least`: {count: number of tokens that occur so often}. `most_frequent`, `longest` (in bytes, of tokens
+    that occur): id, text, count. `unknown`: id, text and count of the token for unknown text, or None. `round_trip`:
+    how many of the first validation documents are the same after encoding and decoding.
     """
     tokenizer = data.tokenizer
     sources = _count_sources(data)
@@ -48,8 +48,8 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     name = find_unknown_token(tokenizer.tokenizer)
     unknown = tokenizer.tokenizer.token_to_id(name) if name else None
 
-    def row(number: int) -> dict[str, Any]:
-        """Return id, readable text and count of the token with id `number`, as JSON."""
+    def describe_token(number: int) -> dict[str, Any]:
+        """Return {id, text: readable text, count} of the token with the id `number`."""
         return {"id": number, "text": names[number], "count": int(counts[number])}
 
     return {
@@ -64,17 +64,17 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
         "unused": len(unused),
         "unused_tokens": [{"id": number, "text": names[number]} for number in unused[: 5 * _SHOWN]],
         "occur_at_least": {str(least): int((counts >= least).sum()) for least in _AT_LEAST},
-        "most_frequent": [row(number) for number in occur[:_SHOWN].tolist()],
-        "longest": [row(number) for number in longest[:_SHOWN]],
-        "unknown": None if unknown is None or unknown == tokenizer.end else row(unknown),
+        "most_frequent": [describe_token(number) for number in occur[:_SHOWN].tolist()],
+        "longest": [describe_token(number) for number in longest[:_SHOWN]],
+        "unknown": None if unknown is None or unknown == tokenizer.end else describe_token(unknown),
         "round_trip": _check_round_trip(data),
         "directory": str(data.tokenizer_directory),
     }
 
 
 def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
-    """Tokenize one text; returns JSON: `tokens` [{id, text}], the `decoded` text, and `exact`: whether it equals the
-    text.
+    """Tokenize one text; returns JSON: `text`, `tokens` [{id, text}], the `decoded` text, and `exact`: whether that
+    equals `text`.
     """
     names = spell_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])
@@ -88,7 +88,9 @@ def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
 
 
 def spell_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
-    """Return the readable text of each token id; bytes that are no character of their own as `<0xE4>`."""
+    """Return {token id: readable text} for the whole vocabulary; bytes that are no whole character are written as
+    `<0xE4>`.
+    """
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if not isinstance(tokenizer.tokenizer.decoder, decoders.ByteLevel):
         return {number: token for token, number in vocabulary.items()}
@@ -97,7 +99,9 @@ def spell_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
 
 
 def _spell_byte_token(token: str) -> str:
-    """Decode a token of a byte-level tokenizer to readable text."""
+    """Decode a token of a byte-level tokenizer to readable text; bytes that are no whole character are written as
+    `<0xE4>`.
+    """
     if any(character not in _BYTE_OF for character in token):
         return token
     text = bytes(_BYTE_OF[character] for character in token).decode("utf-8", "surrogateescape")
@@ -105,7 +109,9 @@ def _spell_byte_token(token: str) -> str:
 
 
 def _count_tokens(data: PreparedData) -> NDArray[np.int64]:
-    """Count the occurrences of each token in both splits, [vocabulary]."""
+    """Count the occurrences of each token id in both splits, without the start and end tokens of texts, int64
+    [vocabulary].
+    """
     counts = np.zeros(data.vocabulary, dtype=np.int64)
     for name in SPLITS:
         split = data.split(name)
@@ -118,7 +124,9 @@ def _count_tokens(data: PreparedData) -> NDArray[np.int64]:
 
 
 def _count_sources(data: PreparedData) -> list[dict[str, Any]]:
-    """Count documents, bytes, tokens and bytes per token of each source over both splits."""
+    """Return [{source, documents, bytes, tokens, bytes_per_token}], one entry per data source, over both splits. Start
+    and end tokens of texts are not counted.
+    """
     found = []
     shards = {name: iter(data.split(name).shards) for name in SPLITS}  # which are cut where a source ends
     framing = 2 if isinstance(data.split("train"), PackedTokens) else 0
@@ -139,7 +147,9 @@ def _count_sources(data: PreparedData) -> list[dict[str, Any]]:
 
 
 def _check_round_trip(data: PreparedData) -> dict[str, Any]:
-    """Count how many of the first validation documents decode exactly, and show the first difference."""
+    """Encode and decode the first validation documents; returns {documents, exact: number that come back the same,
+    first_difference: {text, decoded} or None}.
+    """
     exact = documents = 0
     first: dict[str, str] | None = None
     for text, back in islice(_iterate_decoded(data), _CHECKED):
@@ -152,6 +162,6 @@ def _check_round_trip(data: PreparedData) -> dict[str, Any]:
 
 
 def _iterate_decoded(data: PreparedData) -> Iterator[tuple[str, str]]:
-    """Yield (text, decoded text) of each validation document."""
+    """Yield (text, text after encoding and decoding) of each validation document."""
     for text in data.iterate_documents("validation"):
         yield text, data.tokenizer.decode(data.tokenizer.encode([text])[0])

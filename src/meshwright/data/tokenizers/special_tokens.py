@@ -1,4 +1,4 @@
-"""Special tokens that text cannot spell: encoders that never turn text into one of them.
+"""Special tokens that text cannot spell: tokenizers that never encode text as one of them.
 
 `encode_special_tokens` of the `tokenizers` library does not suffice if the model's own vocabulary contains them:
 Unigram accepts `</s>` as any subword, WordLevel as a word; and an end-of-text token may have been added as an ordinary
@@ -19,7 +19,9 @@ from meshwright.data.files import read_json
 
 
 def find_named_special(config: Mapping[str, Any]) -> set[str]:
-    """Return the tokens that a tokenizer_config.json or special_tokens_map.json lists as special."""
+    """Return the tokens that `config`, the content of a tokenizer_config.json or special_tokens_map.json, lists as
+    special.
+    """
     named = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(key) or []
@@ -35,15 +37,18 @@ def find_named_special(config: Mapping[str, Any]) -> set[str]:
 
 
 def find_named_in(directory: Path) -> set[str]:
-    """Return the tokens that the files beside a tokenizer.json list as special; unreadable files list none."""
+    """Return the tokens that tokenizer_config.json and special_tokens_map.json in `directory` list as special; files
+    that cannot be read are skipped.
+    """
     found = (read_json(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     return {token for config in found if isinstance(config, dict) for token in find_named_special(config)}
 
 
 def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset[str]:
-    """Return the special tokens of a tokenizer: those it marks, and those of `named` in its vocabulary.
+    """Return the special tokens of a tokenizer: those that its tokenizer.json marks, and those of `named` in its
+    vocabulary.
 
-    Single characters are text: publishers pad with "!", and the exclamation mark stays text.
+    Single characters are not special: some publishers pad with "!", and the exclamation mark must remain text.
     """
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     return frozenset(
@@ -55,8 +60,8 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
     """Return a tokenizer with the same ids that never encodes text as a token of `special`; text that spells one is
     encoded as ordinary text.
 
-    It is `tokenizer` itself if its option suffices, else a copy in which these tokens have random names that no text
-    spells.
+    It is `tokenizer` itself if its option `encode_special_tokens` suffices, else a copy in which these tokens have
+    random names.
     """
     tokenizer.encode_special_tokens = True
     hidden = _find_hidden(tokenizer, special)
@@ -69,10 +74,8 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
 
 
 def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Return a tokenizer with the same ids that produces the tokens of `special` only from secret names, and the
-    secret name of each.
-
-    All other text, also if it spells a special token, is encoded as text.
+    """Return (tokenizer with the same ids that writes a token of `special` only for its random name, {special token:
+    random name}). Text that spells a special token is encoded as ordinary text.
     """
     encoder, names = _rename_tokens(json.loads(tokenizer.to_str()), _find_hidden(tokenizer, special))
     encoder.no_padding()
@@ -82,14 +85,14 @@ def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tup
 
 
 def _find_hidden(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
-    """Return the tokens to rename: the special ones and the unknown token."""
+    """Return the tokens to be renamed, so that no text spells them: `special`, and the token for unknown text."""
     unknown = find_unknown_token(tokenizer)
     return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
 
 
 def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Build a tokenizer in which the tokens `hidden` have random names; returns it and the new names by token. state:
-    the original tokenizer's JSON, which is changed.
+    """Build a copy of a tokenizer in which the tokens `hidden` have random names; returns (copy, {token: random name}).
+    state: the parsed tokenizer.json, which is modified.
     """
     nonce = secrets.token_hex(16)
     names = {token: f"{nonce}-{number}-" for number, token in enumerate(sorted(hidden))}
@@ -109,7 +112,9 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the tokenizer's JSON if text could still be encoded as one of the tokens `hidden`, else None."""
+    """Return the parsed tokenizer.json if, with `encode_special_tokens` set, text could still be encoded as one of the
+    tokens `hidden`; None if it could not.
+    """
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):
@@ -124,7 +129,7 @@ def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, A
 
 
 def find_unknown_token(tokenizer: Tokenizer) -> str | None:
-    """Return the token that the model writes for unknown text, or None."""
+    """Return the token that the model writes for text outside its vocabulary, or None if it has none."""
     model = tokenizer.model
     if isinstance(model, models.Unigram):
         number = json.loads(tokenizer.to_str())["model"]["unk_id"]
@@ -133,6 +138,6 @@ def find_unknown_token(tokenizer: Tokenizer) -> str | None:
 
 
 def _split_merge(merge: Any) -> tuple[str, str, str]:
-    """Return both sides of a BPE merge, and the merged token."""
+    """Return (left token, right token, merged token) of a BPE merge, given as "left right" or [left, right]."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right

@@ -1,4 +1,4 @@
-"""Tokenizers of a kind made here or existing, always stored as a directory that `transformers` loads."""
+"""Tokenizers, trained here or existing, always stored as a directory that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 
 
 class TextTokenizer:
-    """A tokenizer with the tokens that frame a document: `start` (its BOS token, else its EOS token) and `end` (EOS).
+    """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    A document is encoded as start, text, end: every token of the text is predicted, the first one from `start`, and so
-    is the end; the beginning of the next document is not. Text never becomes a special token.
+    start: id of the BOS token, else of the EOS token. end: id of the EOS token. Every token of the text and the end
+    token are targets, the first one predicted from `start`; the beginning of the next document is not. vocabulary:
+    largest token id + 1. special: all special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
-        """named: tokens that the files beside tokenizer.json list as special (see `find_named_special`)."""
+        """start, end: ids of the tokens that frame a document. named: tokens that the files beside tokenizer.json list
+        as special (see `find_named_special`).
+        """
         self.tokenizer, self.start, self.end = tokenizer, start, end
-        self.vocabulary = _vocabulary_size(tokenizer)
+        self.vocabulary = _count_vocabulary(tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         frame = {str(tokenizer.id_to_token(token)) for token in (start, end)}
@@ -55,12 +58,12 @@ class TextTokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Smallest little-endian dtype of a token id on disk: uint16 or uint32."""
+        """Smallest little-endian dtype for token ids on disk: uint16 or uint32."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Return the token ids of each text as `dtype`, without start and end. Raises `UserError` if text becomes a
-        special token.
+        """Return the token ids of each text, [tokens] of type `dtype`, without start and end tokens. Raises `UserError`
+        if a text would become a special token.
         """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
@@ -77,14 +80,16 @@ class TextTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of token ids, special tokens by name."""
+        """Return the text of a sequence of token ids; special tokens are written by name."""
         with _convert_panics("tokens become no text"):
             return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
 @contextmanager
 def _convert_panics(what: str) -> Iterator[None]:
-    """Convert a panic of the tokenizers library, which is not an `Exception`, to `UserError`."""
+    """Convert a panic of the tokenizers library, which is no `Exception`, to `UserError` inside the context. what:
+    beginning of the error message.
+    """
     try:
         yield
     except BaseException as error:
@@ -95,20 +100,20 @@ def _convert_panics(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Files of an existing tokenizer as bytes. tokenizer: tokenizer.json. config: tokenizer_config.json, which always
-    names the EOS token.
+    """Files of a tokenizer as bytes. tokenizer: tokenizer.json. config: tokenizer_config.json, which always names the
+    EOS token.
     """
 
     tokenizer: bytes
     config: bytes
 
     def sha256(self) -> list[str]:
-        """Hash both files; returns hex SHA-256 of each."""
+        """Return the hex SHA-256 of tokenizer.json and of tokenizer_config.json."""
         return [hashlib.sha256(data).hexdigest() for data in (self.tokenizer, self.config)]
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of its chat template (the default one of several), or None."""
+        """Jinja source of the tokenizer's chat template (of several the one named "default"), or None."""
         template = json.loads(self.config).get("chat_template")
         if isinstance(template, list):
             named = {one.get("name"): one.get("template") for one in template if _is_named(one)}
@@ -116,22 +121,25 @@ class TokenizerFiles:
         return template if isinstance(template, str) else None
 
     def with_chat_template(self, template: str) -> TokenizerFiles:
-        """Return a copy whose configuration holds this chat template."""
+        """Return a copy whose tokenizer_config.json contains the Jinja source `template` as chat template."""
         return TokenizerFiles(self.tokenizer, _serialize_json({**json.loads(self.config), "chat_template": template}))
 
-    def named_tokens(self) -> dict[str, str]:
-        """Return the special tokens by variable name (`bos_token` ...), as chat templates use them."""
+    def list_named_tokens(self) -> dict[str, str]:
+        """Return {variable name: special token}, such as `bos_token`, as chat templates use them."""
         config = json.loads(self.config)
-        return {key: _token_text(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
+        return {
+            key: _get_token_text(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)
+        }
 
     def load(self) -> TextTokenizer:
-        """Build the tokenizer. Raises `UserError` if the file is not a tokenizer."""
+        """Build the tokenizer from the files. Raises `UserError` if tokenizer.json is invalid."""
         return _make_text_tokenizer(_parse_tokenizer(self.tokenizer, Path(FILES[0])), json.loads(self.config))
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """Read the files of data.tokenizer = `name`; None for a kind made here. Raises `UserError` if missing or without
-    EOS.
+    """Read the files of an existing tokenizer. name: data.tokenizer, the path of a tokenizer.json or its directory; the
+    result is None if it is a kind made here, such as "bpe". Raises `UserError` if there are no such files, or none
+    names the EOS token.
     """
     if name in TOKENIZERS:
         return None
@@ -188,13 +196,11 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
 
 
 def find_least_vocabulary(name: str) -> int:
-    """Return the smallest vocabulary size of data.tokenizer = `name` before training: for "bpe" the bytes and the end
-    token.
-
-    Raises `UserError` as `find_tokenizer` does.
+    """Return the smallest vocabulary size that data.tokenizer = `name` can have: for "bpe" the 256 bytes and the
+    end-of-text token, for an existing tokenizer its own size. Raises `UserError` as `find_tokenizer` does.
     """
     found = find_tokenizer(name)
-    return KINDS[name].least if found is None else _vocabulary_size(Tokenizer.from_buffer(found.tokenizer))
+    return KINDS[name].least if found is None else _count_vocabulary(Tokenizer.from_buffer(found.tokenizer))
 
 
 def write_tokenizer(
@@ -205,11 +211,11 @@ def write_tokenizer(
     texts: Iterator[str],
     chat_template: str | None = None,
 ) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`: `found`, else a new tokenizer of kind
-    `name`.
+    """Write tokenizer.json and tokenizer_config.json into `directory`: the existing tokenizer `found`, or if that is
+    None a new one of kind `name` ("bpe" ...).
 
-    vocabulary: its size, fewer if the text offers fewer. texts: to train it on. chat_template: stored in the
-    configuration.
+    vocabulary: number of tokens of a new one; fewer if `texts`, on which it is trained, yield fewer. chat_template:
+    Jinja source stored in the configuration (None: unchanged).
     """
     if found is None:
         kind = KINDS[name]
@@ -223,26 +229,26 @@ def write_tokenizer(
 
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
-    """Load the tokenizer that `write_tokenizer` wrote to `directory`."""
+    """Load the tokenizer whose tokenizer.json and tokenizer_config.json `write_tokenizer` wrote into `directory`."""
     tokenizer = _parse_tokenizer((directory / FILES[0]).read_bytes(), directory / FILES[0])
     return _make_text_tokenizer(tokenizer, _load_json_object(directory / FILES[1]))
 
 
 def _make_text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTokenizer:
-    """Build a `TextTokenizer` from a tokenizer and its configuration."""
+    """Build a `TextTokenizer`. config: content of tokenizer_config.json, which names the EOS token."""
     eos, bos = config["eos_token"], config.get("bos_token")
-    start, end = (tokenizer.token_to_id(_token_text(token)) for token in (bos or eos, eos))
+    start, end = (tokenizer.token_to_id(_get_token_text(token)) for token in (bos or eos, eos))
     assert start is not None and end is not None, (eos, bos)
     return TextTokenizer(tokenizer, start, end, find_named_special(config))
 
 
-def _vocabulary_size(tokenizer: Tokenizer) -> int:
+def _count_vocabulary(tokenizer: Tokenizer) -> int:
     """Return the vocabulary size: the largest token id + 1."""
     return int(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer is the byte tokenizer, whose encoding is the UTF-8 bytes."""
+    """Return whether a tokenizer is the one of `create_byte_tokenizer`, which encodes text as its UTF-8 bytes."""
     reference = create_byte_tokenizer()
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())
@@ -250,7 +256,7 @@ def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def _parse_tokenizer(data: bytes, file: Path) -> Tokenizer:
-    """Parse a tokenizer.json. Raises `UserError` that names `file`."""
+    """Parse `data`, the content of a tokenizer.json. Raises `UserError` that names `file`."""
     try:
         with _convert_panics(f"{file} is not a tokenizer that can be read"):
             return Tokenizer.from_buffer(data)
@@ -263,7 +269,9 @@ def _parse_tokenizer(data: bytes, file: Path) -> Tokenizer:
 
 
 def _load_json_object(path: Path) -> dict[str, Any]:
-    """Load a JSON object; empty if the file does not exist. Raises `UserError` if it is something else."""
+    """Load a JSON object from a file; {} if the file does not exist. Raises `UserError` if it cannot be read or is no
+    object.
+    """
     if not path.is_file():
         return {}
     try:
@@ -278,8 +286,8 @@ def _load_json_object(path: Path) -> dict[str, Any]:
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the begin (kind "bos") or end ("eos") token that the files in the tokenizer's directory name, the
-    tokenizer's own files first, or None. config: content of tokenizer_config.json.
+    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does.
+    config: content of tokenizer_config.json, which is searched first; last are generation_config.json and config.json.
     """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
@@ -288,7 +296,7 @@ def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str,
                     f"data.tokenizer: the {kind}_token in {directory} must be text, or an object with its content, not "
                     f"{str(token)[:80]}"
                 )
-            return _token_text(token)
+            return _get_token_text(token)
     for name in ("generation_config.json", "config.json"):
         number = _load_json_object(directory / name).get(f"{kind}_token_id")
         if isinstance(number, list):
@@ -298,23 +306,25 @@ def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str,
     return None
 
 
-def _token_text(token: Any) -> str:
-    """Return the text of a token in Hugging Face's JSON: a string, or an object with its `content`."""
+def _get_token_text(token: Any) -> str:
+    """Return the text of a token in Hugging Face's JSON files: a string, or the `content` of an object."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 
 def _is_token(value: Any) -> bool:
-    """Return whether a JSON value is a token: a string, or an object with its `content`."""
+    """Return whether a value in Hugging Face's JSON files is a token: a string, or an object with a string as
+    `content`.
+    """
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
 def _is_named(template: Any) -> bool:
-    """Return whether a JSON value is a chat template with a name."""
+    """Return whether a JSON value is a chat template with a name, {"name": ..., "template": ...}."""
     return isinstance(template, dict) and isinstance(template.get("name"), str)
 
 
 def _serialize_json(value: dict[str, Any]) -> bytes:
-    """Serialize JSON indented, as `transformers` writes it. Raises `UserError` for lone surrogates."""
+    """Serialize a JSON object with indentation, as `transformers` writes it. Raises `UserError` for lone surrogates."""
     try:
         return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
