@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
+from meshwright import kernels, serving
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
@@ -20,6 +23,7 @@ from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
+from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import whole_model
 from tests.serving import device_reference
 from tests.serving.small_models import FAMILIES, small_config, write_model
@@ -88,15 +92,27 @@ def test_memory_is_what_is_allocated(directories: Callable[[str], Path]):
     assert memory["weights"] == sum(each.nbytes for each in runner._model.parameters())
 
 
+def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    mesh, directory = Mesh.single(device="cuda"), directories("llama-tiny")
+    with pytest.raises(UserError, match="dtype float64: on a GPU serving takes float32, bfloat16, float16"):
+        build_runner(directory, mesh, "float64", LIMITS)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("kernels.triton_kernels", "serving.device_operations"):
+        monkeypatch.delitem(sys.modules, f"meshwright.{name}", raising=False)
+    monkeypatch.delattr(serving, "device_operations", raising=False)
+    monkeypatch.delattr(kernels, "triton_kernels", raising=False)
+    with pytest.raises(UserError, match="serving on a GPU needs triton: run pip install triton"):
+        build_runner(directory, mesh, "float32", LIMITS)
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, batch_invariant: bool):
     """A tensor without memory has no values: what asks for one raises."""
     config, device = small_config(name), torch.device("cuda", 0)
-    weights = SimpleNamespace(config=config, stage=whole_model(config), __iter__=None)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
-            _NoTensors(weights), Mesh.single(device=device), torch.bfloat16, LIMITS, device_reference,
+            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, LIMITS, device_reference,
             batch_invariant=batch_invariant, graphs=False,
         )  # fmt: skip
         for counts, decoding in (((4, 4, 4), True), ((20, 7, 3), False)):
@@ -109,8 +125,41 @@ def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, bat
 class _NoTensors:
     """The weights of a rank, without any tensor to read."""
 
-    def __init__(self, weights: SimpleNamespace) -> None:
-        self.config, self.stage = weights.config, weights.stage
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.stage = config, whole_model(config)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(())
+
+
+class _Indexing(TorchFunctionMode):
+    """Indexes tensors by operators alone: torch's own way asks for the device, which a CPU build does not have."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function is torch.Tensor.__getitem__:
+            return _index(*arguments)[0]
+        if function is torch.Tensor.__setitem__:
+            base, index, value = arguments
+            view, chosen = _index(base, index, read=False)
+            return torch.ops.aten.copy_(view, value) if chosen is None else torch.ops.aten.index_put_(view, chosen, value)
+        return function(*arguments, **(options or {}))
+
+
+def _index(base, index, read=True):
+    """The view that numbers, slices and None make, and the tensors that index it, which are applied to `read`."""
+    dim, chosen = 0, []
+    for each in index if isinstance(index, tuple) else (index,):
+        if each is None:
+            base = base.unsqueeze(dim)
+        elif isinstance(each, int):
+            base, dim = torch.ops.aten.select(base, dim, each), dim - 1
+        elif each is Ellipsis:
+            dim = base.dim() - 1  # here only None follows
+        elif isinstance(each, slice):
+            base = torch.ops.aten.slice(base, dim, each.start, each.stop)
+        else:
+            chosen += [None] * (dim - len(chosen)) + [each]
+        dim += 1
+    if not chosen:
+        return base, None
+    return (torch.ops.aten.index(base, chosen) if read else base), chosen
