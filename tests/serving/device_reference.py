@@ -80,7 +80,7 @@ def attend(qkv, cache, tiles, window, scratch):
             if window is not None:
                 visible_TS &= places_S > position_T1 - window
             scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * size**-0.5
-            scores = scores.masked_fill(~visible_TS[:, None, None], -torch.inf)
+            scores = scores.masked_fill(visible_TS[:, None, None].logical_not(), -torch.inf)
             higher = torch.maximum(highest, scores.amax(-1))
             finite = higher.masked_fill(higher == -torch.inf, 0)
             weights, shrink = (scores - finite[..., None]).exp(), (highest - finite).exp()

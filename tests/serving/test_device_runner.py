@@ -141,7 +141,9 @@ class _Indexing(TorchFunctionMode):
         if function is torch.Tensor.__setitem__:
             base, index, value = arguments
             view, chosen = _index(base, index, read=False)
-            return torch.ops.aten.copy_(view, value) if chosen is None else torch.ops.aten.index_put_(view, chosen, value)
+            return (
+                torch.ops.aten.copy_(view, value) if chosen is None else torch.ops.aten.index_put_(view, chosen, value)
+            )
         return function(*arguments, **(options or {}))
 
 
