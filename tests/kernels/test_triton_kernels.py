@@ -53,41 +53,41 @@ def step_of(chunks: list[tuple[int, int, list[int]]], tokens: int, rows: int):
     for owner, (*_, table) in enumerate(chunks):
         tables[owner, : len(table)] = torch.tensor(table)
     integers = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (numbers, positions, slots)]
-    return (integers[0].T.contiguous(), tokens, rows, integers[1], tables.to(DEVICE)), integers[2]
+    return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE)
 
 
 def attend_in_pieces(module, pieces: list[int], window: int | None, beside: bool, tokens: int, section: int = 32):
-    """Attention of the 75 tokens of one sequence read in pieces, alone or beside another one."""
+    """Attention of the 45 tokens of one sequence read in pieces, alone or beside another one."""
     module.SECTION = section
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
-    whole, found, begin = draw(75, (GROUP + 2) * KV_HEADS * SIZE, seed=3), [], 0
-    table, scratch = [4, 9, 1, 7, 15], torch.zeros(40_000, device=DEVICE)
+    whole, found, begin = draw(45, (GROUP + 2) * KV_HEADS * SIZE, seed=3), [], 0
+    table, scratch = [4, 9, 1], torch.zeros(40_000, device=DEVICE)
     for count in pieces:
         chunks = [(begin, count, table)]
         qkv = whole[begin : begin + count].clone()
         if beside:
             chunks.append((3, 21, [2, 3]))
             qkv = torch.cat([qkv, draw(21, qkv.shape[1], seed=4)])
-        tiles, slots = step_of(chunks, tokens, 16)
+        tiles = module.Tiles(*step_of(chunks, tokens, 16))
         tables = torch.arange(99 * SIZE // 2, device=DEVICE).view(99, -1) / 70
-        module.rotate_and_store(qkv, cache, (tiles[3], slots), (tables.cos(), tables.sin()), None, 1e-5)
-        found.append(module.attend(qkv, cache, module.Tiles(*tiles), window, scratch)[:count])
+        module.rotate_and_store(qkv, cache, tiles, (tables.cos(), tables.sin()), None, 1e-5)
+        found.append(module.attend(qkv, cache, tiles, window, scratch)[:count])
         begin += count
     return torch.cat(found), *cache
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None):
-    found = attend_in_pieces(device, [75], window, True, 4)
-    for expected in (attend_in_pieces(reference, [75], window, True, 4),
-                     attend_in_pieces(reference, [75], window, True, 4, section=96)):  # fmt: skip
+    found = attend_in_pieces(device, [45], window, True, 4)
+    for expected in (attend_in_pieces(reference, [45], window, True, 4),
+                     attend_in_pieces(reference, [45], window, True, 4, section=96)):  # fmt: skip
         assert all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_bits_of_a_token_depend_on_its_sequence_alone(window: int | None):
-    whole = attend_in_pieces(device, [75], window, False, 4)[0]
-    for pieces, beside, tokens in (([1] * 75, False, 1), ([33, 1, 17, 24], True, 4), ([75], True, 4)):
+    whole = attend_in_pieces(device, [45], window, False, 4)[0]
+    for pieces, beside, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 4), ([45], True, 4)):
         assert torch.equal(attend_in_pieces(device, pieces, window, beside, tokens)[0], whole)
 
 
@@ -95,11 +95,12 @@ def test_queries_and_keys_are_normalised_and_rotated_in_half_precision():
     norms = draw(SIZE, dtype=HALF, seed=5), draw(SIZE, dtype=HALF, seed=6)
     angles = torch.arange(9 * SIZE // 2, device=DEVICE).view(9, -1) / 50
     at = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 5, 8], [17, 3, 40])]
+    tiles = at[0], 1, 16, *at, at[0]
     found = []
     for module in (device, reference):
         qkv = draw(3, (GROUP + 2) * KV_HEADS * SIZE, dtype=HALF, seed=7)
         cache = tuple(torch.zeros(48, KV_HEADS, SIZE, dtype=HALF, device=DEVICE) for _ in range(2))
-        module.rotate_and_store(qkv, cache, at, (angles.cos(), angles.sin()), norms, 1e-5)
+        module.rotate_and_store(qkv, cache, module.Tiles(*tiles), (angles.cos(), angles.sin()), norms, 1e-5)
         found.append((qkv[:, : GROUP * KV_HEADS * SIZE], *cache))
     assert all(same(*pair, tolerance=0.01) for pair in zip(*found, strict=True))
 

@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
     tokens: int
     rows: int
     positions: torch.Tensor
+    slots: torch.Tensor
     tables: torch.Tensor
 
 
@@ -34,9 +35,10 @@ def _normalise(x, weight, epsilon):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
 
 
-def rotate_and_store(qkv, cache, at, rotation, norms, epsilon):
+def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon):
     keys, values = cache
-    (positions_T, slots_T), (kv_heads, size) = at, keys.shape[1:]
+    kv_heads, size = keys.shape[1:]
+    positions_T, slots_T = tiles.positions[: len(qkv)], tiles.slots[: len(qkv)]
     parts_TND = qkv.view(len(qkv), -1, size)
     q, k, v = parts_TND.split([parts_TND.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:

@@ -18,9 +18,12 @@ VERSION = f"triton {triton.__version__}"
 SECTION = 256
 """Keys of a section of the context, whose attention is one partial result."""
 SCRATCH_BYTES = 64 * 2**20
-"""Partial results of one launch; more tiles take several launches."""
+"""Of the partial results of one launch, if one tile needs no more; more tiles take several launches."""
 _PROGRAMS = 512  # enough to fill a GPU: more share the sections of a tile
 _PRODUCT_ROWS = 64  # of a tile, the fewest of Hopper's wgmma
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tiles(NamedTuple):
@@ -30,7 +33,7 @@ class Tiles(NamedTuple):
         numbers: int32 [3, I]: first token, tokens, row of the block table; a row each.
         tokens: Most tokens of a tile.
         rows: Rows of a tile's product, tokens times query heads of a key-value head: 16 or 64.
-        positions: Position of each token, int32 [T].
+        positions, slots: Of each token, int32 [T].
         tables: Block tables, int32 [sequences, blocks].
     """
 
@@ -38,6 +41,7 @@ class Tiles(NamedTuple):
     tokens: int
     rows: int
     positions: torch.Tensor
+    slots: torch.Tensor
     tables: torch.Tensor
 
 
@@ -53,18 +57,13 @@ def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    at: tuple[torch.Tensor, torch.Tensor],
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    epsilon: float,
+    qkv: torch.Tensor, cache: Pair, tiles: Tiles, rotation: Pair | None, norms: Pair | None, epsilon: float
 ) -> None:
     """Normalise and rotate the queries and keys of `qkv` [T, (N + 2K) D], the queries in place; write keys and values
     to the cache.
 
-    cache: keys and values [C, K, D]. at: position and slot of each token, int32 [T]. rotation: cosine and sine by
-    position, float32 [positions, D / 2]. norms: weights [D] of the RMSNorms of queries and keys.
+    cache: keys and values [C, K, D]. rotation: cosine and sine by position, float32 [positions, D / 2]. norms: weights
+    [D] of the RMSNorms of queries and keys.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -72,14 +71,13 @@ def rotate_and_store(
     cosine, sine = rotation or (keys, keys)
     query_norm, key_norm = norms or (keys, keys)
     kernels.rotate_and_store[(len(qkv), total)](
-        qkv, keys, values, *at, cosine, sine, query_norm, key_norm, epsilon, total - 2 * kv_heads, kv_heads, size,
-        triton.next_power_of_2(size // 2), rotation is not None, norms is not None, num_warps=1,
+        qkv, keys, values, tiles.positions, tiles.slots, cosine, sine, query_norm, key_norm, epsilon,
+        total - 2 * kv_heads, kv_heads, size, triton.next_power_of_2(size // 2), rotation is not None,
+        norms is not None, num_warps=1,
     )  # fmt: skip
 
 
-def attend(
-    qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], tiles: Tiles, window: int | None, scratch: torch.Tensor
-) -> torch.Tensor:
+def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor) -> torch.Tensor:
     """Return the causal attention of the queries in `qkv` over their sequences' cached tokens, [T, N D].
 
     Each section of `SECTION` keys gives a partial result, counted from position 0; a second kernel adds them in order
@@ -91,7 +89,7 @@ def attend(
     group, count = heads // kv_heads, tiles.numbers.shape[1]
     out = qkv.new_empty(len(qkv), heads * size)
     sections = triton.cdiv(tiles.tables.shape[1] * BLOCK_TOKENS, SECTION)
-    padded = triton.next_power_of_2(size)
+    padded = max(16, triton.next_power_of_2(size))
     at_once = min(count, max(1, scratch.numel() // (tiles.tokens * heads * sections * (size + 2))))
     assert at_once * tiles.tokens * heads * sections * (size + 2) <= scratch.numel(), "scratch for one tile"
     stats = scratch[at_once * tiles.tokens * heads * sections * size :]

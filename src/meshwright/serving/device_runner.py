@@ -71,7 +71,9 @@ class DeviceRunner:
         self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
                         (self._numbers, self._tables)]  # fmt: skip
         self._logits = torch.empty(limits.logits, self.config.vocabulary, pin_memory=pinned)
-        self._scratch = self._zeros(operations.SCRATCH_BYTES // 4, dtype=torch.float32)
+        tile = self._tile_rows(False) // self._padded_group * self.config.heads * (self.config.head_dim + 2)
+        tile *= -(-limits.max_length // operations.SECTION)
+        self._scratch = self._zeros(max(operations.SCRATCH_BYTES // 4, tile), dtype=torch.float32)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
             self._capture()
@@ -94,11 +96,9 @@ class DeviceRunner:
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
         tiles = self._stage_batch(batch, size, decoding)
         with torch.inference_mode():
-            for device, staged, many in zip(
-                (self._numbers, self._tables), self._staged, (7, max(size, sequences) if decoding else sequences),
-                strict=True,
-            ):  # fmt: skip
-                device[:many].copy_(staged[:many], non_blocking=True)
+            self._numbers.copy_(self._staged[0], non_blocking=True)
+            many = size if decoding else sequences
+            self._tables[:many].copy_(self._staged[1][:many], non_blocking=True)
             if decoding and size in self._graphs:
                 graph, found = self._graphs[size]
                 graph.replay()
@@ -122,17 +122,16 @@ class DeviceRunner:
         number = self._numbers
         lines = self._tile_rows(decoding)
         many = 1 if decoding else lines // self._padded_group
-        step = _Step(number[1, :tokens], number[2, :tokens], self._operations.Tiles(
-            number[3:6, :tiles], many, lines, number[1], self._tables))  # fmt: skip
+        given = self._operations.Tiles(number[3:6, :tiles], many, lines, number[1], number[2], self._tables)
         model, delta_TH = self._model, None
         if x_TH is None:
             x_TH = self._tensor.leave(model.embedding(number[0, :tokens]), "embedding")
             if model.positions is not None:  # a prompt's last token, where it is a target alone, may lie behind them
-                x_TH = x_TH + model.positions(step.positions.clamp(max=self.config.max_positions - 1))
+                x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
             normed_TH = self._add_norm(block.attention_norm, x_TH, delta_TH)
-            delta_TH = self._attend(block.attention, normed_TH, layer, step)
+            delta_TH = self._attend(block.attention, normed_TH, layer, given)
             normed_TH = self._add_norm(block.mlp_norm, x_TH, delta_TH)
             if isinstance(block.mlp, Mixture):
                 delta_TH = self._mix_experts(block.mlp, normed_TH)
@@ -141,6 +140,8 @@ class DeviceRunner:
         assert x_TH is not None and delta_TH is not None
         if not self._stage.last:
             return x_TH + delta_TH
+        if not rows:  # the middle of a prompt
+            return self._logits[:0]
         chosen_R = number[6, :rows]
         x_RH = self._add_norm(model.final_norm, x_TH.index_select(0, chosen_R), delta_TH.index_select(0, chosen_R))
         head = model.embedding if model.head is None else model.head
@@ -177,15 +178,14 @@ class DeviceRunner:
         numbers[4, : len(first_I)] = np.minimum(batch.starts[1:][owners] - first_I, most)
         return len(first_I)
 
-    def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, step: _Step) -> torch.Tensor:
+    def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, tiles: Any) -> torch.Tensor:
         """Return the attention layer's output; the keys and values of the tokens go to the cache."""
         qkv, cache = self._linear(attention.qkv, x_TH), self._cache[layer]
         norms = None
         if attention.query_norm is not None and attention.key_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
-        at = step.positions, step.slots
-        self._operations.rotate_and_store(qkv, cache, at, self._rotation, norms, self.config.norm_epsilon)
-        out = self._operations.attend(qkv, cache, step.tiles, self.config.layer_window(layer), self._scratch)
+        self._operations.rotate_and_store(qkv, cache, tiles, self._rotation, norms, self.config.norm_epsilon)
+        out = self._operations.attend(qkv, cache, tiles, self.config.layer_window(layer), self._scratch)
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
@@ -270,6 +270,7 @@ class DeviceRunner:
             numbers[3, : len(first_I)] = first_I
             numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)
             self.compute((tokens, len(first_I), self._limits.logits), False, None if x_TH is None else x_TH[:tokens])
+            numbers[3].copy_(torch.arange(numbers.shape[1]))
             numbers[4].fill_(1)
             for size in reversed(self._sizes):
                 for _ in range(2):
@@ -281,10 +282,3 @@ class DeviceRunner:
                         found = self.compute((size, size, size), True)
                     pool = graph.pool()
                     self._graphs[size] = graph, found
-
-
-class _Step:
-    """Positions and slots of a step's tokens, int32 [T], and its tiles of attention."""
-
-    def __init__(self, positions: torch.Tensor, slots: torch.Tensor, tiles: Any) -> None:
-        self.positions, self.slots, self.tiles = positions, slots, tiles
