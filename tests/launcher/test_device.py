@@ -36,5 +36,4 @@ def test_the_look_at_gpus_is_a_program_that_runs(monkeypatch: pytest.MonkeyPatch
     """With a driver but no GPU that torch can use, the other process finds none."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(device, "_has_driver", lambda: True)
-    assert len(device.devices_of_ranks("auto", 0)) == 0
     assert len(device.devices_of_ranks("auto", torch.cuda.device_count())) == torch.cuda.device_count()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -47,11 +48,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return find
 
 
-def make_runner(directory: Path, dtype: torch.dtype = torch.float32, batch_invariant: bool = False) -> DeviceRunner:
+def make_runner(directory: Path, batch_invariant: bool = False, graphs: bool = False) -> DeviceRunner:
     mesh = Mesh.single()
     weights = RankWeights(directory, mesh)
     return DeviceRunner(
-        weights, mesh, dtype, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=False
+        weights, mesh, torch.float32, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=graphs
     )  # fmt: skip
 
 
@@ -82,6 +83,31 @@ def test_padding_leaves_the_blocks_of_sequences_alone(directories: Callable[[str
     runner.run(make_batch([Chunk([1], 0, [number]) for number in (10, 11, 12)]))
     changed = (runner._cache[0][0][: LIMITS.blocks * 16] != keys).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == [160, 176, 192]
+
+
+def test_graphs_are_captured_for_padded_sizes_and_replayed(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    """With stand-ins for CUDA's: a replay computes what was captured into the same tensor."""
+    replays = list[int]()
+
+    class Graph:
+        def pool(self) -> None: ...
+
+        def replay(self) -> None:
+            size, found = next((size, found) for size, (each, found) in runner._graphs.items() if each is self)
+            replays.append(size)
+            found.copy_(runner.compute((size, size, size), True))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    runner = make_runner(directories("llama-tiny"), graphs=True)
+    assert sorted(runner._graphs) == [1, 2, 4, 8]
+    caches = [each for pair in runner._cache.values() for each in pair]
+    assert not any(each[: LIMITS.blocks * 16].any() for each in caches)  # capturing touches the padding's block alone
+    assert answer(runner, 64) == answer(make_runner(directories("llama-tiny")), 64)
+    assert set(replays) == {1, 2, 4}
 
 
 def test_memory_is_what_is_allocated(directories: Callable[[str], Path]):
