@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.launcher.host_memory import HostMemory
+from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.serving.memory import DEFAULT_POOL, parse_memory, plan_memory
+from meshwright.serving.memory import DEFAULT_POOL, DEVICE_BYTES, parse_memory, plan_memory
 from meshwright.spec.presets import preset
 
 GIB = 2**30
@@ -48,6 +48,18 @@ def test_kv_pool_has_default_bound_and_fills_given_memory():
     assert ledger.total <= 12 * GIB < ledger.total + ledger.kv_block
     tiny = plan_memory(preset("llama-tiny"), Layout(), "float32", "0.75", 64, steps=(64, 4), hosts=[HOST])
     assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
+
+
+def test_memory_of_gpus_is_bounded_by_theirs_alone():
+    config, host = preset("llama-3.2-1b"), HostMemory(80 * GIB, 78 * GIB, GPU)
+    ledger = plan_memory(config, Layout(), "bfloat16", "0.9", 4096, hosts=[host])
+    assert ledger.total <= 72 * GIB < ledger.total + ledger.kv_block or ledger.blocks == 2 * 64 * 256
+    assert (ledger.front, ledger.stages[0].slack) == (0, DEVICE_BYTES)
+    pair = plan_memory(config, Layout(tp=2), "bfloat16", "0.9", 4096, hosts=[host, host])
+    assert [stage.slack for stage in pair.stages] == [DEVICE_BYTES]
+    assert pair.items()["slack"] == 2 * DEVICE_BYTES
+    with pytest.raises(UserError, match="of the GPU's 80.00 GiB"):
+        plan_memory(config, Layout(), "bfloat16", "79GiB", 4096, hosts=[host])
 
 
 def test_default_length_is_largest_that_fits():

@@ -135,6 +135,8 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             ([stories, "--layout", "cp2"], "serving runs on"),
             ([stories, "--layout", "tp3"], "tp3 does not divide"),
             ([stories, "--dtype", "int3"], "dtype"),
+            ([stories, "--device", "gpu"], "unknown device"),
+            ([stories, "--device", "cuda", "--layout", "dp1024"], "1024 ranks here needs one"),
             ([stories, "--memory", "1MiB"], "one request of 512 tokens does not fit"),
             ([stories, "--memory", "900TiB"], "are available now"),
             ([stories, "--max-length", 0], "--max-length 0"),

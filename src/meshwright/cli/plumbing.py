@@ -24,6 +24,12 @@ def _check_device(context: click.Context, option: click.Parameter, name: str) ->
     """Click callback of --device: return the name; raise if it is unknown or contradicts --layout."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
+    return name
+
+
+def _check_device_without_layout(context: click.Context, option: click.Parameter, name: str) -> str:
+    """Click callback of --device where the ranks of a layout compute on the CPU."""
+    _check_device(context, option, name)
     _check_device_of_layout(context, option, name)
     return name
 
@@ -37,14 +43,14 @@ def _check_device_of_layout(context: click.Context, option: click.Parameter, val
     return value
 
 
-device_option = click.option(
-    "--device",
-    callback=_check_device,
-    metavar="|".join(DEVICES),
-    default="auto",
-    show_default=True,
-    help="What computes; auto: the GPU where there is one.",
-)
+_DEVICE: dict[str, Any] = {
+    "metavar": "|".join(DEVICES),
+    "default": "auto",
+    "show_default": True,
+    "help": "What computes; auto: the GPU where there is one.",
+}
+device_option = click.option("--device", callback=_check_device_without_layout, **_DEVICE)
+device_option_of_ranks = click.option("--device", callback=_check_device, **_DEVICE)
 reading_layout_option = click.option(
     "--layout",
     callback=_check_device_of_layout,

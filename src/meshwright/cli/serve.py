@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import json_option, result_printer
+from meshwright.cli.plumbing import device_option_of_ranks, json_option, result_printer
 
 
 @plumbing.command(
@@ -20,6 +20,10 @@ from meshwright.cli.plumbing import json_option, result_printer
 )
 @click.argument("checkpoint")
 @click.option("--layout", default="", help='Ranks: "tp2 pp2 dp2", with "ep2" for experts.  [default: one rank]')
+@device_option_of_ranks
+@click.option(
+    "--batch-invariant", is_flag=True, help="On a GPU: answers whose bits do not depend on other requests; slower."
+)
 @click.option("--dtype", help="Of parameters and KV cache: fp32 or bf16.  [default: fp32]")
 @click.option(
     "--memory", help='A fraction of the memory, "0.9", or a size, "12GiB".  [default: 0.9, KV blocks ≤ 4 GiB]'

@@ -61,12 +61,14 @@ class LocalRanks:
     """Pool of local processes with torch.distributed (gloo) initialised, to run functions on all ranks.
 
     world_size: number of processes. threads: torch threads of each. timeout: default limit of a `run` in seconds.
+    backend: of torch.distributed.
     """
 
-    def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0) -> None:
+    def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.threads = threads
         self.timeout = timeout
+        self.backend = backend
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._directory: Path | None = None
@@ -159,7 +161,14 @@ class LocalRanks:
         key = secrets.token_bytes(16)
         with Listener(str(self._directory / "socket"), backlog=self.world_size, authkey=key) as listener:
             settings = _PoolSettings(
-                str(self._directory), key, self.world_size, self.threads, self.timeout, list(sys.path), os.getcwd()
+                str(self._directory),
+                key,
+                self.world_size,
+                self.threads,
+                self.timeout,
+                list(sys.path),
+                os.getcwd(),
+                self.backend,
             )
             self._pids = _Server.running().fork(settings)
             connections: dict[int, Connection] = {}
@@ -202,7 +211,7 @@ class _PoolSettings:
 
     directory: has the pool's socket, the store of torch.distributed and the call records. key: authentication key of
         the socket. threads: torch threads of a rank. timeout: time limit of torch.distributed in seconds. path, cwd:
-        `sys.path` and working directory to set.
+        `sys.path` and working directory to set. backend: of torch.distributed.
     """
 
     directory: str
@@ -212,6 +221,7 @@ class _PoolSettings:
     timeout: float
     path: list[str]
     cwd: str
+    backend: str
 
 
 def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
@@ -320,7 +330,7 @@ def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
         with Client(f"{directory}/socket", authkey=settings.key) as connection:
             connection.send(rank)
             dist.init_process_group(
-                "gloo",
+                settings.backend,
                 init_method=f"file://{directory}/store",
                 rank=rank,
                 world_size=settings.world_size,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
+from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.names import DEVICES, unknown
 
 if TYPE_CHECKING:
@@ -33,6 +37,49 @@ def one_device(wanted: str) -> str:
     if wanted == "cuda":
         raise UserError('device "cuda": this machine has no CUDA device; "cpu" computes the same, more slowly')
     return "cpu"
+
+
+_MEASURE = (
+    "import json, torch; many = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
+    "print(json.dumps([torch.cuda.mem_get_info(index) for index in range(many)]))"
+)
+
+
+def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
+    """Resolve a device name of `DEVICES` for `ranks` ranks of this machine; return the memory of their GPUs, none for
+    "cpu". Free of torch: a process of its own looks at the GPUs.
+
+    `UserError` for an unknown name, or fewer GPUs than ranks.
+    """
+    if wanted not in DEVICES:
+        raise UserError(unknown("device", wanted, DEVICES))
+    found: list[HostMemory] = []
+    if wanted != "cpu" and _has_driver():
+        looked = subprocess.run([sys.executable, "-c", _MEASURE], stdout=subprocess.PIPE, text=True, check=True)
+        found = [HostMemory(total, free, GPU) for free, total in json.loads(looked.stdout)]
+    if len(found) < ranks and (found or wanted == "cuda"):
+        raise UserError(
+            f'device "{wanted}": this machine has {_format_devices(len(found))}, and each of the layout\'s {ranks} '
+            f'rank{"s" if ranks > 1 else ""} here needs one; "cpu" computes the same, more slowly'
+        )
+    return found[:ranks]
+
+
+def _has_driver() -> bool:
+    """Return True if there is a CUDA driver, without which no GPU is looked for."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def current_device_memory() -> HostMemory:
+    """Return the memory of this process's GPU."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return HostMemory(total, free, GPU)
 
 
 def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+GPU = "GPU"
+"""`HostMemory.source` of a GPU's memory."""
 _UNLIMITED = 2**60  # version 1 writes the largest multiple of a page
 # Where each version is mounted, and its files: limit, usage, and the entry of memory.stat that can be reclaimed.
 _VERSION_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -16,12 +18,12 @@ _VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory that processes of this machine can use, in bytes.
+    """Memory that processes of this machine, or of one of its GPUs, can use, in bytes.
 
     Attributes:
         total: The control group's limit, else the machine's memory without swap.
         available: Memory that can be allocated now without swapping or being killed.
-        source: Origin of `total`: "control group" or "machine".
+        source: Origin of `total`: "control group", "machine" or `GPU`.
     """
 
     total: int

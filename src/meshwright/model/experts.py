@@ -9,6 +9,7 @@ by expert), F an expert's width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,12 +105,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden, **options))
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
 
-    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the score of each expert for each token, [T, E], positive, in float32 or float64."""
+    def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
+        """Return the score of each expert for each token, [T, E], positive, in float32 or float64. `product`: x Wᵀ."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
-            return F.linear(x_TH.to(wide), self.weight.to(wide)).sigmoid()
-        return F.linear(x_TH, self.weight).to(wide).softmax(dim=-1)
+            return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()
+        return product(x_TH, self.weight).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights [T, K] and the expert indices [T, K] of the K experts of each token, given its scores of

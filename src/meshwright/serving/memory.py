@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.errors import UserError
-from meshwright.launcher.host_memory import HostMemory
+from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
 from meshwright.planner.memory import GIB
@@ -20,6 +20,8 @@ TOKEN_BUDGET = 512
 MAX_SEQUENCES = 64
 """Sequences of a step, unless given."""
 DEFAULT_FRACTION = 0.9
+DEVICE_BYTES = 2 * 2**30
+"""Of each GPU, estimated: CUDA context, libraries, partial results of attention, what graphs and the allocator keep."""
 DEFAULT_POOL = 4 * 2**30
 """Most bytes of KV blocks, unless `--memory` is given: the rest of a machine is not a server's for the asking."""
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -65,7 +67,7 @@ def plan_memory(
         memory: `--memory`; unless given, 0.9 with at most `DEFAULT_POOL` of KV blocks.
         max_length: Most tokens of a sequence; the model's positions, or as many as fit, unless given.
         steps: Most tokens and most sequences of a step.
-        hosts: Memory of each machine over which the ranks are spread; this one alone unless given.
+        hosts: Memory of each machine, or each rank's GPU, over which the ranks are spread; this machine unless given.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
@@ -82,7 +84,7 @@ def plan_memory(
     if max_length is not None and not 1 <= max_length <= config.max_positions:
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
     sizes = ServingSizes(steps[0], steps[1], max_length or config.max_positions, dtype)
-    ledger = serving_ledger(config, layout, sizes)
+    ledger = _ledger(config, layout, sizes, hosts)
     # More than twice what all sequences of a step can hold would not even serve as a prefix cache.
     most = 2 * sizes.max_sequences * sizes.blocks_of_longest
     if memory is None:
@@ -90,8 +92,17 @@ def plan_memory(
     if max_length is None:
         fits = min(most, max(0, budget - ledger.fixed) // ledger.kv_block) * BLOCK_TOKENS
         if 0 < fits < sizes.max_length:
-            ledger = serving_ledger(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)))
+            ledger = _ledger(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)), hosts)
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
+
+
+def _ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes, hosts: Sequence[HostMemory]) -> ServingLedger:
+    """Return the ledger without KV blocks; on GPUs without what the host's processes take."""
+    ledger = serving_ledger(config, layout, sizes)
+    if any(host.source != GPU for host in hosts):
+        return ledger
+    stages = tuple(replace(stage, slack=DEVICE_BYTES) for stage in ledger.stages)
+    return replace(ledger, stages=stages, front=0)
 
 
 def step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.comm.mesh import Mesh
+from meshwright.launcher.device import current_device_memory
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.memory import plan_memory, step_limits
@@ -27,10 +28,11 @@ from meshwright.threads import choose_threads
 _STEP_SECONDS = 24 * 3600.0  # no client waits for a step
 
 
-def plan_offline(directory: Path, layout: Layout, dtype: str) -> StepLimits:
+def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
     """Return what ranks allocate for a call's requests; the KV pool becomes resident as it is used. Raises UserError
     where one sequence does not fit the memory, and for what is no decoder."""
-    return step_limits(plan_memory(decoder_config(directory), layout, dtype), touched=False)
+    hosts = [current_device_memory()] if device == "cuda" else None
+    return step_limits(plan_memory(decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
 
 
 def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bool = False) -> Engine:
@@ -39,7 +41,7 @@ def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bo
     `scoring`: for requests with `prompt_logprobs`, whose last token, a target alone, may lie behind the model's last
     position. Raises UserError as `plan_offline` and `runner.build_runner`.
     """
-    limits = plan_offline(directory, mesh.layout, dtype)
+    limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
         limits = replace(limits, blocks=limits.blocks + 1, max_length=limits.max_length + 1)
     return build_engine(directory, mesh, dtype, limits, choose_threads(mesh.layout.world_size))

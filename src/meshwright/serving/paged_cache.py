@@ -18,18 +18,16 @@ from meshwright.spec.config import ModelConfig
 
 
 class _Segment(NamedTuple):
-    """Consecutive tokens of one sequence: rows `begin` to `end` of the tile, and the slots of all positions up to the
-    last of them."""
+    """One token: its row of the tile, and the slots of all positions up to its own."""
 
-    begin: int
-    end: int
+    row: int
     slots_C: torch.Tensor
 
 
 class PagedCache:
     """KV cache of some layers in blocks of `BLOCK_TOKENS` tokens, for a ragged batch of sequences.
 
-    Positions are always given, so `length` stays 0. On a CPU every token attends on its own, over its own keys and
+    Positions are always given, so `length` stays 0. Every token attends on its own, over its own keys and
     values alone, so that its result does not depend on which tokens are computed with it.
     """
 
@@ -43,7 +41,6 @@ class PagedCache:
         self._keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
         self._values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
         self._windows = {layer: config.layer_window(layer) for layer in layers}
-        self._one_by_one = device.type == "cpu"
         self._device = device
         self._segments: list[_Segment] = []
         self._slots_T = torch.zeros(0, dtype=torch.long)
@@ -70,11 +67,8 @@ class PagedCache:
             table = batch.block_tables[number]
             slots = torch.from_numpy(table[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS)
             slots = slots.long().to(self._device)
-            rows = range(low + 1, high + 1) if self._one_by_one else (high,)
-            for end_row in rows:
-                first_row = end_row - 1 if self._one_by_one else low
-                context = len(slots) - (high - end_row)
-                self._segments.append(_Segment(first_row - begin, end_row - begin, slots[:context]))
+            for row in range(low, high):
+                self._segments.append(_Segment(row - begin, slots[: len(slots) - (high - row - 1)]))
 
     def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
         """Write the keys and values of the selected tokens into their slots; return the attention of each over the
@@ -84,28 +78,21 @@ class PagedCache:
             cache[self._slots_T] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
         out_BNTD = torch.zeros_like(q_BNTD)
         for segment in self._segments:
-            q_NSD = q_BNTD[0, :, segment.begin : segment.end]
-            out_BNTD[0, :, segment.begin : segment.end] = self._attend_segment(layer, q_NSD, segment.slots_C)
+            q_ND = q_BNTD[0, :, segment.row]
+            out_BNTD[0, :, segment.row] = self._attend_segment(layer, q_ND, segment.slots_C)
         return out_BNTD
 
     def advance(self, tokens: int) -> None:
         """Do nothing: the scheduler counts the tokens of each sequence."""
 
-    def _attend_segment(self, layer: int, q_NSD: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
-        """Return the attention of the last S tokens of a sequence, [N, S, D], in float32 at least."""
-        window, count = self._windows[layer], q_NSD.shape[1]
+    def _attend_segment(self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
+        """Return the attention of the last token of a sequence, [N, D], in float32 at least."""
+        window = self._windows[layer]
         if window is not None:  # blocks behind the window may be free: nothing there is read
-            slots_C = slots_C[max(0, len(slots_C) - count - window + 1) :]
-        wide = at_least_float32(q_NSD.dtype)
+            slots_C = slots_C[max(0, len(slots_C) - window) :]
+        wide = at_least_float32(q_ND.dtype)
         k_KCD, v_KCD = (each[layer][slots_C].transpose(0, 1).to(wide) for each in (self._keys, self._values))
-        q_KGSD = q_NSD.to(wide).unflatten(0, (k_KCD.shape[0], -1))
-        scores_KGSC = torch.matmul(q_KGSD * q_NSD.shape[-1] ** -0.5, k_KCD.mT[:, None])
-        if count > 1:
-            places_C = torch.arange(len(slots_C), device=slots_C.device)
-            now_S1 = places_C[-count:, None]
-            hidden_SC = places_C > now_S1
-            if window is not None:
-                hidden_SC |= places_C <= now_S1 - window
-            scores_KGSC = scores_KGSC.masked_fill(hidden_SC, -torch.inf)
+        q_KGSD = q_ND.to(wide).unflatten(0, (k_KCD.shape[0], -1))[:, :, None]
+        scores_KGSC = torch.matmul(q_KGSD * q_ND.shape[-1] ** -0.5, k_KCD.mT[:, None])
         out_KGSD = torch.matmul(scores_KGSC.softmax(dim=-1), v_KCD[:, None])
-        return out_KGSD.flatten(0, 1).to(q_NSD.dtype)
+        return out_KGSD[:, :, 0].flatten(0, 1).to(q_ND.dtype)

@@ -21,6 +21,8 @@ from meshwright.threads import build_child_environment
 
 PRELOADED = ("torch", "torch.distributed", "meshwright.serving.ranks")
 """Modules of a rank, imported once by the process from which ranks are forked."""
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Backends of torch.distributed by device: what stages of a pipeline send lies on the host."""
 SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 
@@ -39,6 +41,8 @@ class RankPlan:
         secret: Shared secret of front and ranks.
         front: Address at which the front listens, set by the front.
         start: How often the replica's ranks have been started before, set by the front.
+        device: "cpu" or "cuda": a GPU for each rank of a machine.
+        batch_invariant: As of `runner.build_runner`.
         engine: Function that builds the engine of a rank, `package.module:function`.
     """
 
@@ -52,6 +56,8 @@ class RankPlan:
     secret: str = field(default_factory=make_secret)
     front: str = ""
     start: int = 0
+    device: str = "cpu"
+    batch_invariant: bool = False
     engine: str = "meshwright.serving.ranks:build_rank_engine"
 
     @classmethod
@@ -86,7 +92,8 @@ class LocalStarter:
 
     async def run(self, replica: int, plan: RankPlan) -> None:
         """Start the ranks and wait for their end, as `RankStarter.run`."""
-        ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds)
+        backend = BACKENDS[plan.device]
+        ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds, backend=backend)
         pool = ThreadPoolExecutor(1, "ranks")
         call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
         try:

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, ignore_model_warnings
 from meshwright.launcher import rendezvous
+from meshwright.launcher.device import choose_device
 from meshwright.launcher.rank_process import die_with_parent
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
@@ -40,18 +42,20 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
     RankLost when another process of the server is gone.
     """
     layout = Layout.parse(plan.layout).with_(dp=1)
-    serve_mesh(plan, Mesh.create(layout, timeout_seconds=plan.step_seconds), replica)
+    device = _take_device(plan.device, replica * layout.world_size + dist.get_rank())
+    serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=plan.step_seconds), replica)
 
 
-def serve_joined(plan: RankPlan | None) -> None:
+def serve_joined(plan: RankPlan | None, device: str) -> None:
     """Run this process, which torchrun or SLURM has started, as a rank, as `serve_rank` does. Rank 0 has the plan, and
-    the others get it from there."""
+    the others get it from there. `device`: "cpu" or "cuda"."""
     where = rendezvous.read_place()
-    rendezvous.initialise(where, rendezvous.connect_to_store(where, JOIN_SECONDS), "cpu", JOIN_SECONDS)
+    device = _take_device(device, where.local_rank or 0)
+    rendezvous.initialise(where, rendezvous.connect_to_store(where, JOIN_SECONDS), device, JOIN_SECONDS)
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
-    mesh = Mesh.create(Layout.parse(shared[0].layout), timeout_seconds=shared[0].step_seconds)
+    mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].step_seconds)
     serve_mesh(shared[0], mesh, mesh.dp.rank)
 
 
@@ -83,7 +87,17 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     """Build the engine of this rank. Raises UserError if the model cannot be loaded."""
-    return build_engine(Path(plan.checkpoint), mesh, plan.dtype, plan.limits, plan.threads)
+    return build_engine(Path(plan.checkpoint), mesh, plan.dtype, plan.limits, plan.threads, plan.batch_invariant)
+
+
+def _take_device(kind: str, number: int) -> str:
+    """Make GPU `number` of this machine that of this process; return the name of its device. Raises UserError where
+    there are fewer."""
+    if kind == "cpu":
+        return "cpu"
+    device = choose_device(kind, number)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
@@ -153,7 +167,8 @@ def main() -> None:
     """Run the rank of the process that also runs the front: its plan comes as JSON on standard input."""
     die_with_parent()
     ignore_model_warnings()
-    serve_joined(RankPlan.from_json(json.loads(sys.stdin.readline())))
+    plan = RankPlan.from_json(json.loads(sys.stdin.readline()))
+    serve_joined(plan, plan.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runner, which executes the steps of one rank: compiled kernels on a CPU with a compiler, else plain torch."""
+"""Runner, which executes the steps of one rank: Triton kernels on a GPU, compiled kernels or plain torch on a CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ class Runner(Protocol):
         """Return bytes by kind: `weights`, `kv`, `logits`, and with kernels `workspace`."""
 
 
-def build_runner(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int = 1) -> Runner:
+DEVICE_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that the Triton kernels have."""
+
+
+def build_runner(
+    directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int = 1, batch_invariant: bool = False
+) -> Runner:
     """Load this rank's part of a model and allocate its KV pool.
 
     Args:
@@ -56,14 +62,36 @@ def build_runner(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, th
         dtype: Dtype of weights and KV cache; "float32" and "bfloat16" use the kernels.
         limits: Sizes to allocate for.
         threads: Threads of the kernels.
+        batch_invariant: On a GPU, tokens whose bits depend on their sequence alone; on a CPU they always are.
 
     Raises:
-        UserError: The checkpoint is damaged, or no decoder, or needs kernels that cannot be built here.
+        UserError: The checkpoint is damaged, or no decoder, or needs kernels that are not to be had here.
     """
     weights = RankWeights(directory, mesh)
-    if mesh.device.type == "cpu" and dtype in KERNEL_DTYPES and (kernels := load_kernels()) is not None:
+    if mesh.device.type == "cuda":
+        return _build_device_runner(weights, mesh, dtype, limits, batch_invariant)
+    if dtype in KERNEL_DTYPES and (kernels := load_kernels()) is not None:
         kernels.set_threads(threads)
         return NativeRunner(kernels, weights, mesh, dtype, limits)
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size} needs the compiled kernels: install g++, or leave it out")
     return TorchRunner(weights, mesh, getattr(torch, dtype), limits)
+
+
+def _build_device_runner(
+    weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits, batch_invariant: bool
+) -> Runner:
+    """Build the runner of a GPU. Raises UserError for what it cannot compute."""
+    if dtype not in DEVICE_DTYPES:
+        raise UserError(f"dtype {dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
+    if mesh.layout.expert_parallel:
+        raise UserError(f"ep{mesh.ep.size}: experts are not spread over GPUs yet; tp splits each of them")
+    try:
+        from meshwright.serving import device_operations
+    except ModuleNotFoundError as error:
+        raise UserError(f"serving on a GPU needs {error.name}: run pip install triton") from None
+    from meshwright.serving.device_runner import DeviceRunner
+
+    return DeviceRunner(
+        weights, mesh, getattr(torch, dtype), limits, device_operations, batch_invariant=batch_invariant
+    )

@@ -23,12 +23,13 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.comm.local import start_server
 from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.launcher import rendezvous
+from meshwright.launcher.device import devices_of_ranks, one_device
 from meshwright.launcher.host_memory import HostMemory
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
+from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
 from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.spec.config import ModelConfig
@@ -52,6 +53,8 @@ class ServeOptions(TypedDict, total=False):
     """Options of `serve`.
 
     Attributes:
+        device: `"cpu"`, `"cuda"`, a GPU for each rank, or `"auto"`: GPUs where there are any; `"auto"` unless given.
+        batch_invariant: On GPUs, answers whose bits do not depend on the other requests, as on a CPU they never do.
         dtype: Of parameters and KV cache, such as `"bf16"`; `"float32"` unless given.
         memory: Fraction of this machine's or its control group's memory, such as `"0.9"`, or a size, such as `"12GiB"`;
             unless given 0.9 with a bounded pool of KV blocks.
@@ -70,6 +73,8 @@ class ServeOptions(TypedDict, total=False):
         drain_seconds: Longest time that requests in flight get at the end.
     """
 
+    device: str
+    batch_invariant: bool
     dtype: str | None
     memory: str | None
     max_length: int | None
@@ -125,7 +130,7 @@ def serve(
     if (place := _find_place()) is not None and place.rank > 0:
         from meshwright.serving.ranks import serve_joined
 
-        serve_joined(None)
+        serve_joined(None, one_device(options.get("device", "auto")))
         return
     model = _check_model(Path(path), str(layout), options, log)
     if place is None:
@@ -185,7 +190,7 @@ class _Phases:
 @dataclass(frozen=True, slots=True)
 class _Model:
     """Checked model of a server: a checkpoint, layout and dtype, and the bill of the ranks' memory with the KV blocks.
-    place: rank of this process, if others have started one for each rank."""
+    place: rank of this process, if others have started one for each rank. device: "cpu" or "cuda"."""
 
     checkpoint: Path
     config: ModelConfig
@@ -193,6 +198,7 @@ class _Model:
     dtype: str
     ledger: ServingLedger
     place: rendezvous.Place | None
+    device: str
 
 
 def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[str], None]) -> _Model:
@@ -209,9 +215,12 @@ def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[
     budget, sequences = options.get("token_budget") or TOKEN_BUDGET, options.get("max_sequences")
     steps = budget, min(MAX_SEQUENCES, budget) if sequences is None else sequences
     memory, longest = options.get("memory"), options.get("max_length")
-    machines = [HostMemory.read()] * hosts  # those of one job have the same memory
+    gpus = devices_of_ranks(options.get("device", "auto"), reading.world_size // hosts)
+    if gpus and memory is None:
+        memory = str(DEFAULT_FRACTION)
+    machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
     ledger = plan_memory(config, reading, dtype, memory, longest, steps=steps, hosts=machines)
-    return _Model(checkpoint, config, reading, dtype, ledger, place)
+    return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 
 def _find_place() -> rendezvous.Place | None:
@@ -226,7 +235,7 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
-        options.get("step_seconds", 60.0),
+        options.get("step_seconds", 60.0), device=model.device, batch_invariant=options.get("batch_invariant", False),
     )  # fmt: skip
     limits = QueueLimits()
     if (requests := options.get("queue_requests")) is not None:

@@ -1,4 +1,4 @@
-"""Forward steps in plain torch: the reference of the kernels, and what runs without a compiler and on a GPU.
+"""Forward steps in plain torch on a CPU: the reference of the kernels, and what runs without a compiler.
 
 Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary.
 """
@@ -44,9 +44,8 @@ class OrderedTensorParallel(TensorParallel):
 
 
 class TorchRunner:
-    """The training model with a paged cache. On a CPU in tiles of fixed size, which makes each token's result bitwise
-    independent of the other tokens (one token at a time with experts, whose products would have any number of rows); on
-    a GPU the whole batch at once, without that promise.
+    """The training model with a paged cache, in tiles of fixed size, which makes each token's result bitwise
+    independent of the other tokens (one token at a time with experts, whose products would have any number of rows).
 
     Attributes:
         config: Configuration of the model.
@@ -70,7 +69,7 @@ class TorchRunner:
         self._cache = PagedCache(self.config, self._stage.layers, limits.blocks, kv_heads, dtype, self._device)
         if limits.touched:
             self._cache.touch()
-        self._tile = 0 if self._device.type != "cpu" else 1 if self.config.experts else TILE_TOKENS
+        self._tile = 1 if self.config.experts else TILE_TOKENS
         self._logit_rows = limits.logits
 
     def memory(self) -> dict[str, int]:
@@ -84,7 +83,7 @@ class TorchRunner:
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
         hidden states [T, H]. `hidden`: output of the previous stage, None for the first."""
-        tokens, size = len(batch.tokens), self._tile or len(batch.tokens)
+        tokens, size = len(batch.tokens), self._tile
         states = []
         with torch.inference_mode():
             for begin in range(0, tokens, size):
@@ -116,7 +115,7 @@ class TorchRunner:
 
     def _logits(self, states_RH: torch.Tensor) -> npt.NDArray[np.float32]:
         """Return the logits [R, V] of the head's input."""
-        rows, size = len(states_RH), self._tile or max(1, len(states_RH))
+        rows, size = len(states_RH), self._tile
         out_RV = np.empty((rows, self.config.vocabulary), np.float32)
         for begin in range(0, rows, size):
             tile = states_RH.new_zeros(1, size, self.config.hidden)

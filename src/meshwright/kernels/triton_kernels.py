@@ -1,0 +1,209 @@
+"""Triton kernels of serving on a GPU. Imported on CUDA alone. Torch-free.
+
+The bits of a row depend on that row and on the shapes of the weights: tiles and sections have sizes that no batch
+changes, and partial results are added in a fixed order. Shapes and arguments: `serving/device_operations.py`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    x, delta, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add `delta` to a row of `x`, where asked for, and write its RMSNorm."""
+    places = tl.arange(0, BLOCK)
+    inside = places < size
+    at = tl.program_id(0).to(tl.int64) * size + places
+    value = tl.load(x + at, inside, 0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(x + at, value, inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
+    tl.store(out + at, (wide * scale * tl.load(weight + places, inside, 0.0)).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate_and_store(
+    qkv, keys, values, positions, slots, cosine, sine, query_norm, key_norm, epsilon, heads, kv_heads,
+    SIZE: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate one head of one token; a key or value goes to its slot."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = tl.arange(0, HALF)
+    inside = places < SIZE // 2
+    source = qkv + (token * (heads + 2 * kv_heads) + head) * SIZE + places
+    first, second = tl.load(source, inside, 0.0), tl.load(source + SIZE // 2, inside, 0.0)
+    slot = tl.load(slots + token).to(tl.int64)
+    if head >= heads + kv_heads:
+        target = values + (slot * kv_heads + head - heads - kv_heads) * SIZE + places
+        tl.store(target, first, inside)
+        tl.store(target + SIZE // 2, second, inside)
+    else:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / SIZE + epsilon)
+            if head < heads:
+                p, q = tl.load(query_norm + places, inside), tl.load(query_norm + SIZE // 2 + places, inside)
+            else:
+                p, q = tl.load(key_norm + places, inside), tl.load(key_norm + SIZE // 2 + places, inside)
+            a = (a * scale * p).to(qkv.dtype.element_ty).to(tl.float32)
+            b = (b * scale * q).to(qkv.dtype.element_ty).to(tl.float32)
+        if ROTATE:
+            angle = tl.load(positions + token) * (SIZE // 2) + places
+            c, s = tl.load(cosine + angle, inside, 0.0), tl.load(sine + angle, inside, 0.0)
+            a, b = a * c - b * s, b * c + a * s
+        if head < heads:
+            tl.store(source, a.to(qkv.dtype.element_ty), inside)
+            tl.store(source + SIZE // 2, b.to(qkv.dtype.element_ty), inside)
+        else:
+            target = keys + (slot * kv_heads + head - heads) * SIZE + places
+            tl.store(target, a.to(keys.dtype.element_ty), inside)
+            tl.store(target + SIZE // 2, b.to(keys.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["stride", "most"])
+def attend_sections(
+    qkv, keys, values, positions, tiles, tables, partial, stats, scale, width, table_width, stride, most, sections,
+    window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the attention of one tile over every so many sections of its context: for each the highest
+    score, the sum of weights, and the weighted sum of values."""
+    tile, kv = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
+    table = tables + tl.load(tiles + 2 * stride + tile).to(tl.int64) * table_width
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    token, head = rows // GROUP_PADDED, kv * GROUP + rows % GROUP_PADDED
+    real = (token < count) & (rows % GROUP_PADDED < GROUP)
+    begins = tl.load(positions + first)
+    position, last = begins + token, begins + count - 1
+    oldest = 0
+    if window > 0:
+        oldest = tl.maximum(0, begins - window + 1)
+    held = dims[None, :] < SIZE
+    q = tl.load(
+        qkv + (first + token)[:, None].to(tl.int64) * width + head[:, None] * SIZE + dims[None, :],
+        real[:, None] & held, 0.0,
+    )  # fmt: skip
+    for section in range(oldest // SECTION + tl.program_id(2), last // SECTION + 1, tl.num_programs(2)):
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sum_of = tl.zeros([ROWS, PADDED], tl.float32)
+        for start in range(section * SECTION, tl.minimum((section + 1) * SECTION, last + 1), STEP):
+            places = start + tl.arange(0, STEP)
+            known = (places <= last) & (places >= oldest)
+            slot = tl.load(table + places // BLOCK, known, 0).to(tl.int64) * BLOCK + places % BLOCK
+            at = (slot[:, None] * KV_HEADS + kv) * SIZE + dims[None, :]
+            k = tl.load(keys + at, known[:, None] & held, 0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            visible = known[None, :] & (places[None, :] <= position[:, None])
+            if window > 0:
+                visible = visible & (places[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            weights, shrink = tl.exp(scores - finite[:, None]), tl.exp(highest - finite)
+            total = total * shrink + tl.sum(weights, 1)
+            v = tl.load(values + at, known[:, None] & held, 0.0)
+            sum_of = tl.dot(weights.to(v.dtype), v, sum_of * shrink[:, None], input_precision="ieee")
+            highest = higher
+        row = ((tile * most + token).to(tl.int64) * (KV_HEADS * GROUP) + head) * sections + section
+        tl.store(partial + row[:, None] * SIZE + dims[None, :], sum_of, real[:, None] & held)
+        tl.store(stats + 2 * row, highest, real)
+        tl.store(stats + 2 * row + 1, total, real)
+
+
+@triton.jit(do_not_specialize=["stride", "most"])
+def merge_sections(
+    partial, stats, positions, tiles, out, stride, most, sections, window,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
+):  # fmt: skip
+    """Add the sections of one token and head in order."""
+    place, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    tile, token = place // most, place % most
+    first = tl.load(tiles + tile)
+    if token < tl.load(tiles + stride + tile):
+        position = tl.load(positions + first) + token
+        oldest = 0
+        if window > 0:
+            oldest = tl.maximum(0, position - window + 1)
+        row = (place.to(tl.int64) * heads + head) * sections
+        highest = float("-inf")
+        for section in range(oldest // SECTION, position // SECTION + 1):
+            highest = tl.maximum(highest, tl.load(stats + 2 * (row + section)))
+        dims = tl.arange(0, PADDED)
+        total = 0.0
+        sum_of = tl.zeros([PADDED], tl.float32)
+        for section in range(oldest // SECTION, position // SECTION + 1):
+            weight = tl.exp(tl.load(stats + 2 * (row + section)) - highest)
+            total += weight * tl.load(stats + 2 * (row + section) + 1)
+            sum_of += weight * tl.load(partial + (row + section) * SIZE + dims, dims < SIZE, 0.0)
+        at = ((first + token).to(tl.int64) * heads + head) * SIZE + dims
+        tl.store(out + at, (sum_of / total).to(out.dtype.element_ty), dims < SIZE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product(
+    x, weight, bias, out, ends, rows, columns, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    SPLITS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of x Wᵀ: of one split of the sum, or of one expert."""
+    z = tl.program_id(2)
+    begin, end = 0, rows
+    first, last = 0, inner
+    matrix = weight
+    if GROUPED:
+        end = tl.load(ends + z)
+        if z > 0:
+            begin = tl.load(ends + z - 1)
+        matrix = weight + z.to(tl.int64) * columns * inner
+    else:
+        part = tl.cdiv(inner, STEP * SPLITS) * STEP
+        first = z * part
+        last = tl.minimum(inner, first + part)
+    begin += tl.program_id(0) * ROWS
+    if begin < end:
+        row, column = (begin + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(first, last, STEP):
+            place = start + tl.arange(0, STEP)
+            a = tl.load(x + row[:, None] * inner + place[None, :], (row[:, None] < end) & (place[None, :] < inner), 0.0)
+            at = column[:, None].to(tl.int64) * inner + place[None, :]
+            b = tl.load(matrix + at, (column[:, None] < columns) & (place[None, :] < inner), 0.0)
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        if BIAS:
+            total += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
+        if SPLITS > 1:
+            row += z.to(tl.int64) * rows
+            end += z * rows
+        at = row[:, None] * columns + column[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), (row[:, None] < end) & (column[None, :] < columns))
+
+
+@triton.jit(do_not_specialize=["size"])
+def add_splits(
+    parts, bias, out, size, columns, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add the splits of a product in order, and the bias."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    total = tl.load(parts + places, inside, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts + split * size.to(tl.int64) + places, inside, 0.0)
+    if BIAS:
+        total += tl.load(bias + places % columns, inside, 0.0).to(tl.float32)
+    tl.store(out + places, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def gate(up, out, width, BLOCK: tl.constexpr):
+    """Compute silu(first half) * second half of a row."""
+    row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    value = tl.load(up + row * 2 * width + places, inside, 0.0).to(tl.float32)
+    value = (value / (1 + tl.exp(-value))).to(out.dtype.element_ty).to(tl.float32)
+    other = tl.load(up + row * 2 * width + width + places, inside, 0.0).to(tl.float32)
+    tl.store(out + row * width + places, (value * other).to(out.dtype.element_ty), inside)

@@ -1,0 +1,162 @@
+"""Operations of a step on a GPU: launches of the Triton kernels. Imported on CUDA alone.
+
+Shapes: T tokens of a step, H hidden, N query heads, K key-value heads, D head size, F width of an MLP, X and Y input
+and output size of a product, E experts, C slots of the KV cache (those of a block follow each other), I tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from meshwright.kernels import triton_kernels as kernels
+from meshwright.kernels.operations import BLOCK_TOKENS
+
+VERSION = f"triton {triton.__version__}"
+SECTION = 256
+"""Keys of a section of the context, whose attention is one partial result."""
+SCRATCH_BYTES = 64 * 2**20
+"""Of the partial results of one launch, if one tile needs no more; more tiles take several launches."""
+_PROGRAMS = 512  # enough to fill a GPU: more share the sections of a tile
+_PRODUCT_ROWS = 64  # of a tile, the fewest of Hopper's wgmma
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Tiles(NamedTuple):
+    """Consecutive tokens of one sequence each, the unit of attention.
+
+    Attributes:
+        numbers: int32 [3, I]: first token, tokens, row of the block table; a row each.
+        tokens: Most tokens of a tile.
+        rows: Rows of a tile's product, tokens times query heads of a key-value head: 16 or 64.
+        positions, slots: Of each token, int32 [T].
+        tables: Block tables, int32 [sequences, blocks].
+    """
+
+    numbers: torch.Tensor
+    tokens: int
+    rows: int
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tables: torch.Tensor
+
+
+def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Add `delta_TH` to `x_TH` in place; return the RMSNorm of the sum, [T, H]."""
+    out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
+    delta = x_TH if delta_TH is None else delta_TH
+    block = triton.next_power_of_2(size)
+    kernels.add_norm[(len(x_TH),)](
+        x_TH, delta, weight_H, out_TH, size, epsilon, delta_TH is not None, block, num_warps=8 if block > 1024 else 4
+    )
+    return out_TH
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, cache: Pair, tiles: Tiles, rotation: Pair | None, norms: Pair | None, epsilon: float
+) -> None:
+    """Normalise and rotate the queries and keys of `qkv` [T, (N + 2K) D], the queries in place; write keys and values
+    to the cache.
+
+    cache: keys and values [C, K, D]. rotation: cosine and sine by position, float32 [positions, D / 2]. norms: weights
+    [D] of the RMSNorms of queries and keys.
+    """
+    keys, values = cache
+    kv_heads, size = keys.shape[1:]
+    total = qkv.shape[1] // size
+    cosine, sine = rotation or (keys, keys)
+    query_norm, key_norm = norms or (keys, keys)
+    kernels.rotate_and_store[(len(qkv), total)](
+        qkv, keys, values, tiles.positions, tiles.slots, cosine, sine, query_norm, key_norm, epsilon,
+        total - 2 * kv_heads, kv_heads, size, triton.next_power_of_2(size // 2), rotation is not None,
+        norms is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor) -> torch.Tensor:
+    """Return the causal attention of the queries in `qkv` over their sequences' cached tokens, [T, N D].
+
+    Each section of `SECTION` keys gives a partial result, counted from position 0; a second kernel adds them in order
+    (Flash-Decoding). `window`: keys that a token attends to. `scratch`: float32, of `SCRATCH_BYTES`.
+    """
+    keys, values = cache
+    kv_heads, size = keys.shape[1:]
+    heads = qkv.shape[1] // size - 2 * kv_heads
+    group, count = heads // kv_heads, tiles.numbers.shape[1]
+    out = qkv.new_empty(len(qkv), heads * size)
+    sections = triton.cdiv(tiles.tables.shape[1] * BLOCK_TOKENS, SECTION)
+    padded = max(16, triton.next_power_of_2(size))
+    at_once = min(count, max(1, scratch.numel() // (tiles.tokens * heads * sections * (size + 2))))
+    assert at_once * tiles.tokens * heads * sections * (size + 2) <= scratch.numel(), "scratch for one tile"
+    stats = scratch[at_once * tiles.tokens * heads * sections * size :]
+    step = 64 if keys.dtype.itemsize == 2 else 32
+    for begin in range(0, count, at_once):
+        numbers = tiles.numbers[:, begin : begin + at_once]
+        many = numbers.shape[1]
+        shared = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
+        common = (numbers.stride(0), tiles.tokens, sections, window or 0)
+        kernels.attend_sections[(many, kv_heads, shared)](
+            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, size**-0.5, qkv.shape[1],
+            tiles.tables.shape[1], *common, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded,
+            SECTION, step, BLOCK_TOKENS, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        kernels.merge_sections[(many * tiles.tokens, heads)](
+            scratch, stats, tiles.positions, numbers, out, *common, size, padded, SECTION, num_warps=1
+        )
+    return out
+
+
+def product(
+    x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return x Wᵀ + b, [T, Y], in `dtype`; tiles and the split of the sum over X follow from the weight's shape."""
+    rows, (columns, inner) = len(x_TX), weight_YX.shape
+    wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
+    block = 128 if wide else 64
+    while triton.cdiv(columns, block) * splits < 256 and inner >= 1024 * splits:
+        splits *= 2
+    out = x_TX.new_empty(rows, columns, dtype=dtype)
+    target = out if splits == 1 else x_TX.new_empty(splits, rows, columns, dtype=torch.float32)
+    grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, block), splits
+    bias = weight_YX if bias_Y is None else bias_Y
+    has_bias = bias_Y is not None
+    _launch_product(
+        grid, x_TX, weight_YX, bias, target, (target, rows), (block, splits, False, has_bias and splits == 1)
+    )
+    if splits > 1:
+        size = rows * columns
+        kernels.add_splits[(triton.cdiv(size, 1024),)](target, bias, out, size, columns, splits, has_bias, 1024)
+    return out
+
+
+def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return x Wᵀ, [token copies, Y], each copy times its expert's W. `ends_E`: exclusive end index of each expert's
+    copies, int32."""
+    rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
+    out = x_NX.new_empty(rows, columns)
+    grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
+    _launch_product(grid, x_NX, weight_EYX, weight_EYX, out, (ends_E, rows), (64, 1, True, False))
+    return out
+
+
+def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
+    """Launch the product. rows: end index of each expert's rows, and of all; chosen: columns of a tile, splits,
+    grouped, with bias."""
+    *_, columns, inner = weight.shape
+    halves = x.dtype.itemsize == 2
+    kernels.product[grid](
+        x, weight, bias, out, *rows, columns, inner, _PRODUCT_ROWS, chosen[0], 64 if halves else 32, *chosen[1:],
+        num_warps=4, num_stages=4 if halves else 2,
+    )  # fmt: skip
+
+
+def gate(up_TF: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half of each row of `up_TF` [T, 2F], [T, F]."""
+    width = up_TF.shape[1] // 2
+    out_TF = up_TF.new_empty(len(up_TF), width)
+    kernels.gate[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)
+    return out_TF

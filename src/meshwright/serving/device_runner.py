@@ -1,0 +1,284 @@
+"""Forward steps on a GPU: the ragged batch in buffers that stay, steps of decoding alone as CUDA graphs.
+
+Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels.operations import BLOCK_TOKENS
+from meshwright.model import layers as modules
+from meshwright.model.attention import Attention
+from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.experts import Mixture
+from meshwright.model.rope import RotaryTable
+from meshwright.model.transformer import Transformer
+from meshwright.serving.scheduler import StepBatch
+from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.torch_runner import OrderedTensorParallel
+from meshwright.serving.weights import RankWeights
+
+_DECODE_ROWS, _PREFILL_ROWS = 16, 64
+"""Rows of a tile of attention; with `batch_invariant` all have those of decoding."""
+
+
+class DeviceRunner:
+    """The training model's parameters under the operations of `device_operations`; attributes as in `Runner`.
+
+    With `batch_invariant` the bits of a token depend on its sequence alone. Without it, products and tiles of attention
+    are chosen by the number of tokens too.
+    """
+
+    def __init__(
+        self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits, operations: ModuleType, *,
+        batch_invariant: bool = False, graphs: bool = True,
+    ) -> None:  # fmt: skip
+        """`operations`: the module `device_operations`, or one with its functions; `graphs`: capture CUDA graphs."""
+        self.config, self.blocks, self._stage, self._limits = weights.config, limits.blocks, weights.stage, limits
+        self._operations, self._invariant, self._device = operations, batch_invariant, mesh.device
+        self._tensor = OrderedTensorParallel(mesh)
+        self.instruction_set = torch.cuda.get_device_name(self._device) if torch.cuda.is_available() else "cpu"
+        self.version = f"torch {torch.__version__}, {operations.VERSION}" + ", batch-invariant" * batch_invariant
+        self._model = Transformer(
+            self.config, axes=AxisOperations(tensor=self._tensor), device=self._device, dtype=dtype,
+            stages=[self._stage],
+        ).requires_grad_(False).eval()  # fmt: skip
+        for name in weights:
+            self._model.get_parameter(name).copy_(weights.read(name, dtype).view_as(self._model.get_parameter(name)))
+        self._rotation = None
+        if self.config.positions == "rope":
+            self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
+        kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
+        shape = ((limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim)  # the last block is padding's
+        self._cache = {
+            layer: (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype)) for layer in self._stage.layers
+        }
+        self._group = self.config.heads // mesh.tp.size // kv_heads
+        self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
+        width = max(limits.token_budget, limits.logits, self._sizes[-1])
+        tables = self._sizes[-1], -(-limits.max_length // BLOCK_TOKENS)
+        # Rows of `numbers`: tokens, positions, slots, the three of tiles, output rows.
+        self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((7, width), tables))
+        pinned = torch.cuda.is_available()
+        self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
+                        (self._numbers, self._tables)]  # fmt: skip
+        self._logits = torch.empty(limits.logits, self.config.vocabulary, pin_memory=pinned)
+        tile = self._tile_rows(False) // self._padded_group * self.config.heads * (self.config.head_dim + 2)
+        tile *= -(-limits.max_length // operations.SECTION)
+        self._scratch = self._zeros(max(operations.SCRATCH_BYTES // 4, tile), dtype=torch.float32)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if graphs:
+            self._capture()
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes by kind on the device: `weights`, `kv`, `logits`, `workspace` (without the allocator's)."""
+        tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
+        return {
+            "weights": sum(each.nbytes for each in self._model.parameters()),
+            "kv": sum(each.nbytes for pair in self._cache.values() for each in pair),
+            "logits": self._logits.nbytes,
+            "workspace": sum(each.nbytes for each in tables),
+        }
+
+    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
+        hidden states [T, H]; valid until the next call. `hidden`: output of the previous stage, None for the first."""
+        tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
+        decoding = tokens == rows == sequences
+        size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
+        tiles = self._stage_batch(batch, size, decoding)
+        with torch.inference_mode():
+            self._numbers.copy_(self._staged[0], non_blocking=True)
+            many = size if decoding else sequences
+            self._tables[:many].copy_(self._staged[1][:many], non_blocking=True)
+            if decoding and size in self._graphs:
+                graph, found = self._graphs[size]
+                graph.replay()
+            else:
+                x_TH = None
+                if hidden is not None:
+                    x_TH = self._zeros(size, self.config.hidden, dtype=next(self._model.parameters()).dtype)
+                    x_TH[:tokens] = torch.from_numpy(hidden)
+                found = self.compute((size, tiles, size if decoding else rows), decoding, x_TH)
+            if not self._stage.last:
+                return found[:tokens].float().cpu().numpy()
+            self._logits[:rows].copy_(found[:rows], non_blocking=True)
+            if self._device.type == "cuda":  # the logits are there, and the staged batch is read
+                torch.cuda.current_stream(self._device).synchronize()
+        return self._logits[:rows].numpy()
+
+    def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the stage on the batch in the buffers, without a host synchronisation; return logits float32 [R, V] or
+        hidden states [T, H]. `counts`: tokens, tiles and output rows; `x_TH`: input of a stage that is not first."""
+        tokens, tiles, rows = counts
+        number = self._numbers
+        lines = self._tile_rows(decoding)
+        many = 1 if decoding else lines // self._padded_group
+        given = self._operations.Tiles(number[3:6, :tiles], many, lines, number[1], number[2], self._tables)
+        model, delta_TH = self._model, None
+        if x_TH is None:
+            x_TH = self._tensor.leave(model.embedding(number[0, :tokens]), "embedding")
+            if model.positions is not None:  # a prompt's last token, where it is a target alone, may lie behind them
+                x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
+        for layer in self._stage.layers:
+            block = model.layers[layer]
+            normed_TH = self._add_norm(block.attention_norm, x_TH, delta_TH)
+            delta_TH = self._attend(block.attention, normed_TH, layer, given)
+            normed_TH = self._add_norm(block.mlp_norm, x_TH, delta_TH)
+            if isinstance(block.mlp, Mixture):
+                delta_TH = self._mix_experts(block.mlp, normed_TH)
+            else:
+                delta_TH = self._linear(block.mlp.down, self._activate_up(block.mlp, normed_TH, block.mlp.gated))
+        assert x_TH is not None and delta_TH is not None
+        if not self._stage.last:
+            return x_TH + delta_TH
+        if not rows:  # the middle of a prompt
+            return self._logits[:0]
+        chosen_R = number[6, :rows]
+        x_RH = self._add_norm(model.final_norm, x_TH.index_select(0, chosen_R), delta_TH.index_select(0, chosen_R))
+        head = model.embedding if model.head is None else model.head
+        local_RV = self._product(x_RH, head.weight, None, torch.float32)
+        return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
+
+    @property
+    def _padded_group(self) -> int:
+        """Query heads of a key-value head, padded to a power of 2."""
+        return 1 << (self._group - 1).bit_length()
+
+    def _tile_rows(self, decoding: bool) -> int:
+        """Return the rows of a tile of attention."""
+        rows = _DECODE_ROWS if decoding or self._invariant else _PREFILL_ROWS
+        return max(rows, self._padded_group)
+
+    def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
+        """Write a batch, padded to `size` sequences where all decode, into the host's buffers; return the tiles."""
+        numbers, tables = (each.numpy() for each in self._staged)
+        tokens, sequences = len(batch.tokens), len(batch.context)
+        numbers[0, :tokens], numbers[1, :tokens], numbers[2, :tokens] = batch.tokens, batch.positions, batch.slots
+        numbers[6, : len(batch.output_rows)] = batch.output_rows
+        tables[:sequences, : batch.block_tables.shape[1]] = batch.block_tables
+        if decoding:
+            numbers[:2, tokens:size], numbers[2, tokens:size] = 0, self.blocks * BLOCK_TOKENS
+            numbers[3, :size] = numbers[5, :size] = numbers[6, :size] = np.arange(size)
+            numbers[4, :size], tables[sequences:size, 0] = 1, self.blocks
+            return size
+        most = self._tile_rows(decoding) // self._padded_group
+        begins = [np.arange(first, stop, most) for first, stop in zip(batch.starts, batch.starts[1:], strict=False)]
+        owners = np.repeat(np.arange(sequences), [len(each) for each in begins])
+        first_I = np.concatenate(begins)
+        numbers[3, : len(first_I)], numbers[5, : len(first_I)] = first_I, owners
+        numbers[4, : len(first_I)] = np.minimum(batch.starts[1:][owners] - first_I, most)
+        return len(first_I)
+
+    def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, tiles: Any) -> torch.Tensor:
+        """Return the attention layer's output; the keys and values of the tokens go to the cache."""
+        qkv, cache = self._linear(attention.qkv, x_TH), self._cache[layer]
+        norms = None
+        if attention.query_norm is not None and attention.key_norm is not None:
+            norms = attention.query_norm.weight, attention.key_norm.weight
+        self._operations.rotate_and_store(qkv, cache, tiles, self._rotation, norms, self.config.norm_epsilon)
+        out = self._operations.attend(qkv, cache, tiles, self.config.layer_window(layer), self._scratch)
+        return self._linear(attention.output, out)
+
+    def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output of routed and shared experts."""
+        experts, (tokens, hidden) = mixture.experts, x_TH.shape
+        weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
+        count = chosen_TK.shape[1]
+        expert_N, order_N = chosen_TK.flatten().sort(stable=True)
+        ends_E = torch.searchsorted(
+            expert_N, torch.arange(experts.experts, device=x_TH.device), right=True, out_int32=True
+        )
+        stacked = [each.weight.view(experts.experts, -1, each.weight.shape[1]) for each in (experts.up, experts.down)]
+        up_NF = self._operations.grouped_product(x_TH.index_select(0, order_N // count), stacked[0], ends_E)
+        y_NH = self._operations.grouped_product(self._activate(up_NF, experts.activation, True), stacked[1], ends_E)
+        y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
+        total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one after the other: the order of torch's sum may depend on T
+        for place in range(1, count):
+            total_TH = total_TH + y_TKH[:, place] * weights_TK[:, place : place + 1]
+        total_TH = total_TH.to(x_TH.dtype)
+        if (shared := mixture.shared) is not None:
+            shared_TH = self._linear(shared.down, self._activate_up(shared, x_TH, True))
+            if mixture.shared_gate is not None:
+                shared_TH = self._linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
+            total_TH = total_TH + shared_TH
+        return self._tensor.leave(total_TH, "mlp.output")
+
+    def _activate_up(self, mlp: Any, x_TH: torch.Tensor, gated: bool) -> torch.Tensor:
+        """Return the input of an MLP's second product."""
+        return self._activate(self._linear(mlp.up, x_TH), mlp.activation, gated)
+
+    def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
+        """Return activation(gate) * up of the two halves, or without a gate activation(up)."""
+        if not gated:
+            return modules.activate(up_TF, activation)
+        if activation == "silu":
+            return self._operations.gate(up_TF)
+        gate_TF, up_TF = up_TF.chunk(2, dim=-1)
+        return modules.activate(gate_TF, activation) * up_TF
+
+    def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
+        """Add `delta_TH` to the hidden states in place; return their norm."""
+        if isinstance(norm, modules.RMSNorm):
+            return self._operations.add_norm(x_TH, delta_TH, norm.weight, norm.epsilon)
+        return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
+
+    def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
+        """Return the product with a layer's weight and bias, summed over the ranks where the layer says so."""
+        if not isinstance(linear, modules.RowParallelLinear) or self._tensor.trivial:
+            return self._product(x_TX, linear.weight, linear.bias)
+        y_TY = self._tensor.leave(self._product(x_TX, linear.weight), linear.site)
+        return y_TY if linear.bias is None else y_TY + linear.bias
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return x Wᵀ + b, in `dtype` unless that of `x` is wanted."""
+        if self._invariant:
+            return self._operations.product(x, weight, bias, dtype)
+        if dtype in (None, x.dtype):
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros on the device, written, so that the memory is the process's."""
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _capture(self) -> None:
+        """Run a step of each padded size and one of the most tokens, so that everything is compiled and allocated, and
+        capture decoding in graphs, which share their memory; with a stage or a slice of the model run them alone."""
+        numbers = self._numbers
+        numbers[2].fill_(self.blocks * BLOCK_TOKENS)
+        self._tables.fill_(self.blocks)
+        pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
+        with torch.inference_mode():
+            x_TH = None
+            if not self._stage.first:
+                many = numbers.shape[1]
+                x_TH = self._zeros(many, self.config.hidden, dtype=next(self._model.parameters()).dtype)
+            tokens = self._limits.token_budget
+            most = self._tile_rows(False) // self._padded_group
+            first_I = torch.arange(0, tokens, most, dtype=torch.int32, device=self._device)
+            numbers[3, : len(first_I)] = first_I
+            numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)
+            self.compute((tokens, len(first_I), self._limits.logits), False, None if x_TH is None else x_TH[:tokens])
+            numbers[3].copy_(torch.arange(numbers.shape[1]))
+            numbers[4].fill_(1)
+            for size in reversed(self._sizes):
+                for _ in range(2):
+                    self.compute((size, size, size), True, None if x_TH is None else x_TH[:size])
+                if whole:
+                    torch.cuda.synchronize(self._device)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool):
+                        found = self.compute((size, size, size), True)
+                    pool = graph.pool()
+                    self._graphs[size] = graph, found

@@ -1,0 +1,136 @@
+"""Triton kernels against their reference in plain torch: on the GPU where there is one, else in Triton's interpreter.
+
+Triton is no dependency of the project: without it these tests are skipped, and the reference alone is under test.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from meshwright.serving import device_operations as device  # noqa: E402
+from tests.serving import device_reference as reference  # noqa: E402
+
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
+SIZE, KV_HEADS, GROUP, BLOCKS = 24, 2, 3, 20
+
+
+@pytest.fixture(autouse=True)
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: products that add in one order. NumPy's takes another one for the rows at a tile's edge."""
+    if DEVICE == "cpu":
+        matmul = lambda a, b, dtype: np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype), axis=1)  # noqa: E731
+        monkeypatch.setattr(np, "matmul", matmul)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> bool:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    return bool(((found.float() - expected.float()).abs() <= tolerance * (1 + expected.float().abs())).all())
+
+
+def step_of(chunks: list[tuple[int, int, list[int]]], tokens: int, rows: int):
+    """Tiles, positions and slots of chunks (first position, tokens, block table) with tiles of at most `tokens`."""
+    numbers, positions, slots = [], [], []
+    for owner, (begin, count, table) in enumerate(chunks):
+        for first in range(0, count, tokens):
+            numbers.append((len(positions) + first, min(tokens, count - first), owner))
+        positions += range(begin, begin + count)
+        slots += [table[place // 16] * 16 + place % 16 for place in range(begin, begin + count)]
+    tables = torch.zeros(len(chunks), max(len(table) for *_, table in chunks), dtype=torch.int32)
+    for owner, (*_, table) in enumerate(chunks):
+        tables[owner, : len(table)] = torch.tensor(table)
+    integers = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (numbers, positions, slots)]
+    return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE)
+
+
+def attend_in_pieces(module, pieces: list[int], window: int | None, beside: bool, tokens: int, section: int = 32):
+    """Attention of the 45 tokens of one sequence read in pieces, alone or beside another one."""
+    module.SECTION = section
+    cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
+    whole, found, begin = draw(45, (GROUP + 2) * KV_HEADS * SIZE, seed=3), [], 0
+    table, scratch = [4, 9, 1], torch.zeros(40_000, device=DEVICE)
+    for count in pieces:
+        chunks = [(begin, count, table)]
+        qkv = whole[begin : begin + count].clone()
+        if beside:
+            chunks.append((3, 21, [2, 3]))
+            qkv = torch.cat([qkv, draw(21, qkv.shape[1], seed=4)])
+        tiles = module.Tiles(*step_of(chunks, tokens, 16))
+        tables = torch.arange(99 * SIZE // 2, device=DEVICE).view(99, -1) / 70
+        module.rotate_and_store(qkv, cache, tiles, (tables.cos(), tables.sin()), None, 1e-5)
+        found.append(module.attend(qkv, cache, tiles, window, scratch)[:count])
+        begin += count
+    return torch.cat(found), *cache
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | None):
+    found = attend_in_pieces(device, [45], window, True, 4)
+    for expected in (attend_in_pieces(reference, [45], window, True, 4),
+                     attend_in_pieces(reference, [45], window, True, 4, section=96)):  # fmt: skip
+        assert all(same(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_bits_of_a_token_depend_on_its_sequence_alone(window: int | None):
+    whole = attend_in_pieces(device, [45], window, False, 4)[0]
+    for pieces, beside, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 4), ([45], True, 4)):
+        assert torch.equal(attend_in_pieces(device, pieces, window, beside, tokens)[0], whole)
+
+
+def test_queries_and_keys_are_normalised_and_rotated_in_half_precision():
+    norms = draw(SIZE, dtype=HALF, seed=5), draw(SIZE, dtype=HALF, seed=6)
+    angles = torch.arange(9 * SIZE // 2, device=DEVICE).view(9, -1) / 50
+    at = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 5, 8], [17, 3, 40])]
+    tiles = at[0], 1, 16, *at, at[0]
+    found = []
+    for module in (device, reference):
+        qkv = draw(3, (GROUP + 2) * KV_HEADS * SIZE, dtype=HALF, seed=7)
+        cache = tuple(torch.zeros(48, KV_HEADS, SIZE, dtype=HALF, device=DEVICE) for _ in range(2))
+        module.rotate_and_store(qkv, cache, module.Tiles(*tiles), (angles.cos(), angles.sin()), norms, 1e-5)
+        found.append((qkv[:, : GROUP * KV_HEADS * SIZE], *cache))
+    assert all(same(*pair, tolerance=0.01) for pair in zip(*found, strict=True))
+
+
+def test_norm_adds_in_place():
+    weight = draw(100, seed=8)
+    for delta in (None, draw(5, 100, seed=9)):
+        x, y = draw(5, 100), draw(5, 100)
+        assert same(device.add_norm(x, delta, weight, 1e-5), reference.add_norm(y, delta, weight, 1e-5)) and same(x, y)
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(70, 50), (40, 2100)])
+def test_product_adds_its_splits_in_order(columns: int, inner: int):
+    x, weight, bias = draw(67, inner), draw(columns, inner, seed=1), draw(columns)
+    whole = device.product(x, weight, bias)
+    assert same(whole, reference.product(x, weight, bias), 2e-4)
+    assert torch.equal(device.product(x[3:5], weight, bias), whole[3:5])
+    wide = device.product(x.to(HALF), weight.to(HALF), None, torch.float32)
+    assert same(wide, reference.product(x.to(HALF), weight.to(HALF), None, torch.float32), 2e-4)
+
+
+def test_grouped_product_multiplies_each_copy_by_its_experts_matrix():
+    ends = torch.tensor([0, 5, 5, 80], dtype=torch.int32, device=DEVICE)
+    x, weight = draw(80, 33), draw(4, 20, 33)
+    whole = device.grouped_product(x, weight, ends)
+    assert same(whole, reference.grouped_product(x, weight, ends), 1e-4)
+    few = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(device.grouped_product(x[[2, 7, 70]], weight, few), whole[[2, 7, 70]])
+
+
+def test_gate_is_silu_times_up():
+    up = draw(3, 2 * 1100)
+    assert same(device.gate(up), reference.gate(up))

@@ -1,0 +1,39 @@
+"""The GPUs of a server's ranks, counted without torch in this process."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.launcher import device
+from meshwright.launcher.host_memory import GPU, HostMemory
+
+
+def test_ranks_get_the_memory_of_their_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "_has_driver", lambda: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[[7, 8], [5, 6]]\n"))
+    assert device.devices_of_ranks("auto", 1) == [HostMemory(8, 7, GPU)]
+    assert device.devices_of_ranks("cuda", 2) == [HostMemory(8, 7, GPU), HostMemory(6, 5, GPU)]
+    assert device.devices_of_ranks("cpu", 3) == []
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(UserError, match="has 2 CUDA devices, and each of the layout's 3 ranks here needs one"):
+            device.devices_of_ranks(wanted, 3)
+
+
+def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "_has_driver", lambda: False)
+    assert device.devices_of_ranks("auto", 4) == []
+    with pytest.raises(UserError, match='device "cuda": this machine has no CUDA device'):
+        device.devices_of_ranks("cuda", 1)
+    with pytest.raises(UserError, match='unknown device "gpu"'):
+        device.devices_of_ranks("gpu", 1)
+
+
+def test_the_look_at_gpus_is_a_program_that_runs(monkeypatch: pytest.MonkeyPatch):
+    """With a driver but no GPU that torch can use, the other process finds none."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(device, "_has_driver", lambda: True)
+    assert len(device.devices_of_ranks("auto", torch.cuda.device_count())) == torch.cuda.device_count()

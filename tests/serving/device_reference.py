@@ -1,0 +1,114 @@
+"""The operations of `meshwright.serving.device_operations` in plain torch, with the kernels' sections and steps: the
+reference of the Triton kernels, and what stands in for them on a CPU and on tensors without memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+VERSION = "reference"
+SCRATCH_BYTES = 1024
+SECTION, STEP, BLOCK_TOKENS = 32, 8, 16
+
+
+class Tiles(NamedTuple):
+    """As `device_operations.Tiles`."""
+
+    numbers: torch.Tensor
+    tokens: int
+    rows: int
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tables: torch.Tensor
+
+
+def add_norm(x_TH, delta_TH, weight_H, epsilon):
+    if delta_TH is not None:
+        x_TH.add_(delta_TH)
+    return _normalise(x_TH, weight_H, epsilon)
+
+
+def _normalise(x, weight, epsilon):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+
+
+def rotate_and_store(qkv, cache, tiles, rotation, norms, epsilon):
+    keys, values = cache
+    kv_heads, size = keys.shape[1:]
+    positions_T, slots_T = tiles.positions[: len(qkv)], tiles.slots[: len(qkv)]
+    parts_TND = qkv.view(len(qkv), -1, size)
+    q, k, v = parts_TND.split([parts_TND.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q, k = _normalise(q, norms[0], epsilon), _normalise(k, norms[1], epsilon)
+    if rotation is not None:
+        cosine, sine = (table[positions_T.long()][:, None] for table in rotation)
+        q, k = (_rotate(each, cosine, sine) for each in (q, k))
+    parts_TND[:, : q.shape[1]] = q
+    keys[slots_T.long()] = k
+    values[slots_T.long()] = v
+
+
+def _rotate(x, cosine, sine):
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
+
+
+def attend(qkv, cache, tiles, window, scratch):
+    """Every token over every position of its block table, section by section and in each step by step."""
+    assert scratch.dtype == torch.float32
+    (keys, values), tokens = cache, len(qkv)
+    kv_heads, size = keys.shape[1:]
+    heads = qkv.shape[1] // size - 2 * kv_heads
+    first_I, count_I, owner_I = tiles.numbers
+    places_IP = first_I[:, None] + torch.arange(tiles.tokens, device=qkv.device)
+    real_IP = torch.arange(tiles.tokens, device=qkv.device) < count_I[:, None]
+    owner_T = torch.zeros(tokens + 1, dtype=torch.int64, device=qkv.device)  # the last one takes what is no token
+    owner_T[torch.where(real_IP, places_IP, tokens).long()] = owner_I[:, None].long().expand_as(places_IP)
+    position_T1, tables_TB = tiles.positions[:tokens, None], tiles.tables[owner_T[:tokens]]
+    q_TKGD = qkv[:, : heads * size].view(tokens, kv_heads, -1, size).float()
+    context = tables_TB.shape[1] * BLOCK_TOKENS
+    total, sections = [], []
+    for section in range(0, context, SECTION):
+        highest = torch.full(q_TKGD.shape[:3], -torch.inf, device=qkv.device)
+        weight, value = torch.zeros_like(highest), torch.zeros_like(q_TKGD)
+        for start in range(section, min(context, section + SECTION), STEP):
+            places_S = torch.arange(start, start + STEP, device=qkv.device)
+            slots_TS = tables_TB[:, places_S // BLOCK_TOKENS].long() * BLOCK_TOKENS + places_S % BLOCK_TOKENS
+            k_TSKD, v_TSKD = keys[slots_TS].float(), values[slots_TS]
+            visible_TS = places_S <= position_T1
+            if window is not None:
+                visible_TS &= places_S > position_T1 - window
+            scores = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * size**-0.5
+            scores = scores.masked_fill(visible_TS[:, None, None].logical_not(), -torch.inf)
+            higher = torch.maximum(highest, scores.amax(-1))
+            finite = higher.masked_fill(higher == -torch.inf, 0)
+            weights, shrink = (scores - finite[..., None]).exp(), (highest - finite).exp()
+            weight = weight * shrink + weights.sum(-1)
+            weights = weights.to(v_TSKD.dtype).float()
+            value = value * shrink[..., None] + torch.einsum("tkgs,tskd->tkgd", weights, v_TSKD.float())
+            highest = higher
+        total.append((highest, weight))
+        sections.append(value)
+    best = torch.stack([highest for highest, _ in total]).amax(0)
+    scales = [(highest - best).exp() for highest, _ in total]
+    weight = sum(scale * weight for scale, (_, weight) in zip(scales, total, strict=True))
+    value = sum(scale[..., None] * each for scale, each in zip(scales, sections, strict=True))
+    return (value / weight[..., None]).to(qkv.dtype).reshape(tokens, heads * size)
+
+
+def product(x_TX, weight_YX, bias_Y=None, dtype=None):
+    y_TY = F.linear(x_TX.float(), weight_YX.float(), None if bias_Y is None else bias_Y.float())
+    return y_TY.to(dtype or x_TX.dtype)
+
+
+def grouped_product(x_NX, weight_EYX, ends_E):
+    expert_N = torch.searchsorted(ends_E, torch.arange(len(x_NX), device=x_NX.device, dtype=torch.int32), right=True)
+    return torch.einsum("nx,nyx->ny", x_NX.float(), weight_EYX[expert_N].float()).to(x_NX.dtype)
+
+
+def gate(up_TF):
+    gate_TF, up_TF = up_TF.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
