@@ -176,8 +176,10 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     return [torch.from_numpy(first), *([torch.from_numpy(rest.copy())] if len(rest) else [])]
 
 
-def build_engine(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int) -> Engine:
+def build_engine(
+    directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int, instruction_set: str | None = None
+) -> Engine:
     """Load this rank's part of a model and build its engine; arguments and errors as of `runner.build_runner`."""
-    runner = build_runner(directory, mesh, dtype, limits, threads)
+    runner = build_runner(directory, mesh, dtype, limits, threads, instruction_set)
     scheduler = build_scheduler(runner.config, limits, groups=mesh.pp.size)
     return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

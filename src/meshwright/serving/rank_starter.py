@@ -36,6 +36,7 @@ class RankPlan:
         threads: Of each rank.
         directory: Private directory for sockets; None: TCP.
         step_seconds: Longest step.
+        instruction_set: Of the kernels, chosen by the front for all ranks; None where it cannot build any.
         secret: Shared secret of front and ranks.
         front: Address at which the front listens, set by the front.
         start: How often the replica's ranks have been started before, set by the front.
@@ -49,6 +50,7 @@ class RankPlan:
     threads: int
     directory: str | None
     step_seconds: float = 60.0
+    instruction_set: str | None = None
     secret: str = field(default_factory=make_secret)
     front: str = ""
     start: int = 0

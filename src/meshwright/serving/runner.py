@@ -11,7 +11,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.kernels.library import load_kernels
+from meshwright.kernels.choice import load_kernels
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
@@ -47,7 +47,9 @@ class Runner(Protocol):
         """Return bytes by kind: `weights`, `kv`, `logits`, and with kernels `workspace`."""
 
 
-def build_runner(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int = 1) -> Runner:
+def build_runner(
+    directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int = 1, instruction_set: str | None = None
+) -> Runner:
     """Load this rank's part of a model and allocate its KV pool.
 
     Args:
@@ -56,12 +58,13 @@ def build_runner(directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, th
         dtype: Dtype of weights and KV cache; "float32" and "bfloat16" use the kernels.
         limits: Sizes to allocate for.
         threads: Threads of the kernels.
+        instruction_set: That of the kernels; None: the one measured as the fastest here.
 
     Raises:
         UserError: The checkpoint is damaged, or no decoder, or needs kernels that cannot be built here.
     """
     weights = RankWeights(directory, mesh)
-    if mesh.device.type == "cpu" and dtype in KERNEL_DTYPES and (kernels := load_kernels()) is not None:
+    if mesh.device.type == "cpu" and dtype in KERNEL_DTYPES and (kernels := load_kernels(instruction_set)):
         kernels.set_threads(threads)
         return NativeRunner(kernels, weights, mesh, dtype, limits)
     if mesh.layout.expert_parallel:

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from meshwright.checkpoint import find_checkpoint
+from meshwright.collectives.quantities import GIB
 from meshwright.comm.local import start_server
 from meshwright.errors import RankLost, Terminated, UserError
+from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher import rendezvous
 from meshwright.launcher.host_memory import HostMemory
 from meshwright.layout import Layout
 from meshwright.names import check_options
-from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
 from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
@@ -127,9 +128,9 @@ def serve(
 
         serve_joined(None)
         return
-    model = _check_model(Path(path), str(layout), options, log)
     if place is None:
         start_server(PRELOADED)  # it loads torch meanwhile
+    model = _check_model(Path(path), str(layout), options, log)
     from meshwright.serving.gate import HttpSettings, read_api_keys
     from meshwright.serving.http import create_app
     from meshwright.serving.http_server import open_socket
@@ -226,7 +227,7 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
-        options.get("step_seconds", 60.0),
+        options.get("step_seconds", 60.0), choose_instruction_set(),
     )  # fmt: skip
     limits = QueueLimits()
     if (requests := options.get("queue_requests")) is not None:
