@@ -21,9 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.published_runs import MEMORY, PUBLISHED, Run, runs
+from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.memory import GIB, fullest, slack
+from meshwright.planner.memory import fullest, slack
 from meshwright.planner.rates import constants
 from meshwright.planner.space import Problem
 from meshwright.planner.step_time import StepTime, default_precision, step_time

@@ -129,6 +129,23 @@ def test_attention_bits_ignore_chunks_batch_threads_and_blocks(kernels: Kernels,
             assert np.array_equal(out, whole[member]), (threads, members, chunk)
 
 
+@pytest.mark.parametrize("window", [0, 1100])
+def test_long_context_has_the_same_bits_on_any_number_of_threads(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, window: int
+):
+    """Contexts of several spans, which threads share out where sequences are few."""
+    monkeypatch.setitem(globals(), "LENGTHS", (2100, 40))
+    case = Case(4, 2, 16, 0, window=window)
+    kernels.set_threads(1)
+    whole = run_in_chunks(kernels, case, [0, 1], 700)
+    exact = attend_exactly(case, 0)
+    assert np.abs(whole[0] - exact.numpy()).max() < 3e-6 * exact.abs().max()
+    for threads, members, chunk in [(3, [0], 2099), (2, [0, 1], 2099), (2, [1, 0], 16), (3, [0], 1033)]:
+        kernels.set_threads(threads)
+        for member, out in zip(members, run_in_chunks(kernels, case, members, chunk), strict=True):
+            assert np.array_equal(out, whole[member]), (threads, members, chunk)
+
+
 def test_cache_of_another_shape_is_refused(kernels: Kernels):
     keys, values = (np.zeros(shape, np.float32) for shape in LayerCache.shapes(2, 3, 8))
     qkv = np.zeros((4, (3 + 6) * 8), np.float32)

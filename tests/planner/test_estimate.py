@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import meshwright.planner
+from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.estimate import Estimate, evaluate
@@ -17,7 +18,7 @@ from meshwright.planner.explain import explain
 from meshwright.planner.flops import training_flops_per_token
 from meshwright.planner.jobs import answer
 from meshwright.planner.ledger import ledger
-from meshwright.planner.memory import CONTRACT, GIB, memory_of
+from meshwright.planner.memory import CONTRACT, memory_of
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 

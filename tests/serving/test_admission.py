@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from meshwright.serving.admission import AdmissionState
-from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler
+from meshwright.serving.step_limits import StepLimits
+from tests.serving.pool_checks import check_scheduler
 
 
 def can_end_in_order(available: int, claims: list[tuple[int, int]]) -> bool:
@@ -103,9 +104,7 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
     """Return steps, pauses and the most sequences that ran at once; `reserved`: only as many as can all
     grow to their most at once (worst-case reservation)."""
     longest = max(-(-(request.longest - 1) // 16) for request in requests)
-    scheduler = Scheduler(
-        BlockPool(blocks), token_budget=64, max_sequences=blocks // longest if reserved else 16, max_length=256
-    )
+    scheduler = Scheduler(StepLimits(blocks, 64, blocks // longest if reserved else 16, 256))
     for request in requests:
         scheduler.add(request)
     steps = most = 0
@@ -115,10 +114,10 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
         assert batch is not None, "deadlock"
         assert oldest is None or oldest in batch.sequences, "the oldest sequence pauses"
         scheduler.publish(batch, [TokenResult(1) for _ in batch.output_rows])
-        scheduler.check()
+        check_scheduler(scheduler)
         steps += 1
         most = max(most, len(batch.sequences))
-    return steps, scheduler.stats.pauses, most
+    return steps, scheduler.stats["pauses"], most
 
 
 def test_all_admitted_finish_sooner_than_with_worst_case_reservation():

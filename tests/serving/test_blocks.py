@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, HashChain, count_blocks
+from tests.serving.pool_checks import check_pool
 
 
 def test_chain_hash_covers_block_and_all_before_it():
@@ -81,7 +82,7 @@ def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]])
             else:
                 for block in reversed(tables.pop(one)):
                     pool.release(block, one)
-        pool.check(tables)
+        check_pool(pool, tables)
         held = {block for table in tables.values() for block in table}
         assert pool.free + pool.cached + len(held) == 6
         for one, table in tables.items():
@@ -92,10 +93,10 @@ def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]])
 def test_a_lost_block_and_a_wrong_holder_are_noticed():
     pool = BlockPool(3)
     block = pool.allocate(0)
-    pool.check({0: [block]})
+    check_pool(pool, {0: [block]})
     for tables in ({}, {0: []}, {1: [block]}, {0: [block, block + 1]}):
         with pytest.raises(AssertionError):
-            pool.check(tables)
+            check_pool(pool, tables)
     pool._free.pop()
     with pytest.raises(AssertionError, match="1 free"):
-        pool.check({0: [block]})
+        check_pool(pool, {0: [block]})

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.library import load_kernels
+from meshwright.kernels.choice import load_kernels
 from meshwright.planner.serving_ledger import RankLedger, ServingSizes, serving_ledger
 from meshwright.serving.runner import build_runner
 from meshwright.serving.step_limits import StepLimits

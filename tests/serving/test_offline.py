@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.kernels.library import load_kernels
+from meshwright.kernels.choice import load_kernels
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.refuse import serving_layout
 from tests.serving import offline_cases as cases

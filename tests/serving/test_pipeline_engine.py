@@ -13,12 +13,13 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.program.pipeline import Kind
-from meshwright.serving.blocks import BlockPool
 from meshwright.serving.engine import Engine
 from meshwright.serving.pipeline_engine import PipelineEngine, steady_state
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import Scheduler, StepBatch
+from meshwright.serving.step_limits import StepLimits
+from tests.serving.pool_checks import check_scheduler
 
 VOCABULARY = 499
 
@@ -74,13 +75,13 @@ def run_engine(engine: Any, seed: int) -> dict[str, tuple[list[int], str]]:
             tokens.setdefault(output.request_id, []).extend(result.token for result in output.results)
             if output.finish_reason is not None:
                 found[output.request_id] = tokens.pop(output.request_id), output.finish_reason
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert engine.idle
     return {name: each for name, each in found.items() if int(name[1:]) not in cancelled}
 
 
 def make_scheduler(groups: int) -> Scheduler:
-    return Scheduler(BlockPool(24), token_budget=32, max_sequences=8, max_length=80, groups=groups)
+    return Scheduler(StepLimits(24, token_budget=32, max_sequences=8, max_length=80), groups=groups)
 
 
 def run_rank(layout: str, seeds: list[int]) -> list[dict[str, tuple[list[int], str]]]:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.library import load_kernels
+from meshwright.kernels.choice import load_kernels
 from meshwright.model.huggingface import load_huggingface
 from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
@@ -22,6 +22,7 @@ from meshwright.serving.request import Request
 from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
+from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
@@ -58,7 +59,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Build:
     """Builds a runner of one kind."""
     if request.param == "torch":
-        monkeypatch.setattr(runners, "load_kernels", lambda: None)
+        monkeypatch.setattr(runners, "load_kernels", lambda instruction_set: None)
 
     def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: StepLimits = LIMITS) -> Runner:
         built = build_runner(directory, Mesh.single(), dtype, limits, threads)
@@ -78,7 +79,7 @@ def run_greedily(runner: Runner, prompts: Sequence[Sequence[int]], budget: int =
     answers: list[list[int]] = [[] for _ in prompts]
     for output in run_requests(engine, requests):
         answers[int(output.request_id)] += [result.token for result in output.results]
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     return answers
 
 

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.errors import UserError
-from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, HashChain
+from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
+from meshwright.serving.step_limits import StepLimits
+from tests.serving.pool_checks import check_scheduler
 
 VOCABULARY = 40
 
@@ -61,7 +63,7 @@ class Answer:
 
 def answer_alone(request: Request, window: int | None) -> Answer:
     blocks = 40
-    scheduler = Scheduler(BlockPool(blocks), token_budget=1000, max_sequences=1, max_length=640)
+    scheduler = Scheduler(StepLimits(blocks, token_budget=1000, max_sequences=1, max_length=640))
     runner, answer = HashRunner(blocks, window), Answer()
     scheduler.add(request)
     while not scheduler.idle:
@@ -115,14 +117,8 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     max_sequences, more_tokens, more_blocks, groups = shape
     max_sequences = max(max_sequences, groups)
     blocks = 7 + more_blocks
-    scheduler = Scheduler(
-        BlockPool(blocks),
-        token_budget=max_sequences + more_tokens,
-        max_sequences=max_sequences,
-        max_length=BLOCK_TOKENS * 7,
-        window=window,
-        groups=groups,
-    )
+    limits = StepLimits(blocks, max_sequences + more_tokens, max_sequences, max_length=BLOCK_TOKENS * 7)
+    scheduler = Scheduler(limits, window, groups)
     scheduler._answers.share = share  # with 0, more sequences are admitted and pause
     runner = HashRunner(blocks, window)
     answers = {request.id: Answer() for request in wanted}
@@ -145,7 +141,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
             assert batch is not None and oldest in batch.sequences, "the oldest sequence waits"
         if batch is not None:
             assert len(batch.tokens) <= max_sequences + more_tokens and len(batch.output_rows) <= max_sequences
-        scheduler.check()
+        check_scheduler(scheduler)
         tick += 1
         assert tick < 5000, "the scheduler does not end"
     for request in wanted:
@@ -155,7 +151,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
             alone.reason, alone.prompt = answer.reason, answer.prompt
         assert answer == alone
     stats = scheduler.stats
-    assert (stats.waiting, stats.running, stats.paused, stats.held) == (0, 0, 0, 0)
+    assert (stats["waiting"], stats["running"], stats["paused"], stats["held"]) == (0, 0, 0, 0)
 
 
 def finish(scheduler: Scheduler, runner: HashRunner) -> dict[str, Answer]:
@@ -164,13 +160,13 @@ def finish(scheduler: Scheduler, runner: HashRunner) -> dict[str, Answer]:
         batch = scheduler.schedule()
         for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
             answers.setdefault(output.request_id, Answer()).add(output)
-        scheduler.check()
+        check_scheduler(scheduler)
     return answers
 
 
-def make(blocks: int = 40, window: int | None = None, **options: int) -> tuple[Scheduler, HashRunner]:
+def make(blocks: int = 40, window: int | None = None, groups: int = 1, **options: int) -> tuple[Scheduler, HashRunner]:
     chosen = {"token_budget": 64, "max_sequences": 4, "max_length": 320, **options}
-    return Scheduler(BlockPool(blocks), window=window, **chosen), HashRunner(blocks, window)
+    return Scheduler(StepLimits(blocks, **chosen), window, groups), HashRunner(blocks, window)
 
 
 def step(scheduler: Scheduler, runner: HashRunner) -> StepBatch:
@@ -225,10 +221,10 @@ def test_prompts_and_answers_are_found_in_the_prefix_cache():
     scheduler.add(drawn)
     assert finish(scheduler, runner)["drawn"] == answer_alone(drawn, None)
     for other in (Request("salted", text, Sampling(max_tokens=1), cache_salt="x"), Request("else", prompt(64, 1))):
-        before = scheduler.stats.prefix_hit_tokens
+        before = scheduler.stats["prefix_hit_tokens"]
         scheduler.add(other)
         finish(scheduler, runner)
-        assert scheduler.stats.prefix_hit_tokens == before
+        assert scheduler.stats["prefix_hit_tokens"] == before
 
 
 def test_lower_priority_numbers_are_admitted_first_then_earlier_arrivals():
@@ -245,17 +241,17 @@ def test_cancelled_request_frees_blocks_by_next_step():
     scheduler.add(Request("c", prompt(300), Sampling(max_tokens=20)))
     step(scheduler, runner)
     assert scheduler.cancel("a").finish_reason == "cancelled"  # between steps: at once
-    scheduler.check()
+    check_scheduler(scheduler)
     assert [scheduler.cancel(name) for name in ("a", "unknown")] == [None, None]
     batch = scheduler.schedule()
     assert scheduler.cancel("b") is not None  # during a step: when it is published
-    held = scheduler.stats.held
+    held = scheduler.stats["held"]
     outputs = scheduler.publish(batch, sample_batch(batch, runner.run(batch)))
     assert "b" not in {output.request_id for output in outputs}
-    scheduler.check()
-    assert scheduler.stats.held == held - 3
+    check_scheduler(scheduler)
+    assert scheduler.stats["held"] == held - 3
     assert scheduler.cancel("c") is not None
-    assert scheduler.idle and scheduler.stats.held == 0
+    assert scheduler.idle and scheduler.stats["held"] == 0
 
 
 def test_a_cancelled_waiting_request_is_never_run():
@@ -263,9 +259,9 @@ def test_a_cancelled_waiting_request_is_never_run():
     for name in "abc":
         scheduler.add(Request(name, prompt(5), Sampling(max_tokens=3)))
     step(scheduler, runner)
-    assert (scheduler.stats.waiting, scheduler.stats.waiting_tokens) == (2, 10)
+    assert (scheduler.stats["waiting"], scheduler.stats["waiting_tokens"]) == (2, 10)
     scheduler.cancel("b")
-    assert (scheduler.stats.waiting, scheduler.stats.waiting_tokens) == (1, 5)
+    assert (scheduler.stats["waiting"], scheduler.stats["waiting_tokens"]) == (1, 5)
     assert list(finish(scheduler, runner)) == ["a", "c"]
 
 
@@ -275,8 +271,8 @@ def test_blocks_behind_the_window_are_freed():
     held = 0
     while not scheduler.idle:
         step(scheduler, runner)
-        scheduler.check()
-        held = max(held, scheduler.stats.held)
+        check_scheduler(scheduler)
+        held = max(held, scheduler.stats["held"])
     assert held <= 4
 
 
@@ -330,7 +326,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
     for request in (*wanted, other):
         scheduler.add(request)
     answers = finish(scheduler, runner)
-    assert scheduler.stats.prefix_hit_tokens == 2 * 48 + 16
+    assert scheduler.stats["prefix_hit_tokens"] == 2 * 48 + 16
     assert all(answers[request.id] == answer_alone(request, None) for request in (*wanted, other))
 
 
@@ -355,6 +351,6 @@ def test_non_finite_logits_end_only_their_own_request(options: dict[str, float],
                 assert output == Output("damaged", [], "error")
             else:
                 answer.add(output)
-        scheduler.check()
+        check_scheduler(scheduler)
     assert answer == answer_alone(sound, None)
     assert scheduler.pool.find(HashChain(damaged.tokens).hashes) == [], "the prefix cache has damaged blocks"

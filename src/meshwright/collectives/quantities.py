@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from meshwright.errors import UserError
 
+GIB = 2.0**30
 _DECIMAL = {"": Decimal(1), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9), "T": Decimal(10**12)}
 _BINARY = {"Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30), "Ti": Decimal(2**40)}
 BYTES = {"": Decimal(1), **{f"{prefix}B": factor for prefix, factor in {**_DECIMAL, **_BINARY}.items()}}

@@ -5,7 +5,8 @@ Every output element is one fixed sequence of operations on its own row: its bit
 nor on the tile a row falls into, nor on the number of threads.
 """
 
-from meshwright.kernels.library import Kernels, load_kernels
+from meshwright.kernels.choice import choose_instruction_set, load_kernels
+from meshwright.kernels.library import Kernels
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.operations import (
     Activation,
@@ -25,6 +26,7 @@ from meshwright.kernels.structures import PackedMatrix
 
 __all__ = [
     "load_kernels",
+    "choose_instruction_set",
     "Kernels",
     "PackedMatrix",
     "OpList",

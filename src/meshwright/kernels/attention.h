@@ -1,72 +1,80 @@
 // Causal grouped-query attention over KV blocks: online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over
-// sections of a fixed number of blocks, merged in the order of positions.
+// sections of a fixed number of blocks. Sections make up spans of fixed length, whose results are merged in the order
+// of positions: whichever threads compute the spans of a long context, the sums are the same.
 #pragma once
 #include "product.h"
 
 constexpr long BLOCK = LANES, SECTION_BLOCKS = 4, SECTION_TOKENS = BLOCK * SECTION_BLOCKS;
+constexpr long SPAN_TOKENS = 16 * SECTION_TOKENS;
+constexpr long MOST_PARTIALS = 2 << 20;  // floats
 constexpr long QUERY_TILE = 16;  // consecutive tokens of a sequence that share the reading of keys and values
 
 struct QueryTile {
     long sequence, first, count;
 };
 
-static std::vector<QueryTile> query_tiles(const Step& step) {
-    std::vector<QueryTile> tiles;
-    for (long s = 0; s < step.sequences; ++s)
-        for (long first = step.starts[s]; first < step.starts[s + 1]; first += QUERY_TILE)
-            tiles.push_back({s, first, std::min(QUERY_TILE, step.starts[s + 1] - first)});
-    return tiles;
-}
+// Floats of the result of some keys for one query: the highest score [LANES, the first used], the sum of the weights by
+// lane [LANES], the weighted values [head size, padded].
+static long partial_floats(long head_dim) { return 2 * LANES + (head_dim + LANES - 1) / LANES * LANES; }
 
 // One row's scores of a section, those of tokens outside [low, high) of the section masked: turns them into weights,
 // and rescales what earlier sections gave.
-static void update_softmax(float* scores, long blocks, long low, long high, float scale, float* out, long width,
-                           float* highest, float* total) {
-    alignas(64) float lane[LANES];
-    for (long i = 0; i < LANES; ++i) lane[i] = i;
-    const Vec lanes = load(lane), never = broadcast(-INFINITY);
-    Vec most = never;
+static void update_softmax(float* scores, long blocks, long low, long high, float scale, float* sums, long floats) {
+    std::fill_n(scores, low, -INFINITY);
+    std::fill(scores + high, scores + blocks * BLOCK, -INFINITY);
+    Vec most = broadcast(-INFINITY);
     for (long b = 0; b < blocks; ++b) {
-        const Vec place = lanes + broadcast(b * BLOCK);
-        Vec s = load(scores + b * BLOCK) * broadcast(scale);
-        s = choose_at_least(place, low, s, never);
-        s = choose_at_least(place, high, never, s);
-        store(scores + b * BLOCK, s);
-        most = maximum(most, s);
+        store(scores + b * BLOCK, load(scores + b * BLOCK) * broadcast(scale));
+        most = maximum(most, load(scores + b * BLOCK));
     }
-    const float peak = std::max(*highest, largest(most));
-    const Vec kept = exponential(broadcast(*highest) - broadcast(peak));
-    Vec sum = load(total) * kept;
+    const float peak = std::max(sums[0], largest(most));
+    const Vec kept = exponential(broadcast(sums[0] - peak));
+    for (long i = LANES; i < floats; i += LANES) store(sums + i, load(sums + i) * kept);
     for (long b = 0; b < blocks; ++b) {
         const Vec p = exponential(load(scores + b * BLOCK) - broadcast(peak));
         store(scores + b * BLOCK, p);
-        sum = sum + p;
+        store(sums + LANES, load(sums + LANES) + p);
     }
-    store(total, sum);
-    *highest = peak;
-    for (long d = 0; d < width; d += LANES) store(out + d, load(out + d) * kept);
+    sums[0] = peak;
 }
 
-// One item: the query heads of key-value head `head` for the tokens of a tile.
+// Adds the result of later keys, none of which may have been visible.
+static void merge(float* sums, const float* more, long floats) {
+    if (more[0] == -INFINITY) return;
+    if (sums[0] == -INFINITY) return (void)std::copy_n(more, floats, sums);
+    const float peak = std::max(sums[0], more[0]);
+    const Vec kept = exponential(broadcast(sums[0] - peak)), added = exponential(broadcast(more[0] - peak));
+    for (long i = LANES; i < floats; i += LANES) store(sums + i, load(sums + i) * kept + load(more + i) * added);
+    sums[0] = peak;
+}
+
+// The spans of a tile: [first, last).
+static std::pair<long, long> spans_of(const Op& op, const Step& step, const QueryTile& tile) {
+    return {std::max<long>(0, step.positions[tile.first] - op.window + 1) / SPAN_TOKENS,
+            step.positions[tile.first + tile.count - 1] / SPAN_TOKENS + 1};
+}
+
+// The query heads of key-value head `head` for the tokens of a tile, over one span: a result for each row at `sums`.
+// scores: [rows][SECTION_TOKENS], overwritten.
 template <class W>
-static void attend(const Op& op, const Step& step, const QueryTile& tile, long head, Scratch& scratch) {
+static void attend_span(const Op& op, const Step& step, const QueryTile& tile, long head, long span, float* sums,
+                        float* scores) {
     const Cache& cache = op.cache;
-    const long size = cache.head_dim, width = (size + LANES - 1) / LANES * LANES;
+    const long size = cache.head_dim, floats = partial_floats(size), width = floats - 2 * LANES;
     const long group = op.heads / cache.kv_heads, rows = tile.count * group;
     const int32_t* blocks = step.block_tables + tile.sequence * step.table_width;
     const int32_t* positions = step.positions + tile.first;
-    float* scores = scratch.take(rows * (SECTION_TOKENS + width + 2 * LANES));
-    float *out = scores + rows * SECTION_TOKENS, *total = out + rows * width, *highest = total + rows * LANES;
-    std::fill_n(out, rows * width, 0.0f), std::fill_n(total, rows * LANES, 0.0f);
-    std::fill_n(highest, rows, -INFINITY);
     std::vector<const float*> query(rows), weight(rows);
+    std::vector<const W*> panel(width / LANES);
+    std::fill_n(sums, rows * floats, 0.0f);
     for (long r = 0; r < rows; ++r) {
+        sums[r * floats] = -INFINITY;
         query[r] = op.in + (tile.first + r / group) * op.in_stride + (head * group + r % group) * size;
-        weight[r] = scores + r * SECTION_TOKENS;
     }
-    const auto low_of = [&](long t) { return op.window ? std::max<long>(0, positions[t] - op.window + 1) : 0; };
+    const auto low_of = [&](long t) { return std::max<long>(0, positions[t] - op.window + 1); };
     const auto high_of = [&](long t) { return long(positions[t]) + 1; };
-    for (long begin = low_of(0) / SECTION_TOKENS * SECTION_TOKENS; begin < high_of(tile.count - 1);
+    const long end = std::min(high_of(tile.count - 1), (span + 1) * SPAN_TOKENS);
+    for (long begin = std::max(low_of(0) / SECTION_TOKENS * SECTION_TOKENS, span * SPAN_TOKENS); begin < end;
          begin += SECTION_TOKENS) {
         long first = 0, last = tile.count;  // the tokens that see anything of this section
         while (high_of(first) <= begin) ++first;
@@ -85,7 +93,7 @@ static void attend(const Op& op, const Step& step, const QueryTile& tile, long h
                  scores + first * group * SECTION_TOKENS, SECTION_TOKENS);
         for (long r = first * group; r < last * group; ++r)
             update_softmax(scores + r * SECTION_TOKENS, count, low(r / group), high(r / group), op.scale,
-                           out + r * width, width, highest + r, total + r * LANES);
+                           sums + r * floats, floats);
         for (long b = 0; b < count; ++b) {
             const auto from = [&](long t) { return std::max(low(t), b * BLOCK); };
             const auto to = [&](long t) { return std::min(high(t), b * BLOCK + BLOCK); };
@@ -93,20 +101,23 @@ static void attend(const Op& op, const Step& step, const QueryTile& tile, long h
                 for (end = t + 1; end < last && from(end) == from(t) && to(end) == to(t); ++end) {}
                 if (to(t) <= from(t)) continue;
                 for (long r = t * group; r < end * group; ++r) weight[r] = scores + r * SECTION_TOKENS + from(t);
-                const W* panel[MOST_PANELS];
-                for (long d = 0; d < width; d += MOST_PANELS * LANES) {
-                    const long panels = std::min<long>(MOST_PANELS, (width - d) / LANES);
-                    for (long p = 0; p < panels; ++p)
-                        panel[p] = values[b] + (from(t) - b * BLOCK) * width + d + p * LANES;
-                    multiply(weight.data() + t * group, (end - t) * group, panel, panels, width, to(t) - from(t),
-                             out + t * group * width + d, width);
-                }
+                for (long d = 0; d < width; d += LANES)
+                    panel[d / LANES] = values[b] + (from(t) - b * BLOCK) * width + d;
+                multiply(weight.data() + t * group, (end - t) * group, panel.data(), width / LANES, width,
+                         to(t) - from(t), sums + t * group * floats + 2 * LANES, floats);
             }
         }
     }
-    for (long r = 0; r < rows; ++r) {
+}
+
+// Merges the results of `spans` spans for the rows of a tile, each `stride` floats after the one before, and writes the
+// attention outputs.
+static void finish_tile(const Op& op, const QueryTile& tile, long head, long spans, float* sums, long stride) {
+    const long size = op.cache.head_dim, floats = partial_floats(size), group = op.heads / op.cache.kv_heads;
+    for (long r = 0; r < tile.count * group; ++r, sums += floats) {
+        for (long span = 1; span < spans; ++span) merge(sums, sums + span * stride, floats);
         float* to = op.out + (tile.first + r / group) * op.out_stride + (head * group + r % group) * size;
-        const Vec norm = broadcast(sum(load(total + r * LANES)));
-        for (long d = 0; d < size; d += LANES) store(to + d, load(out + r * width + d) / norm, size - d);
+        const Vec norm = broadcast(sum(load(sums + LANES)));
+        for (long d = 0; d < size; d += LANES) store(to + d, load(sums + 2 * LANES + d) / norm, size - d);
     }
 }

@@ -35,6 +35,10 @@ FLAGS = (
 )
 
 
+BUILD_ERRORS = (OSError, subprocess.SubprocessError)
+"""Errors of a compiler or cache that does not work."""
+
+
 def find_compiler() -> str | None:
     """Return the path of the C++ compiler: what CXX names, else g++; None if there is none."""
     return shutil.which(os.environ.get("CXX") or "g++")
@@ -82,7 +86,7 @@ def build(instruction_set: str) -> tuple[Path, str] | None:
         if not _is_intact(library):
             library.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, instruction_set, library)
-    except (OSError, subprocess.SubprocessError):
+    except BUILD_ERRORS:
         return None
     return library, version
 

@@ -1,8 +1,6 @@
 // The operations of a forward step (operations.py says what each computes), and the thread pool that executes a list of
 // them: each thread takes items of an operation, then all meet at a barrier.
 #include <atomic>
-#include <memory>
-#include <numeric>
 #include <thread>
 
 #include <sys/syscall.h>
@@ -56,8 +54,8 @@ static void rope_store(const Op& op, const Step& step, long t) {
     float* row = op.out + t * op.out_stride;
     for (long h = 0; h < op.heads + cache.kv_heads; ++h) {
         float* x = row + h * size;
-        const float* norm = h < op.heads ? op.query_norm : op.key_norm;
-        if (norm) normalise(x, x, norm, nullptr, size, op.epsilon, false);
+        if (const float* norm = h < op.heads ? op.query_norm : op.key_norm)
+            normalise(x, x, norm, nullptr, size, op.epsilon, false);
         const float *cosine = op.cosine + step.positions[t] * half, *sine = op.sine + step.positions[t] * half;
         for (long i = 0; i < half; ++i) {
             const float a = x[i], b = x[i + half];
@@ -70,8 +68,7 @@ static void rope_store(const Op& op, const Step& step, long t) {
     for (long h = 0; h < cache.kv_heads; ++h) {
         W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;
         W* values = (W*)cache.values + ((block * cache.kv_heads + h) * BLOCK + place) * width;
-        for (long d = 0; d < size; ++d) put(keys + d * BLOCK, k[h * size + d]);
-        for (long d = 0; d < size; ++d) put(values + d, v[h * size + d]);
+        for (long d = 0; d < size; ++d) put(keys + d * BLOCK, k[h * size + d]), put(values + d, v[h * size + d]);
     }
 }
 
@@ -93,10 +90,12 @@ static void activation(const Op& op, long t, long begin) {
     }
 }
 
-static float dot(const float* a, const float* b, long size) {
+static void gate(const Op& op, const float* in, float* out) {
     Vec total = broadcast(0.0f);
-    for (long i = 0; i < size; i += LANES) total = fma(load(a + i, size - i), load(b + i, size - i), total);
-    return sum(total);
+    const long k = op.matrix.k;
+    for (long i = 0; i < k; i += LANES) total = fma(load(in + i, k - i), load(op.weight + i, k - i), total);
+    const Vec factor = sigmoid(broadcast(sum(total)));
+    for (long i = 0; i < op.size; i += LANES) store(out + i, load(out + i, op.size - i) * factor, op.size - i);
 }
 
 // --- mixture of experts -----------------------------------------------------------------------------------------------
@@ -105,8 +104,7 @@ static float dot(const float* a, const float* b, long size) {
 static void route(const Op& op, long t) {
     const Routing& r = op.routing;
     float* scores = op.out + t * op.out_stride;
-    float most = -INFINITY;
-    for (long e = 0; e < r.count; ++e) most = std::max(most, scores[e]);
+    const float most = *std::max_element(scores, scores + r.count);
     Vec total = broadcast(0.0f);
     for (long e = 0; e < r.count; e += LANES) {
         const Vec x = load(scores + e, r.count - e, -INFINITY);
@@ -118,14 +116,11 @@ static void route(const Op& op, long t) {
     for (long e = 0; e < r.count; ++e) scores[e] /= scale;
     float *weights = r.weights + t * r.top_k, chosen_sum = 0;
     int32_t* experts = r.experts + t * r.top_k;
+    const auto rating = [&](long e) { return scores[e] + (op.bias ? op.bias[e] : 0.0f); };
     for (long k = 0; k < r.top_k; ++k) {
         long best = -1;
-        float highest = 0;
-        for (long e = 0; e < r.count; ++e) {
-            const float score = scores[e] + (op.bias ? op.bias[e] : 0.0f);
-            if ((best < 0 || score > highest) && std::find(experts, experts + k, e) == experts + k)
-                best = e, highest = score;
-        }
+        for (long e = 0; e < r.count; ++e)
+            if ((best < 0 || rating(e) > rating(best)) && std::find(experts, experts + k, e) == experts + k) best = e;
         experts[k] = int32_t(best);
         weights[k] = scores[best];
         chosen_sum += weights[k];
@@ -136,8 +131,7 @@ static void route(const Op& op, long t) {
 
 static void group_assignments(const Op& op, const Step& step) {
     const Routing& r = op.routing;
-    long count = 0;
-    for (long e = 0; e < r.held; ++e) {
+    for (long e = 0, count = 0; e < r.held; ++e) {
         for (long a = 0; a < step.token_count * r.top_k; ++a)
             if (r.experts[a] == r.first + e) r.order[count++] = int32_t(a);
         r.ends[e] = int32_t(count);
@@ -161,80 +155,97 @@ static void combine(const Op& op, long t) {
     }
 }
 
-static void grouped_linear(const Op& op, long threads, long item, Scratch& scratch) {
-    const Routing& r = op.routing;
-    for (long e = 0, begin = 0; e < r.held; begin = r.ends[e++]) {
-        const Items items(r.ends[e] - begin, op.matrix.n, threads);
-        if (item < items.count())
-            return multiply_item(op, items, item, e, scratch, [&](long row) {
-                const long assignment = r.order[begin + row];
-                return std::pair(op.mode ? assignment / r.top_k : assignment, assignment);
-            });
-        item -= items.count();
-    }
-}
-
 // --- execution --------------------------------------------------------------------------------------------------------
 
 struct Run {
     const Op* ops;
     long count;
     const Step* step;
-    std::vector<QueryTile> tiles;
     long threads;
+    std::vector<QueryTile> tiles;
+    long spans = 1, tile_tokens = 1;  // most of any tile
+    long parts = 1, floats = 0;  // of the current attention: items of a tile and head; floats of a span's results
+    std::vector<float> partials;  // results of spans that several threads compute
+    std::vector<long> done;  // parts of each tile and head
 };
 
-static long count_rows(const Op& op, const Step& step) {
-    if (op.rows == OUTPUTS) return step.outputs;
-    return op.rows == ASSIGNMENTS ? step.token_count * op.routing.top_k : step.token_count;
+static void find_tiles(Run& run) {
+    const Step& step = *run.step;
+    for (long s = 0; s < step.sequences; ++s)
+        for (long first = step.starts[s]; first < step.starts[s + 1]; first += QUERY_TILE) {
+            run.tiles.push_back({s, first, std::min(QUERY_TILE, step.starts[s + 1] - first)});
+            run.tile_tokens = std::max(run.tile_tokens, run.tiles.back().count);
+            run.spans = std::max(run.spans, step.positions[step.starts[s + 1] - 1] / SPAN_TOKENS + 1);
+        }
 }
 
-static long count_items(const Op& op, const Run& run) {
-    const long rows = count_rows(op, *run.step);
-    long count = 0;
+static long count_rows(const Op& op, const Step& step) {
+    return op.rows == OUTPUTS ? step.outputs : step.token_count * (op.rows == ASSIGNMENTS ? op.routing.top_k : 1);
+}
+
+// Executes an item of the products with all matrices (-1: none), and returns how many there are.
+static long multiply_matrices(const Op& op, const Run& run, long item) {
+    long items_before = 0;
+    for (long index = 0, begin = 0, end; index < op.matrix.count; ++index, begin = end) {
+        end = op.kind == LINEAR ? count_rows(op, *run.step) : op.routing.ends[index];
+        const Items items(end - begin, op.matrix.n, run.threads);
+        const long here = item - items_before;
+        if (here >= 0 && here < items.count()) multiply_item(op, items, here, index, begin);
+        items_before += items.count();
+    }
+    return items_before;
+}
+
+static void attend(const Op& op, Run& run, long item) {
+    const long unit = item / run.parts, head = unit % op.cache.kv_heads;
+    const QueryTile& tile = run.tiles[unit / op.cache.kv_heads];
+    const auto [first, last] = spans_of(op, *run.step, tile);
+    const long scored = tile.count * op.heads / op.cache.kv_heads * SECTION_TOKENS;
+    float* scores = take_scratch(scored + (run.parts > 1 ? 0 : (last - first) * run.floats));
+    float* sums = run.parts > 1 ? run.partials.data() + unit * run.parts * run.floats : scores + scored;
+    for (long span = item % run.parts; span < last - first; span += run.parts)
+        (op.cache.bf16 ? attend_span<bfloat16> : attend_span<float>)(op, *run.step, tile, head, first + span,
+                                                                     sums + span * run.floats, scores);
+    if (std::atomic_ref(run.done[unit]).fetch_add(1) + 1 == run.parts)  // the last part
+        finish_tile(op, tile, head, last - first, sums, run.floats);
+}
+
+static long count_items(const Op& op, Run& run) {
+    const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
     switch (op.kind) {
-        case LINEAR: return Items(rows, op.matrix.n, run.threads).count();
-        case ATTENTION: return long(run.tiles.size()) * op.cache.kv_heads;
+        case LINEAR:
+        case GROUPED_LINEAR: return multiply_matrices(op, run, -1);
+        case ATTENTION:
+            run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
+            run.parts = run.threads > 1 && units * run.spans * run.floats <= MOST_PARTIALS ? run.spans : 1;
+            if (run.parts > 1) run.partials.resize(units * run.parts * run.floats);
+            run.done.assign(units, 0);
+            return units * run.parts;
         case ACTIVATION: return rows * ((op.size + 1023) / 1024);
         case GROUP: return 1;
-        case GROUPED_LINEAR:
-            for (long e = 0; e < op.routing.held; ++e)
-                count += Items(op.routing.ends[e] - (e ? op.routing.ends[e - 1] : 0), op.matrix.n, run.threads).count();
-            return count;
-        case PACK: return op.matrix.count * ((op.matrix.n + LANES - 1) / LANES);
         default: return rows;
     }
 }
 
-static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
-    const Step& step = *run.step;
-    const long rows = count_rows(op, step);
+static void execute(const Op& op, Run& run, long item) {
+    const long rows = count_rows(op, *run.step);
     float* out = op.out + item * op.out_stride;
     const float* in = op.in + item * op.in_stride;
     switch (op.kind) {
-        case EMBED: return embed(op, step, item);
+        case EMBED: return embed(op, *run.step, item);
         case NORM: return normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode);
         case LINEAR:
-            return multiply_item(op, Items(rows, op.matrix.n, run.threads), item, 0, scratch,
-                                 [](long row) { return std::pair(row, row); });
-        case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, step, item);
-        case ATTENTION:
-            return (op.cache.bf16 ? attend<bfloat16> : attend<float>)(op, step, run.tiles[item / op.cache.kv_heads],
-                                                                      item % op.cache.kv_heads, scratch);
+        case GROUPED_LINEAR: return (void)multiply_matrices(op, run, item);
+        case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item);
+        case ATTENTION: return attend(op, run, item);
         case ACTIVATION:  // assignments to experts of other ranks have no input
             if (op.rows != ASSIGNMENTS || is_held(op.routing, item % rows)) activation(op, item % rows, item / rows * 1024);
             return;
         case ROUTE: return route(op, item);
-        case GROUP: return group_assignments(op, step);
-        case GROUPED_LINEAR: return grouped_linear(op, run.threads, item, scratch);
+        case GROUP: return group_assignments(op, *run.step);
         case COMBINE: return combine(op, item);
-        case GATE: {
-            const Vec gate = sigmoid(broadcast(dot(in, op.weight, op.matrix.k)));
-            for (long i = 0; i < op.size; i += LANES) store(out + i, load(out + i, op.size - i) * gate, op.size - i);
-            return;
-        }
-        case TAKE_ROWS: std::copy_n(op.in + step.output_rows[item] * op.in_stride, op.size, out); return;
-        case PACK: return pack_panel(op, item);
+        case GATE: return gate(op, in, out);
+        case TAKE_ROWS: std::copy_n(op.in + run.step->output_rows[item] * op.in_stride, op.size, out); return;
     }
 }
 
@@ -242,22 +253,22 @@ static void execute(const Op& op, const Run& run, long item, Scratch& scratch) {
 // that a thread without a core (another process has it) holds nobody up unless it is inside an item.
 class Pool {
   public:
-    explicit Pool(long threads) : threads_(threads) {
+    explicit Pool(long threads) {
         for (long i = 1; i < threads; ++i)
             workers_.emplace_back([this] {
-                for (Scratch scratch; !stop_;) wait_for_change(take_items(scratch));
+                while (!stop_) wait_for_change(take_items());
             });
     }
     ~Pool() {
         stop_ = true;
         publish(0);
-        for (auto& worker : workers_) worker.join();
     }
     void run(const Op* ops, long count, const Step* step) {
-        run_ = {ops, count, step, query_tiles(*step), threads_};
+        run_ = {ops, count, step, long(workers_.size()) + 1, {}, 1, 1, 1, 0, std::move(run_.partials), {}};
+        find_tiles(run_);
         current_ = -1;
         begin_next();
-        for (uint64_t seen; (seen = take_items(scratch_)) & MASK;) wait_for_change(seen);  // no items: all is done
+        for (uint64_t seen; (seen = take_items()) & MASK;) wait_for_change(seen);  // no items: all is done
     }
 
   private:
@@ -265,12 +276,15 @@ class Pool {
     static constexpr uint64_t MASK = (1 << BITS) - 1;
 
     // Executes items until none is left; returns number and items of the operation that had none.
-    uint64_t take_items(Scratch& scratch) {
+    uint64_t take_items() {
+#ifdef __AMX_BF16__
+        _tile_loadconfig(&TILES);
+#endif
         for (;;) {
             const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
             const uint64_t item = ticket & MASK, items = ticket >> BITS & MASK;
             if (item >= items) return ticket >> BITS;
-            execute(run_.ops[current_], run_, long(item), scratch);
+            execute(run_.ops[current_], run_, long(item));
             if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == items) begin_next();
         }
     }
@@ -282,7 +296,7 @@ class Pool {
     }
     void publish(uint64_t items) {
         ticket_.store(++number_ << 2 * BITS | items << BITS, std::memory_order_release);
-        if (threads_ > 1) ticket_.notify_all();
+        if (!workers_.empty()) ticket_.notify_all();
     }
     // Spins for about 40 microseconds, then sleeps.
     void wait_for_change(uint64_t seen) {
@@ -292,15 +306,13 @@ class Pool {
             else ticket_.wait(now, std::memory_order_acquire);
     }
 
-    const long threads_;
     Run run_{};
     long current_ = 0;
     uint64_t number_ = 0;
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> ticket_{0};  // number of the operation, its items, the next item
     alignas(64) std::atomic<uint64_t> done_{0};
-    alignas(64) Scratch scratch_;
-    std::vector<std::thread> workers_;
+    std::vector<std::jthread> workers_;
 };
 
 #define EXPORT __attribute__((visibility("default")))
@@ -308,10 +320,9 @@ extern "C" {
 // Asks the system for the AMX registers; false if it has none (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
 EXPORT int kernels_prepare() {
 #ifdef __AMX_BF16__
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-#else
-    return 1;
+    if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;
 #endif
+    return 1;
 }
 EXPORT Pool* kernels_new_pool(long threads) { return new Pool(threads); }
 EXPORT void kernels_delete_pool(Pool* pool) { delete pool; }

@@ -1,25 +1,24 @@
-"""The compiled library: packed matrices, memory in huge pages, the thread pool. Torch-free.
-
-`load_kernels()` compiles it or finds it in the cache (`build.py`).
-"""
+"""The compiled library: packed matrices, memory in huge pages, the thread pool. Torch-free."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.kernels import build, structures
-from meshwright.kernels.op_list import KIND, OpList, packed_matrix
+from meshwright.kernels import structures
+from meshwright.kernels.op_list import OpList
 from meshwright.kernels.operations import Linear
 from meshwright.kernels.structures import BFLOAT16, Array, Float32, PackedMatrix
 
 _HUGE_PAGE = 2 << 20
 _CHUNK = 64 << 20  # bytes that small arrays are cut from
+_PACKED_ROWS = 256  # that a thread packs at once
 
 
 class Kernels:
@@ -40,9 +39,8 @@ class Kernels:
             raise ValueError(f"threads must be at least 1, not {count}")
         if self._pool is not None:
             self._pool()
-        pool = self._library.kernels_new_pool(count)
-        self._handle = pool
-        self._pool = weakref.finalize(self, self._library.kernels_delete_pool, pool)
+        self._threads, self._handle = count, self._library.kernels_new_pool(count)
+        self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Return a zeroed array, aligned to 64 bytes, in huge pages where the system has them. Its pages become
@@ -59,14 +57,26 @@ class Kernels:
         return bytes_.view(dtype).reshape(shape)
 
     def pack(self, weight: Array, dtype: str) -> PackedMatrix:
-        """Pack `weight` [n, k] or [count, n, k], C-contiguous float32 or bfloat16 bits (uint16), as `dtype` "float32"
-        or "bfloat16" (rounded to nearest even), on the thread pool."""
+        """Pack `weight` [n, k] or [count, n, k], float32 or bfloat16 bits (uint16), as `dtype` "float32" or "bfloat16"
+        (rounded to nearest even), on as many threads as execute operations."""
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         buffer = self.empty((self.packed_bytes(n, k, dtype, count),), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
-        op = structures.Op(kind=KIND["pack"], mode=weight.dtype == BFLOAT16, matrix=packed_matrix(packed))
-        op.input = structures.address(weight, BFLOAT16 if weight.dtype == BFLOAT16 else np.float32)
-        self.execute((structures.Op * 1)(op), 0, 1, structures.Step())
+        # A word is one float32, or two bfloat16 of consecutive k.
+        words = buffer.view(np.uint32).reshape(count, -(-n // 16), -1, 16)
+        tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
+
+        def pack_rows(task: tuple[int, int]) -> None:
+            """Pack some rows of one matrix."""
+            index, row = task
+            rows = weight.reshape(count, n, k)[index, row : row + _PACKED_ROWS]
+            out = words[index, row // 16 : -(-(row + len(rows)) // 16)]
+            padded = np.zeros((len(out) * 16, out.shape[1]), np.uint32)
+            padded.view(BFLOAT16 if packed.bfloat16 else np.float32)[: len(rows), :k] = _convert(rows, packed.bfloat16)
+            out[...] = padded.reshape(len(out), 16, -1).transpose(0, 2, 1)
+
+        with ThreadPoolExecutor(self._threads) as threads:
+            list(threads.map(pack_rows, tasks))
         return packed
 
     @staticmethod
@@ -93,6 +103,16 @@ class Kernels:
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 
 
+def _convert(values: Array, bfloat16: bool) -> Array:
+    """Return float32 or bfloat16 bits of values that are either."""
+    if bfloat16 == (values.dtype == BFLOAT16):
+        return values
+    if not bfloat16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    bits = values.view(np.uint32)
+    return np.where(np.isnan(values), 0x7FC0, (bits + (0x7FFF + (bits >> 16 & 1))) >> 16)
+
+
 def _map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
     """Return zeroed memory of `size` bytes, aligned to a huge page."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -101,28 +121,3 @@ def _map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
     whole = np.frombuffer(memory, np.uint8)
     begin = -whole.ctypes.data % _HUGE_PAGE
     return whole[begin : begin + size]
-
-
-def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Return the library for `instruction_set` (None: the fastest that this processor runs); None without a compiler
-    (g++ or what CXX names) or on another architecture than x86-64 with AVX2. `ValueError` for an instruction set that
-    the processor lacks."""
-    supported = build.supported_instruction_sets()
-    if instruction_set is not None and instruction_set not in supported:
-        raise ValueError(f"this processor runs {', '.join(supported) or 'none of the kernels'}, not {instruction_set}")
-    for name in supported if instruction_set is None else (instruction_set,):
-        built = build.build(name)
-        if built is None:
-            continue
-        path, version = built
-        library = ctypes.CDLL(str(path))
-        library.kernels_new_pool.restype = ctypes.c_void_p
-        library.kernels_new_pool.argtypes = [ctypes.c_long]
-        library.kernels_delete_pool.argtypes = [ctypes.c_void_p]
-        library.kernels_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p]
-        library.kernels_size_of.restype = ctypes.c_long
-        for which, structure in enumerate((structures.Op, structures.Step)):
-            assert library.kernels_size_of(which) == ctypes.sizeof(structure), structure
-        if library.kernels_prepare():
-            return Kernels(library, name, version)
-    return None

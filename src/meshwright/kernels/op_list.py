@@ -31,7 +31,7 @@ Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], N
 
 _KINDS = (
     *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "group", "grouped_linear"),
-    *("combine", "gate", "take_rows", "pack"),
+    *("combine", "gate", "take_rows"),
 )
 KIND = {name: number for number, name in enumerate(_KINDS)}
 """Numbers of the kinds of operations in `structures.h`."""
@@ -194,7 +194,7 @@ def _lower_attention(op: Attention) -> list[structures.Op]:
             cache=cache,
             heads=op.heads,
             scale=op.scale,
-            window=op.window,
+            window=op.window or 1 << 40,
         )
     ]
 

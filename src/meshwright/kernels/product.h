@@ -11,14 +11,10 @@ struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
     bfloat16 value[2 * LANES];
 };
 
-// Most rows of a tile and accumulators in registers, for weights of type W; on AVX2 pairs leave fewer of 16 registers.
-#ifdef __AVX512F__
-template <class W> constexpr int TILE_ROWS = 8;
-constexpr int ACCUMULATORS = 18;  // leaves registers for 8 broadcast inputs
-#else
-template <class W> constexpr int TILE_ROWS = std::is_same_v<W, Pairs> ? 5 : 6;
-constexpr int ACCUMULATORS = 6;
-#endif
+// Most accumulators in registers, for weights of type W, and most rows of a tile: on AVX2 pairs leave fewer of 16
+// registers; AVX-512 leaves some for 8 broadcast inputs.
+template <class W> constexpr int ACCUMULATORS = PARTS == 1 ? 18 : std::is_same_v<W, Pairs> ? 5 : 6;
+template <class W> constexpr int TILE_ROWS = std::min(8, ACCUMULATORS<W>);
 constexpr int MOST_PANELS = 4;
 constexpr long BLOCK_ROWS = 96, GROUP_PANELS = 8;  // of a work item with many rows: 128 columns
 #ifdef __AVX512BF16__
@@ -28,58 +24,44 @@ constexpr long SECTION = 256;
 #endif
 constexpr long AMX_K = 32;  // k of one AMX tile; panels are padded to it
 
-INLINE Vec load(const Pairs* p) {  // the even k
+template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
+INLINE Vec load_k(const Pairs* p, bool odd) {  // the even or the odd k
     Vec v;
-    EACH v.part[i] = (Part)(((const IntPart*)p)[i] << 16);
-    return v;
-}
-INLINE Vec load_odd(const Pairs* p) {
-    Vec v;
-    EACH v.part[i] = (Part)(((const IntPart*)p)[i] & int32_t(0xffff0000));
+    asm volatile("" : "+r"(p));  // reads both from memory: what is kept from the even k would take registers from sums
+    EACH v.part[i] = (Part)(odd ? ((const IntPart*)p)[i] & int32_t(0xffff0000) : ((const IntPart*)p)[i] << 16);
     return v;
 }
 
-#ifdef __AVX512BF16__
-// VDPBF16PS: adds x[0] times the even and x[1] times the odd k.
-INLINE Vec add_pairs(Vec total, const bfloat16* x, const Pairs* w) {
-    int32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
-    const __m512bh both = (__m512bh)_mm512_set1_epi32(pair), weights = (__m512bh)_mm512_loadu_si512(w);
-    total.part[0] = _mm512_dpbf16_ps(total.part[0], both, weights);
-    return total;
-}
-#endif
-
-// sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride.
+// sums[r][16 p ...] += x[r][0 .. depth) times panel p, whose k-th row (pair of k for Pairs) is w[p] + k * stride. Not
+// inlined: what surrounds it would take registers from the sums.
 template <class X, class W, int R, int P>
-static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums, long columns) {
+[[gnu::noinline]] static void multiply_tile(const X* const* x, const W* const* w, long stride, long depth, float* sums,
+                                            long columns) {
     Vec total[R][P] = {};
     constexpr bool pairs = std::is_same_v<W, Pairs>;
-    const W* panel[P];
-    const X* row[R];
-    UNROLL for (int p = 0; p < P; ++p) panel[p] = w[p];
-    UNROLL for (int r = 0; r < R; ++r) row[r] = x[r];
     for (long k = 0; k + pairs < depth; k += 1 + pairs) {
         const long at = k / (1 + pairs) * stride;
         UNROLL for (int p = 0; p < P; ++p) {
-#ifdef __AVX512BF16__
+#ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
             if constexpr (std::is_same_v<X, bfloat16>) {
-                UNROLL for (int r = 0; r < R; ++r) total[r][p] = add_pairs(total[r][p], row[r] + k, panel[p] + at);
+                const __m512bh weights = (__m512bh)_mm512_loadu_si512(w[p] + at);
+                UNROLL for (int r = 0; r < R; ++r) {
+                    const __m512bh both = (__m512bh)_mm512_broadcastd_epi32(_mm_loadu_si32(x[r] + k));
+                    total[r][p].part[0] = _mm512_dpbf16_ps(total[r][p].part[0], both, weights);
+                }
                 continue;
             }
 #endif
-            const Vec even = load(panel[p] + at);
-            UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k]), even, total[r][p]);
-            if constexpr (pairs) {
-                const Vec odd = load_odd(panel[p] + at);
-                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(row[r][k + 1]), odd, total[r][p]);
+            UNROLL for (int odd = 0; odd <= pairs; ++odd) {
+                const Vec weights = load_k(w[p] + at, odd);
+                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(x[r][k + odd]), weights, total[r][p]);
             }
         }
     }
     if (pairs && std::is_same_v<X, float> && depth % 2)  // an odd k is the last of the matrix
         UNROLL for (int p = 0; p < P; ++p)
             UNROLL for (int r = 0; r < R; ++r)
-                total[r][p] = fma(broadcast(row[r][depth - 1]), load(panel[p] + depth / 2 * stride), total[r][p]);
+                total[r][p] = fma(broadcast(x[r][depth - 1]), load_k(w[p] + depth / 2 * stride, false), total[r][p]);
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int p = 0; p < P; ++p) {
             float* sum = sums + r * columns + p * LANES;
@@ -87,124 +69,97 @@ static void multiply_tile(const X* const* x, const W* const* w, long stride, lon
         }
 }
 
-template <class X, class W, int R>
-static void multiply_rows(const X* const* x, const W* const* w, long panels, long stride, long depth, float* sums,
-                          long columns) {
-    constexpr int most = std::clamp(ACCUMULATORS / R, 1, MOST_PANELS);
-    long p = 0;
-    for (; p + most <= panels; p += most)
-        multiply_tile<X, W, R, most>(x, w + p, stride, depth, sums + p * LANES, columns);
-    for (; p < panels; ++p) multiply_tile<X, W, R, 1>(x, w + p, stride, depth, sums + p * LANES, columns);
-}
-
 // The same for any number of rows, in tiles of nearly equal height (at most R), and of panels.
 template <class X, class W, int R = TILE_ROWS<W>>
 static void multiply(const X* const* x, long rows, const W* const* w, long panels, long stride, long depth, float* sums,
                      long columns) {
     if constexpr (R > 0) {
+        constexpr int most = std::clamp(ACCUMULATORS<W> / R, 1, MOST_PANELS);
         for (long tiles; rows && (tiles = (rows - 1) / TILE_ROWS<W> + 1, (rows - 1) / tiles + 1 == R); rows -= R) {
-            multiply_rows<X, W, R>(x, w, panels, stride, depth, sums, columns);
+            long p = 0;
+            for (; p + most <= panels; p += most)
+                multiply_tile<X, W, R, most>(x, w + p, stride, depth, sums + p * LANES, columns);
+            for (; p < panels; ++p) multiply_tile<X, W, R, 1>(x, w + p, stride, depth, sums + p * LANES, columns);
             x += R, sums += R * columns;
         }
         multiply<X, W, R - 1>(x, rows, w, panels, stride, depth, sums, columns);
     }
 }
 
-#ifdef __AMX_BF16__
-alignas(64) static const struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TILES = {1, 0, {}, {64, 64, 64, 64, 64}, {16, 16, 16, 16, 16}};
+#ifdef __AVX512BF16__
+// For AMX: palette 1; bytes of a row and rows of the tiles 0 to 4. Every thread loads it before it executes operations.
+alignas(64) [[maybe_unused]] static const uint64_t TILES[8] = {1, 0, 0x40004000400040, 0x40, 0, 0, 0x1010101010};
 
-// The same in AMX tiles of 16 rows (at `x`, `x_stride` apart, zero-padded), two panels at a time.
-static void multiply_amx(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels, long depth,
-                         float* sums, long columns) {
+// The same with x rounded to bfloat16 and zero-padded, in `work`: [rows, a multiple of 16][depth, a multiple of AMX_K].
+static void multiply_rounded(const float* const* x, long rows, const Pairs* const* w, long panels, long depth,
+                             float* sums, bfloat16* work) {
+    const long padded = (depth + AMX_K - 1) / AMX_K * AMX_K;
+    const bfloat16* rounded[BLOCK_ROWS];
+    for (long r = 0; r < (rows + 15) / 16 * 16; ++r) {
+        rounded[r] = work + r * padded;
+        for (long k = 0; k < padded; ++k) work[r * padded + k] = r < rows && k < depth ? to_bfloat16(x[r][k]) : 0;
+    }
+#ifndef __AMX_BF16__
+    multiply(rounded, rows, w, panels, 1, padded, sums, panels * LANES);
+#else  // tiles of 16 rows and two panels; of an odd number the last is multiplied twice
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 16) {
-            const bool second = p + 1 < panels;
             alignas(64) float out[2][16][LANES];
             _tile_zero(0);
             _tile_zero(1);
-            for (long k = 0; k < depth; k += AMX_K) {
-                _tile_loadd(2, x + r * x_stride + k, x_stride * sizeof(bfloat16));
+            for (long k = 0; k < padded; k += AMX_K) {
+                _tile_loadd(2, rounded[r] + k, padded * sizeof(bfloat16));
                 _tile_loadd(3, w[p] + k / 2, sizeof(Pairs));
+                _tile_loadd(4, w[std::min(p + 1, panels - 1)] + k / 2, sizeof(Pairs));
                 _tile_dpbf16ps(0, 2, 3);
-                if (second) {
-                    _tile_loadd(4, w[p + 1] + k / 2, sizeof(Pairs));
-                    _tile_dpbf16ps(1, 2, 4);
-                }
+                _tile_dpbf16ps(1, 2, 4);
             }
             _tile_stored(0, out[0], 64);
             _tile_stored(1, out[1], 64);
             for (long i = 0; i < std::min(16L, rows - r); ++i)
-                for (int panel = 0; panel < 1 + second; ++panel) {
-                    float* sum = sums + (r + i) * columns + (p + panel) * LANES;
-                    store(sum, load(sum) + load(out[panel][i]));
+                for (long column = p; column < std::min(p + 2, panels); ++column) {
+                    float* sum = sums + ((r + i) * panels + column) * LANES;
+                    store(sum, load(sum) + load(out[column - p][i]));
                 }
         }
+#endif
 }
 #endif
 
 // Memory of one thread, kept from item to item.
-struct Scratch {
-    std::vector<float> floats;
-    float* take(long count) {
-        if (long(floats.size()) < count + 16) floats.resize(count + 16);
-        return (float*)((uintptr_t(floats.data()) + 63) / 64 * 64);
-    }
-};
+static float* take_scratch(long count) {
+    thread_local std::vector<float> memory;
+    if (long(memory.size()) < count + 16) memory.resize(count + 16);
+    return (float*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+}
 
 static const char* panel_at(const Matrix& w, long index, long panel) {
-    const long bytes = w.bf16 ? (w.k + AMX_K - 1) / AMX_K * AMX_K * LANES * 2 : w.k * LANES * 4;
-    return (const char*)w.data + index * w.stride + panel * bytes;
+    return (const char*)w.data + index * w.stride + panel * (w.stride / ((w.n + LANES - 1) / LANES));
 }
 
 // sums[rows][16 panels] = x times the `panels` panels of matrix `index` from `panel` on.
+template <class W>
 static void multiply_panels(const float* const* x, long rows, const Matrix& w, long index, long panel, long panels,
-                            float* sums, [[maybe_unused]] float* work) {
-    const long columns = panels * LANES;
-    std::fill_n(sums, rows * columns, 0.0f);
-    const char* at[GROUP_PANELS];
-    for (long p = 0; p < panels; ++p) at[p] = panel_at(w, index, panel + p);
+                            float* sums) {
+    constexpr bool pairs = std::is_same_v<W, Pairs>;
+    constexpr long stride = pairs ? 1 : LANES;
+    const W* at[GROUP_PANELS];
     const float* row[BLOCK_ROWS];
-#ifdef __AMX_BF16__
-    if (w.bf16) _tile_loadconfig(&TILES);
-#endif
+    std::fill_n(sums, rows * panels * LANES, 0.0f);
     for (long begin = 0; begin < w.k; begin += SECTION) {
         const long depth = std::min(SECTION, w.k - begin);
-        const float* floats[GROUP_PANELS];
-        const Pairs* pairs[GROUP_PANELS];
         for (long r = 0; r < rows; ++r) row[r] = x[r] + begin;
-        for (long p = 0; p < panels; ++p) {
-            floats[p] = (const float*)at[p] + begin * LANES;
-            pairs[p] = (const Pairs*)at[p] + begin / 2;
-        }
-        if (!w.bf16) {
-            multiply(row, rows, floats, panels, LANES, depth, sums, columns);
+        for (long p = 0; p < panels; ++p)
+            at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
+#ifdef __AVX512BF16__
+        if constexpr (pairs) {
+            multiply_rounded(row, rows, at, panels, depth, sums, (bfloat16*)(sums + BLOCK_ROWS * GROUP_PANELS * LANES));
             continue;
         }
-#ifdef __AVX512BF16__
-        const long padded = (depth + AMX_K - 1) / AMX_K * AMX_K;
-        const bfloat16* rounded[BLOCK_ROWS];
-        bfloat16* next = (bfloat16*)work;
-        for (long r = 0; r < (rows + 15) / 16 * 16; ++r, next += padded) {
-            rounded[r] = next;
-            for (long k = 0; k < padded; ++k) next[k] = r < rows && k < depth ? to_bfloat16(row[r][k]) : 0;
-        }
-#ifdef __AMX_BF16__
-        multiply_amx(rounded[0], padded, rows, pairs, panels, padded, sums, columns);
-#else
-        multiply(rounded, rows, pairs, panels, 1, padded, sums, columns);
 #endif
-#else
-        multiply(row, rows, pairs, panels, 1, depth, sums, columns);
-#endif
+        multiply(row, rows, at, panels, stride, depth, sums, panels * LANES);
     }
-#ifdef __AMX_BF16__
-    if (w.bf16) _tile_release();
-#endif
 }
 
 // Work items of a product: row blocks x groups of panels. Smaller groups where there are few.
@@ -219,21 +174,21 @@ struct Items {
     long count() const { return row_blocks * groups; }
 };
 
-// One item: out[place[r]] (+)= x[source[r]] Wᵀ + bias, for rows given by `find`: r -> (input row, output row).
-template <class Find>
-static void multiply_item(const Op& op, const Items& items, long item, long index, Scratch& scratch, Find find) {
+// One item of the product with matrix `index`, whose rows begin at `begin`: out[row] (+)= x[row] Wᵀ + bias. Rows of
+// experts are assignments, which `order` sorts; the input of the first product (`mode`) is that of their token.
+static void multiply_item(const Op& op, const Items& items, long item, long index, long begin) {
     const long first = item % items.row_blocks * items.block_rows, panel = item / items.row_blocks * items.group;
     const long rows = std::min(items.block_rows, items.rows - first);
     const long panels = std::min(items.group, items.panels - panel), columns = panels * LANES;
     const float* x[BLOCK_ROWS];
     float* out[BLOCK_ROWS];
     for (long r = 0; r < rows; ++r) {
-        const auto [source, place] = find(first + r);
-        x[r] = op.in + source * op.in_stride;
+        const long place = op.kind == LINEAR ? first + r : op.routing.order[begin + first + r];
+        x[r] = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride;
         out[r] = op.out + place * op.out_stride;
     }
-    float* sums = scratch.take(BLOCK_ROWS * GROUP_PANELS * LANES + BLOCK_ROWS * SECTION / 2);
-    multiply_panels(x, rows, op.matrix, index, panel, panels, sums, sums + BLOCK_ROWS * GROUP_PANELS * LANES);
+    float* sums = take_scratch(BLOCK_ROWS * GROUP_PANELS * LANES + BLOCK_ROWS * SECTION / 2);
+    (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(x, rows, op.matrix, index, panel, panels, sums);
     for (long r = 0; r < rows; ++r)
         for (long c = 0; c < columns; c += LANES) {
             const long column = panel * LANES + c, count = op.matrix.n - column;
@@ -242,21 +197,4 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
             if (op.accumulate) y = load(out[r] + column, count) + y;
             store(out[r] + column, y, count);
         }
-}
-
-// Packs one panel of all panels of the matrices from rows [n, k] of float32 or (`mode`) bfloat16.
-static void pack_panel(const Op& op, long item) {
-    const Matrix& w = op.matrix;
-    const long panels = (w.n + LANES - 1) / LANES, index = item / panels, panel = item % panels;
-    const long padded = w.bf16 ? (w.k + AMX_K - 1) / AMX_K * AMX_K : w.k;
-    char* out = (char*)panel_at(w, index, panel);
-    for (long lane = 0; lane < LANES; ++lane) {
-        const long n = panel * LANES + lane, source = (index * w.n + n) * w.k;
-        for (long k = 0; k < padded; ++k) {
-            const bool real = n < w.n && k < w.k;
-            const float x = !real ? 0 : op.mode ? to_float(((const bfloat16*)op.in)[source + k]) : op.in[source + k];
-            if (w.bf16) ((bfloat16*)out)[(k / 2 * LANES + lane) * 2 + k % 2] = to_bfloat16(x);
-            else ((float*)out)[k * LANES + lane] = x;
-        }
-    }
 }

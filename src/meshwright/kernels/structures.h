@@ -28,7 +28,6 @@ struct Routing {
 
 enum Kind : int32_t {
     EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, GATE, TAKE_ROWS,
-    PACK,
 };
 enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
 enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };

@@ -12,8 +12,12 @@ typedef uint16_t bfloat16;
 
 #ifdef __AVX512F__
 typedef __m512 Part;
+#define FUSED_MULTIPLY_ADD _mm512_fmadd_ps
+#define LOAD_UINT16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(p)))
 #else
 typedef __m256 Part;
+#define FUSED_MULTIPLY_ADD _mm256_fmadd_ps
+#define LOAD_UINT16(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p)))
 #endif
 typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
 constexpr int PARTS = LANES * sizeof(float) / sizeof(Part);
@@ -26,29 +30,15 @@ struct Vec {
 #define EACH UNROLL for (int i = 0; i < PARTS; ++i)
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE Vec broadcast(float x) {
-    Vec v;
-    EACH v.part[i] = x - Part{};  // to all lanes
-    return v;
-}
-INLINE Vec load(const float* p) {
-    Vec v;
-    EACH std::memcpy(&v.part[i], p + i * (LANES / PARTS), sizeof(Part));
-    return v;
-}
+INLINE Vec broadcast(float x) { Vec v; EACH v.part[i] = x - Part{}; return v; }
+INLINE Vec load(const float* p) { Vec v; EACH std::memcpy(&v.part[i], p + i * (LANES / PARTS), sizeof(Part)); return v; }
 INLINE void store(float* p, const Vec& v) { EACH std::memcpy(p + i * (LANES / PARTS), &v.part[i], sizeof(Part)); }
-INLINE Vec operator+(Vec a, const Vec& b) { EACH a.part[i] += b.part[i]; return a; }
-INLINE Vec operator-(Vec a, const Vec& b) { EACH a.part[i] -= b.part[i]; return a; }
-INLINE Vec operator*(Vec a, const Vec& b) { EACH a.part[i] *= b.part[i]; return a; }
-INLINE Vec operator/(Vec a, const Vec& b) { EACH a.part[i] /= b.part[i]; return a; }
+#define OPERATOR(op) INLINE Vec operator op(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] op b.part[i]; return a; }
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/)
 INLINE Vec maximum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]; return a; }
 INLINE Vec minimum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]; return a; }
 INLINE Vec fma(Vec a, const Vec& b, const Vec& c) {
-#ifdef __AVX512F__
-    EACH a.part[i] = _mm512_fmadd_ps(a.part[i], b.part[i], c.part[i]);
-#else
-    EACH a.part[i] = _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]);
-#endif
+    EACH a.part[i] = FUSED_MULTIPLY_ADD(a.part[i], b.part[i], c.part[i]);
     return a;
 }
 // a where a >= low, else b.
@@ -65,12 +55,7 @@ INLINE bfloat16 to_bfloat16(float x) {
 }
 INLINE Vec load(const bfloat16* p) {
     Vec v;
-#ifdef __AVX512F__
-    v.part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
-#else
-    EACH v.part[i] = _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * i))), 16));
-#endif
+    EACH v.part[i] = (Part)((IntPart)LOAD_UINT16(p + i * (LANES / PARTS)) << 16);
     return v;
 }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.collectives.quantities import GIB
 from meshwright.planner.estimate import Estimate, model_document
-from meshwright.planner.memory import GIB, memory_of, unlike_ranks
+from meshwright.planner.memory import memory_of, unlike_ranks
 from meshwright.planner.search import MOST_PRICED, Found
 from meshwright.planner.space import Problem
 

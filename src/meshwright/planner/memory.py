@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import SCHEDULE_CHUNKS
 from meshwright.planner.bubbles import in_flight, places_of
@@ -28,7 +29,6 @@ from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import Stage, stages_of
 from meshwright.spec.work import count_predictions
 
-GIB = 2.0**30
 CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """The parts of the peak in an answer; communication and logits are part of the workspace there."""
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.collectives.quantities import format_bytes
+from meshwright.collectives.quantities import GIB, format_bytes
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
-from meshwright.planner.memory import GIB
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import EngineTensor
 from meshwright.spec.parameters import ParameterTable, parameter_table

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
 from meshwright.planner.calibration import Calibration
 from meshwright.planner.estimate import Estimate, model_document
 from meshwright.planner.explain import Row
 from meshwright.planner.ledger import Item
-from meshwright.planner.memory import GIB, RankMemory, by_layers
+from meshwright.planner.memory import RankMemory, by_layers
 from meshwright.planner.nearest import Nearest
 from meshwright.planner.search import MOST_PRICED, Advice, Found
 from meshwright.planner.space import Problem

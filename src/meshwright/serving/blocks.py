@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 BLOCK_TOKENS = 16
 
@@ -136,19 +136,3 @@ class BlockPool:
         if content not in self._block_of:
             self._block_of[content] = block
             self._hashes[block] = content
-
-    def check(self, tables: Mapping[int, Sequence[int]]) -> None:
-        """Assert that free, cached and held blocks make up the pool, and that the holders are those of `tables`: for
-        each sequence's age, the blocks it holds."""
-        holders: dict[int, list[int]] = {}
-        for age in sorted(tables):
-            for block in tables[age]:
-                holders.setdefault(block, []).append(age)
-        assert {block: ages for block, ages in enumerate(self._holders) if ages} == holders, "holders differ"
-        assert +self.owned == Counter(ages[-1] for ages in holders.values()), "owned blocks are miscounted"
-        parts = [*self._free, *self._cached, *holders]
-        assert len(parts) == self.size and set(parts) == set(range(self.size)), (
-            f"{self.free} free + {self.cached} cached + {len(holders)} held blocks of {self.size}"
-        )
-        known = {content: block for block, content in enumerate(self._hashes) if content is not None}
-        assert known == self._block_of and not set(known.values()) & set(self._free), "the prefix cache is damaged"

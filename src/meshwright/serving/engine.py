@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
@@ -64,7 +62,7 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """Return the figures of the last step (`tokens`; `context`: keys to which they attend), the scheduler's, and
         `kernel_seconds`, the time spent in the runner so far."""
-        return {**self._last, **asdict(self.scheduler.stats), "kernel_seconds": self._kernel_seconds}
+        return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
         """Return `instruction_set`, `kernels` (their version) and `memory` (bytes by kind)."""
@@ -75,12 +73,4 @@ class Engine:
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
     """Build a scheduler for a runner of these limits. `groups`: pipeline stages."""
     windows = {config.layer_window(layer) for layer in range(config.layers)}
-    return Scheduler(
-        BlockPool(limits.blocks),
-        token_budget=limits.token_budget,
-        max_sequences=limits.max_sequences,
-        max_length=limits.max_length,
-        window=windows.pop() if len(windows) == 1 else None,
-        logit_rows=limits.logit_rows,
-        groups=groups,
-    )
+    return Scheduler(limits, windows.pop() if len(windows) == 1 else None, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -69,18 +69,7 @@ class Generation:
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the JSON object of `meshwright generate --json`; `tokens` is the number of new tokens."""
-        return to_json_dict(
-            {
-                "prompt": self.prompt,
-                "text": self.text,
-                "tokens": len(self.tokens),
-                "prompt_tokens": self.prompt_tokens,
-                "stopped": self.stopped,
-                "seconds_to_first_token": self.seconds_to_first_token,
-                "tokens_per_second": self.tokens_per_second,
-                "checkpoint": self.checkpoint,
-            }
-        )
+        return to_json_dict({**asdict(self), "tokens": len(self.tokens)})
 
 
 class Answer:

@@ -6,7 +6,6 @@ MLP, V vocabulary, P ranks of tp.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,22 +15,9 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Mesh
+from meshwright.kernels import operations as op
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.op_list import OpList
-from meshwright.kernels.operations import (
-    Activation,
-    Attention,
-    Embed,
-    Experts,
-    ExpertsWorkspace,
-    Gate,
-    LayerCache,
-    Linear,
-    Norm,
-    RopeStore,
-    Rows,
-    TakeRows,
-)
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
@@ -41,9 +27,8 @@ from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
-from meshwright.serving.step_limits import StepLimits, touch_pages
+from meshwright.serving.step_limits import StepLimits, reserve_pool
 from meshwright.serving.weights import RankWeights
-from meshwright.threads import count_available_cores
 
 Float32 = npt.NDArray[np.float32]
 
@@ -78,7 +63,7 @@ class Lowering:
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
         self._buffers: dict[str, Float32] = {}
-        self._experts_workspace: ExpertsWorkspace | None = None
+        self._experts_workspace: op.ExpertsWorkspace | None = None
         axes = AxisOperations(
             tensor=TensorParallel(mesh.tp, sequence_parallel=False),
             dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None,
@@ -99,8 +84,10 @@ class Lowering:
             self._rotation = cosine, sine
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        with ThreadPoolExecutor(count_available_cores(), "touch") as self._touching:  # while weights are read
-            self._lower()
+        self._caches: list[npt.NDArray[Any]] = []
+        self._lower()
+        if limits.touched and self._caches:
+            reserve_pool(self._caches)
 
     def _lower(self) -> None:
         """Append the operations of the stage."""
@@ -115,11 +102,11 @@ class Lowering:
         """Append token and position embeddings; return the packed matrix of a head that shares the table."""
         packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
         table = packed or self._keep(self._read("embedding.weight", keep_dtype=True))
-        self.ops.append(Embed(self.states, table, first=self._first_token))
+        self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if self._model.positions is not None:
             positions = self._keep(self._read("positions.weight", keep_dtype=True))
-            self.ops.append(Embed(self.states, positions, ids="positions", accumulate=True))
+            self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
     def _lower_block(self, block: Block, layer: int) -> None:
@@ -141,20 +128,18 @@ class Lowering:
         self._lower_linear(attention.qkv, qkv, x)
         dtype = np.float32 if self._dtype == "float32" else np.uint16
         keys, values = (
-            self._kernels.empty(shape, dtype) for shape in LayerCache.shapes(self._limits.blocks, kv_heads, size)
+            self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
         )
-        for each in (keys, values):
-            if self._limits.touched:
-                self._touching.submit(touch_pages, each)
-            self.nbytes["kv"] += each.nbytes
-        cache = LayerCache(keys, values, size)
+        self._caches += keys, values
+        self.nbytes["kv"] += keys.nbytes + values.nbytes
+        cache = op.LayerCache(keys, values, size)
         cosine, sine = self._rotation or (None, None)
         query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         epsilon = self.config.norm_epsilon
-        self.ops.append(RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, epsilon))
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, epsilon))
         out = self._buffer("attention", heads * size)
         window = self.config.layer_window(layer) or 0
-        self.ops.append(Attention(out, qkv, cache, heads, size**-0.5, window))
+        self.ops.append(op.Attention(out, qkv, cache, heads, size**-0.5, window))
         self._lower_row_parallel(attention.output, out)
 
     def _lower_mixture(self, mixture: Mixture, x: Float32) -> None:
@@ -162,7 +147,7 @@ class Lowering:
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
         if self._experts_workspace is None:
-            self._experts_workspace = ExpertsWorkspace(
+            self._experts_workspace = op.ExpertsWorkspace(
                 self._limits.token_budget, config.experts, config.experts_per_token, config.hidden, width
             )
             self.nbytes["workspace"] += self._experts_workspace.nbytes
@@ -171,7 +156,7 @@ class Lowering:
         router = self._pack(mixture.router, dtype="float32")
         up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
         self.ops.append(
-            Experts(
+            op.Experts(
                 out, x, router, up, down, self._experts_workspace, config.experts_per_token, config.activation,
                 config.router, router_bias, config.normalise_choice, config.routed_scale, self._first_expert,
                 accumulate=not self._split,
@@ -186,7 +171,7 @@ class Lowering:
         """Append the shared expert and its gate, added to `out`."""
         hidden = self._lower_up(shared, True, shared.activation, x)
         if mixture.shared_gate is not None:  # a factor of each token: before or after the second product
-            self.ops.append(Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
+            self.ops.append(op.Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: Any, gated: bool, activation: Any, x: Float32) -> Float32:
@@ -195,31 +180,31 @@ class Lowering:
         up = self._buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
         hidden = self._buffer("hidden", width)
-        self.ops.append(Activation(hidden, up, activation, gated))
+        self.ops.append(op.Activation(hidden, up, activation, gated))
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:
         """Append the final norm of the output rows and their logits. `packed`: matrix that the embedding shares."""
         rows = self._buffer("rows", self.config.hidden, self._limits.logits)
-        self.ops.append(TakeRows(rows, self.states))
+        self.ops.append(op.TakeRows(rows, self.states))
         assert self._model.final_norm is not None
         self._lower_norm(self._model.final_norm, rows, rows, outputs=True)
         if packed is None:
             packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
         self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
-        self.ops.append(Linear(self.logits, rows, packed, rows="outputs"))
+        self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
 
     def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, outputs: bool = False) -> None:
         """Append a norm over the hidden dimension."""
         weight, bias = self._parameter(norm, "weight"), self._optional(norm, "bias")
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
-        rows: Rows = "outputs" if outputs else "tokens"
-        self.ops.append(Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
+        rows: op.Rows = "outputs" if outputs else "tokens"
+        self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
         """Append a product with its bias."""
-        self.ops.append(Linear(out, x, self._pack(linear), self._optional(linear, "bias"), accumulate))
+        self.ops.append(op.Linear(out, x, self._pack(linear), self._optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
         """Append a product whose result is summed over tensor-parallel ranks and added to the states."""
@@ -227,7 +212,7 @@ class Lowering:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
         partial = self._buffer("partial", self.config.hidden)
-        self.ops.append(Linear(partial, x, self._pack(linear)))
+        self.ops.append(op.Linear(partial, x, self._pack(linear)))
         self._sum_over_ranks(partial, self.states, self._optional(linear, "bias"))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
-from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingLedger, ServingSizes, fill_memory, serving_ledger
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig

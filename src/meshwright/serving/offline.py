@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.comm.mesh import Mesh
+from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher.device import current_device_memory
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
@@ -116,8 +117,10 @@ class RanksEngine:
             request.check(config.vocabulary, limits.max_length)
         ranks = layout.tp * layout.pp
         with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as directory:
-            threads, checkpoint = choose_threads(layout.world_size), str(self._directory.resolve())
-            plan = RankPlan(checkpoint, str(layout), self._dtype, limits, threads, directory, _STEP_SECONDS)
+            plan = RankPlan(
+                str(self._directory.resolve()), str(layout), self._dtype, limits, choose_threads(layout.world_size),
+                directory, _STEP_SECONDS, instruction_set=choose_instruction_set(),
+            )  # fmt: skip
             replicas = Replicas(plan, LocalStarter(ranks), replicas=layout.dp, ranks=ranks)
             try:
                 await replicas.start()

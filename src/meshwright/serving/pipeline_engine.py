@@ -177,9 +177,15 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
 
 
 def build_engine(
-    directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int, batch_invariant: bool = False
+    directory: Path,
+    mesh: Mesh,
+    dtype: str,
+    limits: StepLimits,
+    threads: int,
+    batch_invariant: bool = False,
+    instruction_set: str | None = None,
 ) -> Engine:
     """Load this rank's part of a model and build its engine; arguments and errors as of `runner.build_runner`."""
-    runner = build_runner(directory, mesh, dtype, limits, threads, batch_invariant)
+    runner = build_runner(directory, mesh, dtype, limits, threads, batch_invariant, instruction_set)
     scheduler = build_scheduler(runner.config, limits, groups=mesh.pp.size)
     return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

@@ -38,11 +38,12 @@ class RankPlan:
         threads: Of each rank.
         directory: Private directory for sockets; None: TCP.
         step_seconds: Longest step.
+        device: "cpu" or "cuda": a GPU for each rank of a machine.
+        batch_invariant: As of `runner.build_runner`.
+        instruction_set: Of the kernels, chosen by the front for all ranks; None where it cannot build any.
         secret: Shared secret of front and ranks.
         front: Address at which the front listens, set by the front.
         start: How often the replica's ranks have been started before, set by the front.
-        device: "cpu" or "cuda": a GPU for each rank of a machine.
-        batch_invariant: As of `runner.build_runner`.
         engine: Function that builds the engine of a rank, `package.module:function`.
     """
 
@@ -53,11 +54,12 @@ class RankPlan:
     threads: int
     directory: str | None
     step_seconds: float = 60.0
+    device: str = "cpu"
+    batch_invariant: bool = False
+    instruction_set: str | None = None
     secret: str = field(default_factory=make_secret)
     front: str = ""
     start: int = 0
-    device: str = "cpu"
-    batch_invariant: bool = False
     engine: str = "meshwright.serving.ranks:build_rank_engine"
 
     @classmethod

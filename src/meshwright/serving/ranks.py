@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, ignore_model_warnings
+from meshwright.kernels.build import supported_instruction_sets
+from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import choose_device
 from meshwright.launcher.rank_process import die_with_parent
@@ -86,8 +89,18 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 
 def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
-    """Build the engine of this rank. Raises UserError if the model cannot be loaded."""
-    return build_engine(Path(plan.checkpoint), mesh, plan.dtype, plan.limits, plan.threads, plan.batch_invariant)
+    """Build the engine of this rank. Raises UserError if the model cannot be loaded, or if this processor lacks the
+    instruction set of all ranks."""
+    chosen, supported = plan.instruction_set, supported_instruction_sets()
+    if chosen is not None and chosen not in supported:
+        raise UserError(
+            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
+            f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
+            f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
+        )
+    return build_engine(
+        Path(plan.checkpoint), mesh, plan.dtype, plan.limits, plan.threads, plan.batch_invariant, chosen
+    )
 
 
 def _take_device(kind: str, number: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from meshwright.errors import UserError
 from meshwright.serving.sampling import Sampling, TokenResult
@@ -107,29 +107,17 @@ class Output:
 
     def to_json(self) -> dict[str, Any]:
         """Return an object of plain lists, numbers and strings for `json.dumps`."""
-        return {
-            "request_id": self.request_id,
-            "results": [pack_result(result) for result in self.results],
-            "finish_reason": self.finish_reason,
-            "cached_tokens": self.cached_tokens,
-            "prompt_results": None
-            if self.prompt_results is None
-            else [None if result is None else pack_result(result) for result in self.prompt_results],
-        }
+        results, prompt = [pack_result(result) for result in self.results], self.prompt_results
+        packed = None if prompt is None else [result and pack_result(result) for result in prompt]
+        document = {"request_id": self.request_id, "results": results, "finish_reason": self.finish_reason}
+        return {**document, "cached_tokens": self.cached_tokens, "prompt_results": packed}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Output:
         """Rebuild the output of a `to_json` document."""
-        reason = document["finish_reason"]
-        assert reason is None or reason in get_args(FinishReason)
-        prompt = document["prompt_results"]
-        return cls(
-            document["request_id"],
-            [unpack_result(row) for row in document["results"]],
-            reason,
-            document["cached_tokens"],
-            None if prompt is None else [None if row is None else unpack_result(row) for row in prompt],
-        )
+        results, prompt = [unpack_result(row) for row in document["results"]], document["prompt_results"]
+        unpacked = None if prompt is None else [row and unpack_result(row) for row in prompt]
+        return cls(**{**document, "results": results, "prompt_results": unpacked})
 
 
 def pack_result(result: TokenResult) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.kernels.library import load_kernels
+from meshwright.kernels.choice import load_kernels
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
@@ -52,7 +52,13 @@ DEVICE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def build_runner(
-    directory: Path, mesh: Mesh, dtype: str, limits: StepLimits, threads: int = 1, batch_invariant: bool = False
+    directory: Path,
+    mesh: Mesh,
+    dtype: str,
+    limits: StepLimits,
+    threads: int = 1,
+    batch_invariant: bool = False,
+    instruction_set: str | None = None,
 ) -> Runner:
     """Load this rank's part of a model and allocate its KV pool.
 
@@ -63,6 +69,7 @@ def build_runner(
         limits: Sizes to allocate for.
         threads: Threads of the kernels.
         batch_invariant: On a GPU, tokens whose bits depend on their sequence alone; on a CPU they always are.
+        instruction_set: That of the kernels; None: the one measured as the fastest here.
 
     Raises:
         UserError: The checkpoint is damaged, or no decoder, or needs kernels that are not to be had here.
@@ -70,7 +77,7 @@ def build_runner(
     weights = RankWeights(directory, mesh)
     if mesh.device.type == "cuda":
         return _build_device_runner(weights, mesh, dtype, limits, batch_invariant)
-    if dtype in KERNEL_DTYPES and (kernels := load_kernels()) is not None:
+    if dtype in KERNEL_DTYPES and (kernels := load_kernels(instruction_set)) is not None:
         kernels.set_threads(threads)
         return NativeRunner(kernels, weights, mesh, dtype, limits)
     if mesh.layout.expert_parallel:

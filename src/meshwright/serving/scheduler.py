@@ -18,7 +18,8 @@ from meshwright.serving.admission import AdmissionState, AnswerShare
 from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, count_blocks
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import SchedulerStats, Sequence, State, WaitingQueue
+from meshwright.serving.sequence import Sequence, State, WaitingQueue
+from meshwright.serving.step_limits import StepLimits
 
 Integers = npt.NDArray[np.int32]
 
@@ -63,26 +64,13 @@ class Scheduler:
     budget. Requests are admitted by priority, then arrival, while the admission state stays safe.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        token_budget: int,
-        max_sequences: int,
-        max_length: int,
-        window: int | None = None,
-        logit_rows: int = 0,
-        groups: int = 1,
-    ) -> None:
-        """`token_budget`: most tokens of a step, at least `max_sequences`, the most running sequences of all groups;
-        `max_length`: most tokens of prompt and answer together; `window`: sliding window of all layers in tokens, None
-        if any has none; `logit_rows`: most rows of logits of a step, at least `max_sequences` whatever is given;
-        `groups`: pipeline groups, each sequence in one."""
-        assert token_budget >= max_sequences >= groups >= 1, "a step has room for a token of each sequence"
-        self.pool = pool
-        self._token_budget, self._max_sequences, self._max_length = token_budget, max_sequences, max_length
-        self._window, self._groups = window, groups
-        self._logit_rows = max(logit_rows, max_sequences)
+    def __init__(self, limits: StepLimits, window: int | None = None, groups: int = 1) -> None:
+        """`limits`: sizes of the pool and of a step, whose token budget has room for a token of each sequence;
+        `window`: sliding window of all layers in tokens, None if any has none; `groups`: pipeline groups, each sequence
+        in one."""
+        assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
+        self.pool = BlockPool(limits.blocks)
+        self._limits, self._window, self._groups = limits, window, groups
         self._requests: dict[str, Sequence] = {}  # unfinished
         self._queue = WaitingQueue()
         self._admitted: list[Sequence] = []  # oldest first
@@ -90,23 +78,23 @@ class Scheduler:
         self._answers = AnswerShare()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
-        self._rows = list(range(max_sequences - 1, -1, -1))
-        self._tables: Integers = np.zeros((max_sequences, count_blocks(max_length)), np.int32)
+        self._rows = list(range(limits.max_sequences - 1, -1, -1))
+        self._tables: Integers = np.zeros((limits.max_sequences, count_blocks(limits.max_length)), np.int32)
         self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if its ID is in use, or if it can never fit the pool or `max_length`."""
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
-        longest = count_blocks(self._max_length)
+        longest = count_blocks(self._limits.max_length)
         if self._window is not None:  # blocks that any chunk and the window before it can overlap
-            chunk = min(self._token_budget, len(request.tokens) + len(request.replayed))
+            chunk = min(self._limits.token_budget, len(request.tokens) + len(request.replayed))
             longest = (self._window + chunk - 3) // BLOCK_TOKENS + 2
         sequence = Sequence(request, longest)
-        if request.longest > self._max_length or sequence.most_blocks > self.pool.size:
+        if request.longest > self._limits.max_length or sequence.most_blocks > self.pool.size:
             raise UserError(
                 f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
-                f"{min(self._max_length, self.pool.size * BLOCK_TOKENS)} tokens together"
+                f"{min(self._limits.max_length, self.pool.size * BLOCK_TOKENS)} tokens together"
             )
         self._requests[request.id] = sequence
         self._queue.push(sequence)
@@ -130,7 +118,7 @@ class Scheduler:
         mine = [sequence for sequence in self._admitted if sequence.group == group]  # by age
         mine.sort(key=lambda sequence: len(sequence.tokens) - sequence.computed > 1)  # decoding ones first
         picked: list[tuple[Sequence, int, range]] = []
-        budget, rows = self._token_budget, self._logit_rows
+        budget, rows = self._limits.token_budget, self._limits.logits
         for sequence in mine:
             assert not sequence.in_flight, f"the last batch of group {group} has not been published"
             wanted = min(len(sequence.tokens) - sequence.computed, budget)
@@ -168,27 +156,18 @@ class Scheduler:
         return not self._requests and not self._admitted
 
     @property
-    def stats(self) -> SchedulerStats:
-        """Current figures."""
+    def stats(self) -> dict[str, int]:
+        """Current figures: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or `paused`,
+        which keep their blocks; KV blocks that are `free` (without content), `cached` (evictable) and `held`; and since
+        the start `prompt_tokens` of admitted sequences, those of them that the prefix cache held (`prefix_hit_tokens`),
+        and `pauses`."""
         paused = sum(sequence.state is State.PAUSED for sequence in self._admitted)
-        return SchedulerStats(
-            waiting=len(self._queue),
-            running=len(self._admitted) - paused,
-            paused=paused,
-            free=self.pool.free,
-            cached=self.pool.cached,
-            held=self.pool.size - self.pool.available,
-            waiting_tokens=self._queue.tokens,
-            prompt_tokens=self._prompt_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            pauses=self._pauses,
-        )
-
-    def check(self) -> None:
-        """Assert that the pool's blocks are those of the sequences and that the admission state is safe."""
-        self.pool.check({each.age: each.table[each.first_held :] for each in self._admitted})
-        self._state = None
-        assert self._admission_state().safe
+        pool, held = self.pool, self.pool.size - self.pool.available
+        return {
+            "waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused,
+            "free": pool.free, "cached": pool.cached, "held": held, "waiting_tokens": self._queue.tokens,
+            "prompt_tokens": self._prompt_tokens, "prefix_hit_tokens": self._prefix_hit_tokens, "pauses": self._pauses,
+        }  # fmt: skip
 
     def _admission_state(self) -> AdmissionState:
         """Return the state of the admitted sequences; built at its first use in a step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import heapq
 from array import array
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +36,6 @@ class Sequence:
         table: Blocks by position; those before `first_held` have left the window.
         scores_prompt: True if the tokens of the prompt get results; replayed tokens were sent after them.
     """
-
-    __slots__ = (
-        "age", "cached_tokens", "chain", "computed", "counts", "finish_reason", "first_held", "group", "in_flight",
-        "most_blocks", "place", "prompt_results", "request", "row", "scores_prompt", "state", "table", "tokens",
-        "total_blocks",
-    )  # fmt: skip
 
     def __init__(self, request: Request, longest_hold: int) -> None:
         """`longest_hold`: most tokens whose blocks it holds at once."""
@@ -135,32 +128,3 @@ class WaitingQueue:
         self._heap = [entry for entry in self._heap if entry[2] is not sequence]
         heapq.heapify(self._heap)
         self.tokens -= len(sequence.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Figures of a scheduler between steps.
-
-    Attributes:
-        waiting: Requests not yet admitted.
-        running: Admitted sequences that are not paused.
-        paused: Admitted sequences that keep their blocks and wait for a safe state.
-        free: KV blocks without content.
-        cached: KV blocks of the prefix cache that no sequence holds; evictable.
-        held: KV blocks that sequences hold; free + cached + held = blocks of the pool.
-        waiting_tokens: Prompt tokens of the waiting requests.
-        prompt_tokens: Prompt tokens of all sequences admitted so far.
-        prefix_hit_tokens: Those of them that the prefix cache held.
-        pauses: Changes from running to paused so far.
-    """
-
-    waiting: int
-    running: int
-    paused: int
-    free: int
-    cached: int
-    held: int
-    waiting_tokens: int
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    pauses: int

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from meshwright.checkpoint import find_checkpoint
+from meshwright.collectives.quantities import GIB
 from meshwright.comm.local import start_server
 from meshwright.errors import RankLost, Terminated, UserError
+from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import devices_of_ranks, one_device
 from meshwright.launcher.host_memory import HostMemory
 from meshwright.layout import Layout
 from meshwright.names import check_options
-from meshwright.planner.memory import GIB
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
 from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
@@ -132,9 +133,9 @@ def serve(
 
         serve_joined(None, one_device(options.get("device", "auto")))
         return
-    model = _check_model(Path(path), str(layout), options, log)
     if place is None:
         start_server(PRELOADED)  # it loads torch meanwhile
+    model = _check_model(Path(path), str(layout), options, log)
     from meshwright.serving.gate import HttpSettings, read_api_keys
     from meshwright.serving.http import create_app
     from meshwright.serving.http_server import open_socket
@@ -235,7 +236,8 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
-        options.get("step_seconds", 60.0), device=model.device, batch_invariant=options.get("batch_invariant", False),
+        options.get("step_seconds", 60.0), model.device, options.get("batch_invariant", False),
+        choose_instruction_set() if model.device == "cpu" else None,
     )  # fmt: skip
     limits = QueueLimits()
     if (requests := options.get("queue_requests")) is not None:

@@ -1,0 +1,153 @@
+"""Cost of batch invariance, and of all that is not a kernel, in steps of the serving engine.
+
+    python bench/batch_invariance.py DIRECTORY [--turns 15] [--threads 2] [--context 256]
+
+For decode steps of 1, 8 and 32 sequences and prefill steps of 128 and 512 tokens, in float32 and bfloat16, in turns:
+
+- `step`: the engine's whole step: schedule, run, sample, publish;
+- `runner`: the kernels' list of operations, one call;
+- `ours`: the matrix products of that list alone, one call;
+- `torch`: the same products by torch.nn.functional.linear (oneDNN), which may choose another order of operations for
+  each number of rows; its inputs are in the weights' dtype already.
+
+The cost of invariance is what the runner would save with torch's products: runner / (runner - ours + torch) - 1. The
+engine's overhead is (step - runner) / step. Medians over the turns. Writes bench/results/batch_invariance.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write_result
+from meshwright.comm.mesh import Mesh
+from meshwright.kernels import Linear, load_kernels
+from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.native_runner import NativeRunner
+from meshwright.serving.request import Request
+from meshwright.serving.sampling import Sampling
+from meshwright.serving.scheduler import sample_batch
+from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.weights import RankWeights
+
+CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1), "prefill 128": (1, 128), "prefill 512": (1, 512)}
+"""By name: sequences, and tokens of each in a step."""
+
+
+def unpack(linear: Linear) -> torch.Tensor:
+    """Return the weight [n, k] of an operation, as the kernels read it."""
+    packed = linear.weight
+    words = packed.buffer.view(np.uint32).reshape(-(-packed.n // 16), -1, 16).transpose(0, 2, 1)
+    rows = np.ascontiguousarray(words).reshape(len(words) * 16, -1)
+    if packed.bfloat16:
+        return torch.from_numpy(rows.view(np.int16)[: packed.n, : packed.k].copy()).view(torch.bfloat16)
+    return torch.from_numpy(rows.view(np.float32)[: packed.n, : packed.k].copy())
+
+
+def multiply_all(inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+    """Multiply each input [rows, k] by its weight [n, k]."""
+    for x, weight in zip(inputs, weights, strict=True):
+        torch.nn.functional.linear(x, weight)
+
+
+def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dict[str, Any]:
+    """Return medians in milliseconds, and the two shares, of one case."""
+    sequences, tokens = CASES[case]
+    runner, scheduler = engine.runner, engine.scheduler
+    assert isinstance(runner, NativeRunner)
+    random = np.random.default_rng(0)
+    vocabulary, sampling = runner.config.vocabulary, Sampling(max_tokens=4 * arguments.turns + 64)
+    linears = [each for each in runner._ops._held if isinstance(each, Linear)]
+    weights = [unpack(each) for each in linears]
+    seconds: dict[str, list[float]] = {name: [] for name in ("step", "runner", "ours", "torch")}
+
+    def timed(name: str, function: Callable[[], object]) -> None:
+        """Append the seconds of a call."""
+        begun = time.perf_counter()
+        function()
+        seconds[name].append(time.perf_counter() - begun)
+
+    def add(number: int) -> None:
+        """Add requests with new prompts."""
+        length = tokens if tokens > 1 else arguments.context
+        for each in range(sequences):
+            prompt = tuple(random.integers(0, vocabulary, length).tolist())
+            engine.add(Request(f"{number} {each}", prompt, sampling))
+
+    if tokens == 1:
+        add(0)
+        while engine.scheduler.stats["waiting"] or engine.report().get("tokens") != sequences:
+            engine.step()
+    for turn in range(arguments.turns):
+        if tokens > 1:
+            add(turn)
+        timed("step", engine.step)
+        if tokens > 1:
+            engine.cancel(f"{turn} 0")
+            add(turn + arguments.turns)
+        batch = scheduler.schedule()
+        assert batch is not None and len(batch.tokens) == sequences * tokens, (case, turn)
+        count = {"tokens": len(batch.tokens), "outputs": len(batch.output_rows)}
+        products = kernels.op_list()
+        for each in linears:
+            products.append(Linear(np.zeros_like(each.out), each.x, each.weight, each.bias, rows=each.rows))
+        inputs = [torch.zeros(count[op.rows], op.weight.k, dtype=weights[0].dtype) for op in linears]
+        products.run(batch)
+        for _ in range(2):
+            timed("runner", partial(runner.run, batch))
+            timed("ours", partial(products.run, batch))
+            timed("torch", partial(multiply_all, inputs, weights))
+        found = runner.run(batch)
+        scheduler.publish(batch, sample_batch(batch, found))
+        if tokens > 1:
+            engine.cancel(f"{turn + arguments.turns} 0")
+    for request in list(scheduler._requests):
+        engine.cancel(request)
+    middle = {name: statistics.median(each) for name, each in seconds.items()}
+    other = middle["runner"] - middle["ours"] + middle["torch"]
+    return {
+        **{f"{name}_ms": round(1e3 * each, 3) for name, each in middle.items()},
+        "cost_of_invariance": round(middle["runner"] / other - 1, 4),
+        "outside_kernels": round((middle["step"] - middle["runner"]) / middle["step"], 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=256, help="tokens before those of a decode step")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.set_grad_enabled(False)
+    results: dict[str, Any] = {}
+    for dtype in arguments.dtypes:
+        kernels = load_kernels()
+        if kernels is None:
+            raise SystemExit("no compiler")
+        kernels.set_threads(arguments.threads)
+        limits = StepLimits(2048, 512, 32, 1024)
+        mesh = Mesh.single(device="cpu")
+        runner = NativeRunner(kernels, RankWeights(arguments.directory, mesh), mesh, dtype, limits)
+        engine = Engine(runner, build_scheduler(runner.config, limits))
+        for case in CASES:
+            results[f"{dtype} {case}"] = measure_case(engine, kernels, case, arguments)
+            print(dtype, case, results[f"{dtype} {case}"], file=sys.stderr, flush=True)
+    model = arguments.directory.name
+    write_result("batch_invariance", {"model": model, "threads": arguments.threads, "steps": results}, quiet=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Choice of the instruction set of the kernels: measured once for each processor model and version of the kernels, and
+stored with the other measurements of this machine. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.kernels import build, structures
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Attention, LayerCache, Linear
+from meshwright.planner.machine_profile import read_measurement, write_measurement
+
+INSTRUCTION_SET_VARIABLE = "MESHWRIGHT_INSTRUCTION_SET"
+"""Environment variable that names the instruction set in place of the measurement."""
+
+_TURNS = 6
+_PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping")
+
+
+def load_kernels(instruction_set: str | None = None) -> Kernels | None:
+    """Return the library for `instruction_set` (None: that of `choose_instruction_set`); None without a compiler (g++
+    or what CXX names), on another architecture than x86-64 with AVX2, or where the system denies AMX.
+
+    Raises `ValueError` for an instruction set that the processor lacks, UserError as `choose_instruction_set`.
+    """
+    name = choose_instruction_set() if instruction_set is None else instruction_set
+    if name is None:
+        return None
+    supported = build.supported_instruction_sets()
+    if name not in supported:
+        raise ValueError(f"this processor runs {', '.join(supported) or 'none of the kernels'}, not {name}")
+    return _open_library(name)
+
+
+def choose_instruction_set() -> str | None:
+    """Return the instruction set that is the fastest on this processor, measured at the first call and stored for all
+    later ones; one that has no alternative is not measured. None where no kernels can be built. The environment's
+    `INSTRUCTION_SET_VARIABLE` comes first.
+
+    Raises UserError if the variable names one that the processor lacks.
+    """
+    supported = build.supported_instruction_sets()
+    if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
+        if named not in supported:
+            runs = ", ".join(supported) or "none of the kernels"
+            raise UserError(f"{INSTRUCTION_SET_VARIABLE}={named}: this processor runs {runs}")
+        return named
+    compiler = build.find_compiler()
+    if len(supported) < 2:
+        return supported[0] if supported and compiler else None
+    try:
+        versions = {name: build.compute_version(compiler, name) for name in supported} if compiler else {}
+    except build.BUILD_ERRORS:
+        versions = {}
+    if not versions:
+        return None
+    key = {"processor": describe_processor(), "system": platform.release(), "versions": versions}
+    stored = read_measurement("kernels", key)
+    if stored is None or stored.get("instruction_set") not in supported:
+        candidates = {name: kernels for name in supported if (kernels := _open_library(name)) is not None}
+        if not candidates:
+            return None
+        seconds = measure_kernels(candidates)
+        stored = {"instruction_set": find_fastest(seconds), "seconds": seconds}
+        with suppress(OSError):  # without a place for it every start measures
+            write_measurement("kernels", key, stored)
+    return str(stored["instruction_set"])
+
+
+def describe_processor() -> dict[str, str]:
+    """Return the fields of /proc/cpuinfo that name the model of this processor."""
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {name: fields.get(name, "") for name in _PROCESSOR_FIELDS}
+
+
+def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the candidate with the least product of its seconds over all cases: each case counts alike."""
+    return min(seconds, key=lambda name: float(np.prod(list(seconds[name].values()))))
+
+
+def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, float]]:
+    """Return the least processor seconds of each candidate, by case: bfloat16 products and attention at decode and
+    prefill shapes, on one thread. Candidates take turns."""
+    runs = {name: _make_cases(kernels) for name, kernels in candidates.items()}
+    seconds = {name: dict.fromkeys(cases, float("inf")) for name, cases in runs.items()}
+    for _ in range(_TURNS):
+        for name, cases in runs.items():
+            for case, run in cases.items():
+                began = time.thread_time()
+                run()
+                seconds[name][case] = min(seconds[name][case], time.thread_time() - began)
+    return seconds
+
+
+def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
+    """Return a function for each case that runs it: T rows of a product [1536, 1536]; T tokens of one sequence with
+    1,024 tokens of context, 8 heads of 64 features for 2 key-value heads."""
+    random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
+    matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
+    keys, values = (kernels.empty(shape, np.uint16) for shape in LayerCache.shapes(context // 16, kv_heads, size))
+    cache = LayerCache(keys, values, size)
+    cases: dict[str, Callable[[], None]] = {}
+    for tokens in (1, 8, 128):
+        x, out = random.standard_normal((tokens, 1536), np.float32), np.zeros((tokens, 1536), np.float32)
+        products, attention = kernels.op_list(), kernels.op_list()
+        products.append(Linear(out, x, matrix))
+        qkv = x[:, : (heads + 2 * kv_heads) * size]
+        attention.append(Attention(out[:, : heads * size], qkv, cache, heads, size**-0.5))
+        step = _LastTokens(tokens, context)
+        cases[f"product {tokens}"] = partial(products.run, step)
+        cases[f"attention {tokens}"] = partial(attention.run, step)
+    return cases
+
+
+class _LastTokens:
+    """Step (`StepArrays`) with the last `tokens` tokens of one sequence of `context` tokens."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        self.positions = np.arange(context - tokens, context, dtype=np.int32)
+        self.tokens = self.slots = self.positions
+        self.starts = np.array([0, tokens], np.int32)
+        self.block_tables = np.arange(context // 16, dtype=np.int32)[None]
+        self.output_rows = self.positions[:0]
+
+
+def _open_library(instruction_set: str) -> Kernels | None:
+    """Return the library, compiled or from the cache; None where it cannot be built, or the system denies AMX."""
+    if (built := build.build(instruction_set)) is None:
+        return None
+    path, version = built
+    library = ctypes.CDLL(str(path))
+    library.kernels_new_pool.restype = ctypes.c_void_p
+    library.kernels_new_pool.argtypes = [ctypes.c_long]
+    library.kernels_delete_pool.argtypes = [ctypes.c_void_p]
+    library.kernels_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p]
+    library.kernels_size_of.restype = ctypes.c_long
+    for which, structure in enumerate((structures.Op, structures.Step)):
+        assert library.kernels_size_of(which) == ctypes.sizeof(structure), structure
+    return Kernels(library, instruction_set, version) if library.kernels_prepare() else None
