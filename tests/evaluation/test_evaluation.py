@@ -19,7 +19,7 @@ from meshwright.cli.main import meshwright
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
-from meshwright.evaluation.evaluation import held_out, run_evaluation
+from meshwright.evaluation.evaluation import prepare_held_out, run_evaluation
 from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
@@ -116,7 +116,7 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     """To the last bit: a server of other step sizes computes the same ones."""
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
     config = config_from_path(checkpoint)
-    _, tokens = held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
+    _, tokens = prepare_held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
     limits = StepLimits(blocks=40, token_budget=13, max_sequences=3, max_length=SEQUENCE + 1)
     engine = Engine(build_runner(checkpoint, Mesh.single(), "float32", limits), build_scheduler(config, limits))
     echoed = []
@@ -157,7 +157,7 @@ def test_held_out_text_is_never_encoded_with_end_token(place, checkpoint, tmp_pa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "text.txt").write_text("a </s> b")
     config = config_from_path(checkpoint)
-    _, tokens = held_out(tmp_path, config, str(tmp_path / "text.txt"), None, lambda line: None)
+    _, tokens = prepare_held_out(tmp_path, config, str(tmp_path / "text.txt"), None, lambda line: None)
     [stream] = tokens.iterate_tokens()
     assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]
 

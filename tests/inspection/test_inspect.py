@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from meshwright.errors import UserError
 from meshwright.inspection.dtypes import ELEMENT_TYPES
 from meshwright.inspection.report import inspect_model
-from meshwright.inspection.statistics import BLOCK, statistics
+from meshwright.inspection.statistics import BLOCK, compute_statistics
 
 ODD = torch.tensor([0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), -2.25, 3.0])
 TENSORS = {
@@ -94,7 +94,7 @@ def test_every_8_bit_float_decodes_as_in_torch(name: str, dtype: torch.dtype):
 def test_blockwise_statistics_equal_whole_tensor_statistics():
     """A mean far from zero, which sums of squares would lose."""
     values = np.random.default_rng(0).normal(1e6, 1e-2, 2 * BLOCK + 77)
-    found = statistics(values.view(np.uint8), "F64")
+    found = compute_statistics(values.view(np.uint8), "F64")
     assert found is not None
     assert found["mean"] == pytest.approx(values.mean(), rel=1e-14)
     assert found["std"] == pytest.approx(values.std(), rel=1e-6)
@@ -127,7 +127,7 @@ def test_totals_count_all_tensors_and_globs_select_shown_ones(tmp_path: Path):
 def test_without_statistics_no_value_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from meshwright.inspection.files import TensorFiles
 
-    monkeypatch.setattr(TensorFiles, "raw", None)
+    monkeypatch.setattr(TensorFiles, "map_bytes", None)
     document = inspect_model(sharded(tmp_path), values=None)
     assert len(document["tensors"]) == len(TENSORS) and "statistics" not in document["tensors"][0]
 

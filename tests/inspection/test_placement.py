@@ -14,7 +14,7 @@ import torch
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
-from meshwright.inspection.placement import placement
+from meshwright.inspection.placement import describe_placement
 from meshwright.inspection.report import inspect_model
 from meshwright.model.huggingface import save_huggingface
 from meshwright.model.transformer import Transformer
@@ -47,7 +47,7 @@ def of_layers(model: ModelConfig, layers: list[int], more: str) -> int:
 
 def test_stages_hold_their_layers_embedding_and_head():
     model = config()
-    found = placement(model, "pp2", "F32", 128)["ranks"]
+    found = describe_placement(model, "pp2", "F32", 128)["ranks"]
     assert [rank["pp"] for rank in found] == [0, 1]
     assert found[0]["layers"] + found[1]["layers"] == list(range(model.layers))
     assert found[0]["embedding"] and found[1]["head"] and not found[0]["head"]
@@ -59,15 +59,15 @@ def test_stages_hold_their_layers_embedding_and_head():
 
 @pytest.mark.parametrize(("layout", "shards"), [("dp4", 1), ("dp4 zero1", 1), ("dp4 zero3", 4), ("dp4 zero3 hs2", 2)])
 def test_zero_3_alone_shards_parameters_between_steps(layout: str, shards: int):
-    whole = placement(config(), "dp1", "F32", 128)["ranks"][0]["elements"]
-    found = placement(config(), layout, "F32", 128)["ranks"]
+    whole = describe_placement(config(), "dp1", "F32", 128)["ranks"][0]["elements"]
+    found = describe_placement(config(), layout, "F32", 128)["ranks"]
     assert len(found) == 4
     for rank in found:
         assert whole / shards <= rank["elements"] < whole / shards * 1.01 + 32 * 40
 
 
 def test_placed_bytes_follow_precision_and_stored_dtype():
-    by_disk, by_layout = (placement(config(), layout, "BF16", 128) for layout in ("pp2", "pp2 fp32"))
+    by_disk, by_layout = (describe_placement(config(), layout, "BF16", 128) for layout in ("pp2", "pp2 fp32"))
     assert (by_disk["precision"], by_layout["precision"]) == ("bf16", "fp32")
     assert [2 * rank["bytes"] for rank in by_disk["ranks"]] == [rank["bytes"] for rank in by_layout["ranks"]]
     training = by_disk["ranks"][0]["training_bytes"]
@@ -76,12 +76,12 @@ def test_placed_bytes_follow_precision_and_stored_dtype():
 
 def test_placement_of_experts_matches_expert_parallelism():
     model = dataclasses.replace(preset("mixtral-tiny"), experts=6)
-    found = placement(model, "dp2 ep2", "F32", 128)["ranks"]
+    found = describe_placement(model, "dp2 ep2", "F32", 128)["ranks"]
     assert found[0]["experts"] + found[1]["experts"] == list(range(6))
 
 
 def test_v_shaped_schedule_places_both_chunks_on_their_rank():
-    found = placement(config(), "pp2:zb-v mb4", "F32", 128)["ranks"]
+    found = describe_placement(config(), "pp2:zb-v mb4", "F32", 128)["ranks"]
     assert [rank["stages"] for rank in found] == [[0, 3], [1, 2]]
     assert found[0]["embedding"] and found[0]["head"] and not found[1]["head"]
 
@@ -97,7 +97,7 @@ def test_placed_elements_match_training_buffers():
             "pp2:zb-v mb4 dp2 zero1",
         ):
             kept = ranks.run(parameter_bytes, config(), layout, 128)
-            assert [rank["bytes"] for rank in placement(config(), layout, "F32", 128)["ranks"]] == kept, layout
+            assert [rank["bytes"] for rank in describe_placement(config(), layout, "F32", 128)["ranks"]] == kept, layout
 
 
 def test_command_groups_ranks_with_equal_contents(tmp_path: Path, command_line: Callable[..., Any]):

@@ -21,17 +21,17 @@ class Evaluation:
     """Loss of a checkpoint on held-out text.
 
     Attributes:
-        loss: Mean loss in nats per token; for records (SFT or preference data), over the response tokens.
+        loss: Mean loss in nats per target token; for records (SFT or preference data), over the response tokens.
         perplexity: exp(loss).
-        bits_per_byte: Cross-entropy in bits per byte of text; None for records.
+        bits_per_byte: Cross-entropy in bits per UTF-8 byte of text; None for records.
         tokens: Number of target tokens.
-        bytes: Size of the text in bytes.
+        bytes: Size of the text in UTF-8 bytes.
         documents: Number of documents, or of records.
-        sequence: Tokens of context.
-        lossy_documents: Documents that do not survive encoding and decoding; None for records.
-        xz_bits_per_byte: The same bytes compressed by `xz -9`; None without `with_xz`.
+        sequence: Context length in tokens.
+        lossy_documents: Number of documents that change when encoded and decoded; None for records.
+        xz_bits_per_byte: Bits per byte to which `xz -9` compresses the same text; None without `with_xz`.
         checkpoint: Directory of the model.
-        document: All of this and more as JSON, the document of `meshwright evaluate --json`.
+        document: All of this and more as JSON, as `meshwright evaluate --json` prints it.
     """
 
     loss: float
@@ -55,9 +55,9 @@ class EvaluationOptions(TypedDict, total=False):
     """Options of `evaluate`.
 
     Attributes:
-        with_xz: Compress the same bytes with `xz -9` for comparison; True unless given.
-        check_hashes: Check every byte of a checkpoint's model against its hash; True unless given.
-        progress: Called with (rows done, all rows), on one device only.
+        with_xz: Compress the same text with `xz -9` for comparison; True unless given.
+        check_hashes: Verify every byte of a checkpoint's model against its SHA-256; True unless given.
+        progress: Called with (packed rows done, all packed rows), on one device only.
         log: Called with a line for each note, such as a damaged checkpoint that is skipped.
     """
 
@@ -83,8 +83,8 @@ def evaluate(
         checkpoint: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory.
         data: Recipe (its validation split), or a source as in `data.source` (all of it): a path, a glob, `"stdlib"`.
         overrides: Values of keys of that recipe by dotted name, `{"data.validation_fraction": 0.1}`.
-        sequence: Tokens of context; the default: the recipe's or the model's.
-        layout: Split the model over CPU ranks of this machine, by dp, tp, pp and ep.
+        sequence: Context length in tokens; None: the recipe's or the model's.
+        layout: Layout over CPU ranks of this machine (axes dp, tp, pp, ep), such as `"dp2 tp2"`; None: one device.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU if there is one.
         **options: Fields of `EvaluationOptions`.
 

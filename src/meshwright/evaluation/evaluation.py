@@ -48,19 +48,18 @@ def run_evaluation(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compute loss, perplexity and bits per byte of a checkpoint on text; return the document of `meshwright evaluate
-    --json`.
+    """Compute loss, perplexity and bits per byte of a checkpoint on held-out text; returns the JSON document of
+    `meshwright evaluate --json`.
 
-    Arguments as in `meshwright.evaluate`; overrides as on the command line. Documents have the same start and end
-    tokens as in training, so that every byte is predicted; attention stays within a row. For records only the responses
-    count and `bits_per_byte` is None. `lossy_documents`: documents that do not survive encoding and decoding; the bits
-    per byte miss the lost text, so they do not compare with other models.
-    """
+    Arguments as in `meshwright.evaluate`; overrides: "table.key=value" each. Documents have the same start and end
+    tokens as in training, so that every byte is predicted; attention does not cross documents or rows. For records only
+    the responses count and `bits_per_byte` is None. `lossy_documents`: number of documents that change when encoded and
+    decoded; bits per byte miss the lost text, so they do not compare with other models."""
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = config_from_path(directory)
     reading = Layout() if layout is None else serving_layout(layout, config)
-    prepared, tokens = held_out(directory, config, data, sequence, log, overrides)
+    prepared, tokens = prepare_held_out(directory, config, data, sequence, log, overrides)
     if reading.world_size == 1:
         nats, count = _evaluate_on_device(directory, tokens, device, progress)
     else:
@@ -90,23 +89,24 @@ def run_evaluation(
 def _evaluate_on_device(
     directory: Path, tokens: PackedDataset, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
-    """Return (sum of token losses in nats, number of target tokens) on one device. progress: called with (rows done,
-    all)."""
+    """Return (sum of token losses in nats, number of target tokens) of the model in `directory` on one device. tokens:
+    packed rows to evaluate. progress: called with (rows done, all rows)."""
     engine = build_offline_engine(directory, Mesh.single(device=device), "float32", scoring=True)
-    batches = tokens.iterate_batches(_rows_per_batch(tokens))
+    batches = tokens.iterate_batches(_choose_rows_per_batch(tokens))
     return _sum_losses(engine, batches, lambda done: progress(done, tokens.rows))
 
 
 def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]
 ) -> tuple[float, int]:
-    """Return (sum of token losses in nats, number of target tokens) of a replica's share of the batches on its first
-    rank, zeros on the others."""
+    """Run on each rank of `layout`: return (sum of token losses in nats, number of target tokens) of this data-parallel
+    replica's share of the batches on its first rank, (0, 0) on the others. Arguments as in `run_evaluation`, all given.
+    """
     mesh = Mesh.create(Layout.parse(layout))
     engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True)
     config = config_from_path(directory)
-    _, tokens = held_out(Path(directory), config, data, sequence, lambda line: None, overrides)
-    batches = tokens.iterate_batches(_rows_per_batch(tokens))
+    _, tokens = prepare_held_out(Path(directory), config, data, sequence, lambda line: None, overrides)
+    batches = tokens.iterate_batches(_choose_rows_per_batch(tokens))
     nats, count = _sum_losses(engine, itertools.islice(batches, mesh.dp.rank, None, mesh.dp.size))
     mesh.close()
     return (nats, count) if mesh.tp.rank == mesh.pp.rank == 0 else (0.0, 0)
@@ -115,8 +115,8 @@ def _evaluate_on_rank(
 def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
-    """Return (sum of token losses in nats, number of target tokens) of some batches: minus the log-probabilities that a
-    server would echo for each document's part of a row. progress: called with the number of rows done."""
+    """Return (sum of token losses in nats, number of target tokens) of `batches`, from the prompt log-probabilities of
+    the inference engine. progress: called with the number of rows done."""
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)
@@ -131,8 +131,8 @@ def _sum_losses(
 
 
 def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
-    """Return a request for each document's part of each row that has targets, its last target included, and by request
-    ID the places of its tokens that count."""
+    """Build one request for each document in each row of the batch that has targets; returns (requests, {request id:
+    positions in its prompt whose log-probabilities count}). The prompt ends with the last target."""
     requests: list[Request] = []
     counted: dict[str, list[int]] = {}
     sampling = Sampling(max_tokens=0, prompt_logprobs=0)
@@ -149,12 +149,12 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
     return requests, counted
 
 
-def _rows_per_batch(tokens: PackedDataset) -> int:
-    """Return the number of rows per batch, about `TOKENS_AT_ONCE` tokens."""
+def _choose_rows_per_batch(tokens: PackedDataset) -> int:
+    """Return the number of packed rows in a batch of about `TOKENS_AT_ONCE` tokens."""
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
-def held_out(
+def prepare_held_out(
     checkpoint: Path,
     config: ModelConfig,
     data: str,
@@ -162,8 +162,12 @@ def held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """Return (prepared data, the split to evaluate), tokenized with the checkpoint's own tokenizer. `data`: recipe or
-    source; `sequence`: tokens of context; `overrides`: of the recipe, if `data` is one."""
+    """Prepare the data to evaluate on with the checkpoint's own tokenizer; returns (prepared data, the split to
+    evaluate).
+
+    checkpoint: model directory; config: its model. data: recipe (its validation split) or source (all of it). sequence:
+    context length in tokens (None: the recipe's or the model's). log: receives lines. overrides: "table.key=value" for
+    the recipe. Raises `UserError` if tokenizer or validation split are missing or do not fit."""
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
     from_recipe = data.endswith(".toml")
@@ -196,15 +200,15 @@ def held_out(
 
 
 def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """Return the number of documents that differ from their decoded tokens."""
+    """Return the number of documents that differ from their text after encoding and decoding."""
     tokenizer, lossy = prepared.tokenizer, 0
-    for texts in _iterate_batches(tokens.iterate_texts(), 256):
+    for texts in _batch_texts(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)
         lossy += sum(tokenizer.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))
     return lossy
 
 
-def _iterate_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
-    """Yield lists of `size` consecutive texts; the last may be shorter."""
+def _batch_texts(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+    """Yield lists of `size` consecutive texts; the last list may be shorter."""
     while batch := list(itertools.islice(texts, size)):
         yield batch

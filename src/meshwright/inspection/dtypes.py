@@ -12,27 +12,28 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """An element type of `bits` bits; `read` converts raw bytes [n] to an array of values, None if its values are not
-    read."""
+    """An element type of tensors. bits: size of an element. read: function that converts raw bytes [n] to values [8 n /
+    bits]; None: values of this type are not read."""
 
     bits: int
     read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
 
 
 def _numpy_type(kind: str) -> ElementType:
-    """Return the little-endian element type of a NumPy dtype string, such as "f4"."""
+    """Return the element type of the little-endian NumPy dtype `kind`, such as "f4"."""
     dtype = np.dtype(kind).newbyteorder("<")
     return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
 
 
 def _read_bfloat16(raw: NDArray[np.uint8]) -> NDArray[Any]:
-    """Convert raw bytes of bfloat16 values to float32."""
+    """Convert raw bytes [2 n] of bfloat16 values to float32 [n]."""
     return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _float8_values(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
-    """Return the float32 value of each of the 256 codes of an 8-bit float (Micikevicius et al. 2022, arXiv:2209.05433,
-    table 1). `infinities`: the highest exponent encodes infinities and NaNs (E5M2)."""
+def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
+    """Return the value of each of the 256 codes of an 8-bit float, float32 [256] (Micikevicius et al. 2022,
+    arXiv:2209.05433, table 1). infinities: the highest exponent encodes infinities and NaNs (E5M2); else only all ones
+    are NaN (E4M3)."""
     codes = np.arange(256)
     sign = np.where(codes >= 128, -1.0, 1.0)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
@@ -50,7 +51,7 @@ def _float8_values(exponent_bits: int, mantissa_bits: int, infinities: bool) -> 
 
 
 def _lookup_type(values: NDArray[np.float32]) -> ElementType:
-    """Return the 8-bit element type whose codes have the given values [256]."""
+    """Return an 8-bit element type that converts codes to values by the table `values` [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 
@@ -59,8 +60,8 @@ ELEMENT_TYPES: dict[str, ElementType] = {
     "U16": _numpy_type("u2"), "I16": _numpy_type("i2"), "U32": _numpy_type("u4"), "I32": _numpy_type("i4"),
     "U64": _numpy_type("u8"), "I64": _numpy_type("i8"), "F16": _numpy_type("f2"),
     "BF16": ElementType(16, _read_bfloat16), "F32": _numpy_type("f4"), "F64": _numpy_type("f8"),
-    "F8_E4M3": _lookup_type(_float8_values(4, 3, infinities=False)),
-    "F8_E5M2": _lookup_type(_float8_values(5, 2, infinities=True)),
+    "F8_E4M3": _lookup_type(_decode_float8_codes(4, 3, infinities=False)),
+    "F8_E5M2": _lookup_type(_decode_float8_codes(5, 2, infinities=True)),
     "F8_E8M0": ElementType(8), "F4": ElementType(4), "F6_E2M3": ElementType(6), "F6_E3M2": ElementType(6),
     "C64": ElementType(64),
 }  # fmt: skip

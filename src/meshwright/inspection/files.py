@@ -25,7 +25,8 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. `offset`: of its first byte in the file; `bytes`: size of its values."""
+    """One tensor of a model file. dtype: safetensors name, such as "BF16". offset: position of its first byte in the
+    file (in `.bin` files: in the tensor's storage). bytes: size of its values in bytes."""
 
     name: str
     file: Path
@@ -41,10 +42,14 @@ class TensorEntry:
 
 
 class TensorFiles:
-    """All tensors of a path, ordered by file name and offset. `unindexed`: names of tensors in a shard that the index
-    does not list."""
+    """All tensors of a model path: a file, an index of shards, or a directory with either.
+
+    files: paths of the model files. entries: tensors ordered by file name and offset. unindexed: names of tensors in
+    shards that the index does not list."""
 
     def __init__(self, path: Path) -> None:
+        """Find the files of `path` and read their headers. Raises `UserError` for missing or damaged files, and for
+        tensors that are in two files or in none."""
         self.path = path
         self.directory = path if path.is_dir() else path.parent
         self.files, indexed = _find_model_files(path)
@@ -64,8 +69,8 @@ class TensorFiles:
                     raise UserError(f"{place}: tensor {name} is missing, though the index says that it is here")
             self.unindexed = [name for name in seen if name not in indexed]
 
-    def raw(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor as a 1-D memory map; pages are read on access."""
+    def map_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        """Memory-map the bytes of a tensor, uint8 [bytes]; pages are read on access."""
         if not entry.bytes:
             return np.zeros(0, dtype=np.uint8)
         if entry.file in self._pickled:
@@ -76,7 +81,8 @@ class TensorFiles:
         return np.memmap(entry.file, dtype=np.uint8, mode="r", offset=entry.offset, shape=(entry.bytes,))
 
     def _read_torch_file(self, file: Path) -> Iterator[TensorEntry]:
-        """Yield the tensors of a file written by `torch.save`; only tensors and plain containers are unpickled."""
+        """Yield the tensors of a file written by `torch.save`, loaded with `weights_only`, so that no code in the
+        pickle is run. Raises `UserError`."""
         import torch
 
         try:
@@ -90,20 +96,20 @@ class TensorFiles:
             else:
                 reason = f"the file is cut or damaged ({reason[:120]})"
             raise UserError(f"{file}: cannot be read: {reason}; save the model as safetensors") from None
-        tensors = dict(_tensors_in(loaded))
+        tensors = dict(_iterate_tensors(loaded))
         if not tensors:
             raise UserError(f"{file}: holds no tensors")
         self._pickled[file] = tensors
         for name, tensor in tensors.items():
-            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _torch_dtype_names():
+            if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _map_torch_dtypes():
                 raise UserError(f"{file}: tensor {name} is of a kind that is not read here ({tensor.dtype})")
-            kind = _torch_dtype_names()[tensor.dtype]
+            kind = _map_torch_dtypes()[tensor.dtype]
             offset = tensor.storage_offset() * tensor.itemsize
             yield TensorEntry(name, file, kind, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """Return the tensors of a safetensors file, sorted by offset, from its header alone. Raises UserError for a damaged
+    """Read the header of a safetensors file; returns its tensors sorted by offset. Raises `UserError` for a damaged
     file."""
     try:
         size = file.stat().st_size
@@ -136,7 +142,8 @@ def read_header(file: Path) -> list[TensorEntry]:
 
 
 def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
-    """Parse one tensor's header entry `said`. `begin`: offset of the first tensor byte in the file."""
+    """Parse the header entry `said` ({"dtype", "shape", "data_offsets"}) of the tensor `name` of a safetensors file.
+    begin: offset in bytes of the first tensor byte in the file. Raises `UserError` or `ValueError`."""
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
@@ -159,7 +166,8 @@ def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> Ten
 
 
 def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """Return the model files of a path, and the file of each tensor name by the index, if there is one."""
+    """Find the model files of a path: a file, an index of shards, or a directory; returns (files, {tensor name: its
+    file} by the index, or None without one). Raises `UserError`."""
     if path.is_file():
         if path.name.endswith(INDEX_SUFFIXES):
             return _read_index(path)
@@ -182,7 +190,8 @@ def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
 
 
 def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the shard files of an index, and the file of each tensor name."""
+    """Read an index of shards; returns (shard files, {tensor name: its file}). Raises `UserError` if it is invalid or a
+    shard is missing."""
     try:
         weight_map = read_json(index)["weight_map"]
         places = {str(name): index.parent / file for name, file in weight_map.items()}
@@ -199,19 +208,20 @@ def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
     return files, places
 
 
-def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and tensors of nested dictionaries; names are keys joined by dots."""
+def _iterate_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) for each tensor in nested dictionaries; a name is the keys joined by dots. prefix: the keys
+    of the dictionary itself."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield prefix, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _tensors_in(inner, f"{prefix}.{key}" if prefix else str(key))
+            yield from _iterate_tensors(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _torch_dtype_names() -> dict[Any, str]:
-    """Return the safetensors name of each torch dtype."""
+def _map_torch_dtypes() -> dict[Any, str]:
+    """Return {torch dtype: its name in safetensors}, such as "BF16"."""
     import torch
 
     return {

@@ -19,15 +19,15 @@ PRECISION_OF = {"F64": "fp32", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 MOST_RANKS = 100_000
 
 
-def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
-    """Return the layers, experts and bytes that each rank of a layout would hold.
+def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
+    """Return the layers, experts and bytes that each rank of a layout would hold, as JSON.
 
-    `dtype`: of the files, the parameter precision unless the layout names one; `sequence`: tokens of a sequence, for
-    which stages are balanced. The result: `layout`, `precision`, `ranks`: [{rank, its coordinates, stages, layers,
+    config: the model. layout_text: such as "pp2 tp2 zero3". dtype: of the model's files in safetensors' names ("BF16"),
+    which is the parameter precision unless the layout names one. sequence: tokens of a sequence, for which pipeline
+    stages are balanced. Result: `layout`, `precision`, `ranks`: [{rank, its coordinates by axis, stages, layers,
     embedding, head, experts (indices, with ep), elements, bytes, training_bytes}]. elements, bytes: of the parameters
     kept between steps, padding included; training_bytes: persistent memory of training with AdamW, by kind. Raises
-    UserError if the layout does not fit the model.
-    """
+    UserError if the layout does not fit the model."""
     layout = Layout.parse(layout_text)
     if layout.world_size > MOST_RANKS:
         raise UserError(f'layout "{layout}": it has {layout.world_size:,} ranks; at most {MOST_RANKS:,} are listed')
@@ -37,7 +37,7 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
     table = parameter_table(config)
     partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
     places = [_describe_stage(partition, layout, place, kept) for place in range(layout.pp)]
-    experts = [_held_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
+    experts = [_list_held_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
     ranks = []
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -48,7 +48,8 @@ def placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) 
 
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """Return the stages, layers and bytes of each rank at pipeline rank `place`. `dtype`: of the parameters."""
+    """Return `stages`, `layers`, `embedding`, `head`, `elements`, `bytes` and `training_bytes` of `describe_placement`
+    for each rank at the pipeline rank `place`. dtype: torch name of the parameters' type."""
     stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
@@ -65,7 +66,7 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
     }
 
 
-def _held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
-    """Return the indices of the experts that rank `place` of ep holds."""
+def _list_held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
+    """Return the indices of the experts held by the ranks with the coordinate `place` on the expert-parallel axis."""
     held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
     return sorted(held)

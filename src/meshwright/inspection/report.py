@@ -10,8 +10,8 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.inspection.files import TensorEntry, TensorFiles
-from meshwright.inspection.placement import placement
-from meshwright.inspection.statistics import first_values, statistics
+from meshwright.inspection.placement import describe_placement
+from meshwright.inspection.statistics import compute_statistics, read_first_values
 from meshwright.names import nearest
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -28,15 +28,15 @@ def inspect_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Return a JSON-able report on the model at `path`: a run directory (its newest complete checkpoint), a checkpoint,
-    a Hugging Face directory, an index, a `.safetensors` or a `.bin` file.
+    """Return a JSON report on the files, tensors and values of the model at `path`: a run directory (its newest
+    complete checkpoint), a checkpoint, a Hugging Face directory, an index, a `.safetensors` or a `.bin` file.
 
-    `names`: globs that select `tensors` (sums cover all). `layout`: adds `placement` (see `placement.placement`) for
-    `sequence` tokens. `values`: number of first values of each tensor, beside its statistics; None: read the headers
-    alone. `progress(done, total)`: bytes read, of all to read. Raises UserError for no model, a truncated or missing
-    file, an unknown dtype, a glob without a match.
-    """
-    path = _model_directory(Path(path), log)
+    names: globs that select the tensors to describe (sums cover all tensors). layout: adds `placement`, what each of
+    its ranks would hold (see `describe_placement`). sequence: tokens of a sequence, for the placement. values: number
+    of first values to report of each tensor, beside its statistics; None: neither, only headers are read. progress:
+    called with (bytes read, bytes to read). log: receives lines about skipped checkpoints. Raises UserError for no
+    model, a truncated or missing file, an unknown dtype, a glob without a match."""
+    path = _resolve_model_directory(Path(path), log)
     files = TensorFiles(path)
     chosen = [entry for entry in files.entries if _matches_globs(entry.name, names)]
     if names and not chosen:
@@ -73,12 +73,13 @@ def inspect_model(
         if config is None:
             raise UserError(f"--layout {layout}: where layers go follows from the architecture, and {why_not}")
         most = types.most_common(1)[0][0] if types else "F32"
-        document["placement"] = placement(config, layout, most, min(sequence, config.max_positions))
+        document["placement"] = describe_placement(config, layout, most, min(sequence, config.max_positions))
     return document
 
 
-def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
-    """Return the directory of the checkpoint that a run or checkpoint directory stands for, else the path itself."""
+def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
+    """Return the model directory of a run's newest complete checkpoint, or of a checkpoint; any other path is returned
+    as it is. log: receives lines about skipped checkpoints."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
         from meshwright.checkpoint.catalogue import find_checkpoint
 
@@ -87,12 +88,13 @@ def _model_directory(path: Path, log: Callable[[str], None]) -> Path:
 
 
 def _matches_globs(name: str, globs: Sequence[str]) -> bool:
-    """True if a tensor name matches any glob, or there are none."""
+    """Return whether a tensor name matches any of `globs`; True if there are none."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None) -> dict[str, Any]:
-    """Return the report on one tensor. `values`: number of first values; None: without values and statistics."""
+    """Return the report on one tensor: {name, file, type, shape, elements, bytes}, and `first` values and `statistics`.
+    values: number of first values; None: neither of the last two."""
     found: dict[str, Any] = {
         "name": entry.name,
         "file": entry.file.name,
@@ -103,22 +105,22 @@ def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None)
     }
     if values is not None:
         try:
-            raw = files.raw(entry)
-            found["first"] = first_values(raw, entry.dtype, values)
-            found["statistics"] = statistics(raw, entry.dtype)
+            raw = files.map_bytes(entry)
+            found["first"] = read_first_values(raw, entry.dtype, values)
+            found["statistics"] = compute_statistics(raw, entry.dtype)
         except (OSError, ValueError) as error:  # a file that shrinks while it is read
             raise UserError(f"{entry.file}: tensor {entry.name} cannot be read: {error}") from None
     return found
 
 
 def _count_not_finite(tensor: Mapping[str, Any]) -> int:
-    """Return the number of NaN and infinite values of a tensor's report, 0 without statistics."""
+    """Return the number of NaN and infinite values in `tensor`, the report on one tensor; 0 if it has no statistics."""
     found = tensor.get("statistics") or {"nan": 0, "infinite": 0}
     return int(found["nan"] + found["infinite"])
 
 
 def _read_config(directory: Path) -> tuple[ModelConfig | None, str]:
-    """Return the model configuration beside the tensors, or None, and why there is none."""
+    """Read config.json in a model directory; returns (model configuration, "") or (None, why there is none)."""
     if not (directory / "config.json").is_file():
         return None, f"{directory} has no config.json"
     try:

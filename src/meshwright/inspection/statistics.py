@@ -13,9 +13,9 @@ from meshwright.inspection.dtypes import ELEMENT_TYPES
 BLOCK = 1 << 20  # elements
 
 
-def first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float | int | bool] | None:
-    """Return the first `count` values of a tensor, or None for types whose values are not read. `dtype`: safetensors
-    name."""
+def read_first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float | int | bool] | None:
+    """Return the first `count` values of a tensor, or None for types whose values are not read. raw: the tensor's
+    bytes, uint8 [bytes]. dtype: safetensors name, such as "BF16"."""
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:
         return None
@@ -23,13 +23,12 @@ def first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float |
     return values
 
 
-def statistics(raw: NDArray[np.uint8], dtype: str) -> dict[str, Any] | None:
-    """Return `mean`, `std` (population), `min` and `max` of the finite values (None without any), and the number of
-    `zeros`, `nan` and `infinite`; None for types whose values are not read. `raw`: the tensor's bytes; `dtype`: its
-    safetensors name.
+def compute_statistics(raw: NDArray[np.uint8], dtype: str) -> dict[str, Any] | None:
+    """Return {"mean", "std" (population), "min", "max" of the finite values (None without any), "zeros", "nan",
+    "infinite" (number of values)}; None for types whose values are not read. raw: the tensor's bytes, uint8 [bytes].
+    dtype: safetensors name, such as "BF16".
 
-    Means and squares of blocks are combined as by Chan, Golub and LeVeque 1979, so nothing cancels.
-    """
+    Means and squares of blocks are combined as by Chan, Golub and LeVeque 1979, which avoids cancellation."""
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:
         return None
