@@ -55,4 +55,4 @@ def test_documented_numbers_match_code():
     )
     assert f"from {4 * cpu.pass_sizes[0] // 2**10} KiB to {4 * cpu.pass_sizes[-1] // 2**20} MiB" in PAGE
     assert f"GPU: {4 * cuda.pass_sizes[-1] // 2**30} GiB" in PAGE
-    assert f"{cpu.disk // 2**20} MiB written" in PAGE
+    assert f"{cpu.disk_bytes // 2**20} MiB written" in PAGE
