@@ -87,6 +87,7 @@ class Connection(asyncio.Protocol):
         self._left: int | None = None
         self._done: asyncio.Future[Response] | None = None
         self._abort_after = 0
+        self._closes = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -112,11 +113,12 @@ class Connection(asyncio.Protocol):
         elif self._abort_after and len(pieces) >= self._abort_after:
             self.abort()
 
-    @staticmethod
-    def _remaining(head: bytes) -> int:
+    def _remaining(self, head: bytes) -> int:
         """Bytes of the body that have not arrived; -1: chunked."""
         names, _, body = head.partition(b"\r\n\r\n")
-        for line in names.lower().split(b"\r\n"):
+        lines = names.lower().split(b"\r\n")
+        self._closes = b"connection: close" in lines
+        for line in lines:
             if line.startswith(b"content-length:"):
                 return int(line.partition(b":")[2]) - len(body)
         return -1
@@ -137,7 +139,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        """True if it can carry another request."""
+        return self._transport is not None and not self._transport.is_closing() and not self._closes
 
     def _finish(self, lost: bool) -> None:
         if self._done is not None and not self._done.done():

@@ -227,13 +227,14 @@ async def overload(server: Server, client: Client, options: argparse.Namespace) 
     every = await all_blocks(client)
     rate = await capacity(client)
     arrivals = Arrivals(client, seed=2)
-    memory: list[tuple[float, int]] = []
+    memory: list[tuple[float, int, int]] = []  # seconds, bytes of the front process, bytes of all
     begun = time.monotonic()
 
     async def watch() -> None:
         while True:
-            taken = await asyncio.to_thread(session_memory, server.process.pid)
-            memory.append((time.monotonic() - begun, sum(taken.values())))
+            # Without pages of files: their share of a process changes with other programs that map the same libraries.
+            taken = await asyncio.to_thread(session_memory, server.process.pid, ("Pss_Anon", "Pss_Shmem"))
+            memory.append((time.monotonic() - begun, taken.get(server.process.pid, 0), sum(taken.values())))
             await asyncio.sleep(2)
 
     watching = asyncio.create_task(watch())
@@ -242,8 +243,8 @@ async def overload(server: Server, client: Client, options: argparse.Namespace) 
     await arrivals.finish()
     tenth = max(len(memory) // 10, 1)
     # The first tenth warms up: caches of kernels, of allocators, of prompts.
-    early = statistics.median(taken for _, taken in memory[tenth : 2 * tenth] or memory)
-    late = statistics.median(taken for _, taken in memory[-tenth:])
+    early = statistics.median(taken for *_, taken in memory[tenth : 2 * tenth] or memory)
+    late = statistics.median(taken for *_, taken in memory[-tenth:])
     growth = late / early - 1
     admitted = arrivals.counts["200"]
     bad = {
@@ -259,6 +260,10 @@ async def overload(server: Server, client: Client, options: argparse.Namespace) 
         "memory_mib_second_tenth": round(early / 2**20, 1),
         "memory_mib_last_tenth": round(late / 2**20, 1),
         "memory_growth_percent": round(100 * growth, 3),
+        "memory_mib": [
+            {"seconds": round(at), "front": round(front / 2**20, 1), "ranks": round((taken - front) / 2**20, 1)}
+            for at, front, taken in memory[:: max(len(memory) // 20, 1)]
+        ],
         "after": await settled(client, every),
         "passed": growth < 0.01 and admitted > 0 and not any(bad.values()),
     }

@@ -71,16 +71,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def session_memory(session: int) -> dict[int, int]:
-    """Proportional resident bytes (PSS: shared pages are divided among their users) of a session's processes."""
+def session_memory(session: int, kinds: Sequence[str] = ("Pss",)) -> dict[int, int]:
+    """Proportional resident bytes (PSS: shared pages are divided among their users) of a session's processes. `kinds`:
+    lines of /proc/PID/smaps_rollup to add."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             fields = (directory / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] != "Z":
                 rollup = (directory / "smaps_rollup").read_text()
-                line = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
-                found[int(directory.name)] = int(line.split()[1]) * 1024
+                sizes = {line.partition(":")[0]: line.split()[1] for line in rollup.splitlines()[1:]}
+                found[int(directory.name)] = sum(int(sizes[kind]) for kind in kinds) * 1024
     return found
 
 

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from meshwright.data.records.chat_template import _load_own_source
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
+from meshwright.errors import MeshwrightError
 from meshwright.serving.engine_client import Refusal, State
 from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
@@ -62,15 +63,15 @@ class FakeEngine:
         self.running: set[str] = set()
         self.requests: list[Request] = []
         self.error: Exception | None = None
-        self._prompts = prompts
+        self.prompts = prompts
         self.say(text)
 
     def say(self, text: str) -> None:
         """Set the text of the answers."""
-        self.tokens = [*self._prompts.encode(text, add_start=False), *sorted(self._prompts.ends)]
+        self.tokens = [*self.prompts.encode(text, add_start=False), *sorted(self.prompts.ends)]
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
-        return Refusal("draining", 1.0) if self.state == "draining" else self.refusal
+        return Refusal(self.state, 1.0) if self.state in ("starting", "draining", "failed") else self.refusal
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         self.running.add(request.id)
@@ -79,6 +80,10 @@ class FakeEngine:
 
     def cancel(self, request_id: str) -> None:
         self.running.discard(request_id)
+
+    async def wait_for_failure(self) -> MeshwrightError:
+        await asyncio.Event().wait()
+        raise AssertionError
 
     def drain(self) -> None:
         self.state = "draining"

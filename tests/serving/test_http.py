@@ -539,4 +539,9 @@ def test_non_finite_logits_are_error_of_their_request(
         patched.setattr(engine, "_generate", fail)
         answer = http.post("/v1/completions", json={"model": "m", "prompt": "The"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "invalid_logits")
+    paths = http.get("/openapi.json").json()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/completion"):
+        described = paths[path]["post"]["responses"]["500"]
+        assert "invalid_logits" in described["description"]
+        assert described["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
     assert http.post("/v1/completions", json={"model": "m", "prompt": "The"}).status_code == 200

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -17,10 +19,11 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.serving import http_server
+from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import create_app
 from meshwright.serving.http_server import open_socket
-from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts
+from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 PROGRAM = """
 import asyncio, sys
@@ -39,13 +42,28 @@ print(asyncio.run(serve_http(create_app(engine, prompts, HttpSettings("m")), lis
 """
 
 
+LIMIT = 6
+"""Connections of the server."""
+
+
 @pytest.fixture
-def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+def engine(tmp_path: Path) -> FakeEngine:
+    return FakeEngine(make_prompts(tmp_path))
+
+
+@pytest.fixture
+def address(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(http_server, "HEADER_BYTES", 2000)
-    prompts = make_prompts(tmp_path)
-    with ServedApp(create_app(FakeEngine(prompts), prompts, HttpSettings("m"))) as served:
+    monkeypatch.setattr(http_server, "LINGER_SECONDS", 0.5)
+    with ServedApp(create_app(engine, engine.prompts, HttpSettings("m", connections=LIMIT))) as served:
         yield ("127.0.0.1", int(served.url.rpartition(":")[2]))
+
+
+def post(body: bytes, size: int | None = None, *headers: str) -> bytes:
+    """A request for text; `size`: what its header says of the body, if that is not yet whole."""
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body) if size is None else size}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -58,6 +76,15 @@ def read_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return received
+
+
+def read_status(connection: socket.socket) -> int:
+    """Read one response; return its status."""
+    connection.settimeout(5)
+    response = HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status
 
 
 def test_port_in_use_is_one_line():
@@ -92,6 +119,72 @@ def test_idle_connection_survives_header_timeout(address: tuple[str, int]):
         first = client.get("/health").extensions["network_stream"]
         time.sleep(0.4)
         assert client.get("/health").extensions["network_stream"] is first
+
+
+def test_connections_beyond_the_limit_get_a_429_and_those_within_it_are_served(
+    address: tuple[str, int], engine: FakeEngine
+):
+    engine.step_seconds, body = None, b'{"prompt": "x", "max_tokens": 5}'
+    with ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(LIMIT)]
+        for connection in connections:
+            connection.sendall(post(body))
+        wait_until(lambda: len(engine.running) == LIMIT)
+        for _ in range(3):
+            with socket.create_connection(address) as refused:
+                refused.sendall(post(body))
+                head, _, error = read_all(refused).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 429 Too Many Requests\r\n") and b"connection: close" in head
+            assert b"retry-after: 1\r\n" in head and b"retry-after-ms: 1000" in head
+            assert json.loads(error)["error"]["code"] == "queue_connections"
+        assert httpx.get(f"http://{address[0]}:{address[1]}/health").status_code == 200  # else a probe would end it
+    engine.step_seconds = 0.0
+    wait_until(lambda: not engine.running)
+    with httpx.Client(base_url=f"http://{address[0]}:{address[1]}") as client:
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        assert 'reason="connections"} 3.0' in client.get("/metrics").text
+
+
+def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(address: tuple[str, int]):
+    """None of them is reset, though most come while the server accepts none."""
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    with ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(10 * LIMIT)]
+        for connection in connections:
+            connection.sendall(request)
+        answers = []
+        for connection in connections:
+            answers.append(read_status(connection))
+            connection.close()
+    assert set(answers) <= {200, 429} and answers.count(200) >= LIMIT
+
+
+def test_full_queue_refuses_a_request_before_its_body_and_keeps_the_connection(
+    address: tuple[str, int], engine: FakeEngine
+):
+    engine.refusal = Refusal("requests", 2.5)
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(b'{"pro', 16))
+        assert read_status(connection) == 429
+        engine.refusal = None
+        connection.sendall(b'mpt": "x"} ')
+        time.sleep(0.4)  # beyond the time for the rest of the body
+        connection.sendall(post(b'{"prompt": "x"}'))
+        assert read_status(connection) == 200
+        engine.refusal = Refusal("requests", 2.5)
+        connection.sendall(post(b'{"pro', 16))
+        assert read_status(connection) == 429
+        assert read_all(connection) == b""  # the rest does not come
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_answer_arrives_though_the_client_still_sends(address: tuple[str, int], engine: FakeEngine, broken: bool):
+    """The connection is closed after the answer, but not reset: a reset would discard what the client has not read."""
+    engine.refusal, large = Refusal("requests", 2.5), b"x" * (8 << 20)
+    with socket.create_connection(address) as connection:
+        connection.settimeout(5)
+        connection.sendall(large if broken else post(large, None, "Connection: close"))
+        assert read_all(connection).startswith(b"HTTP/1.1 400" if broken else b"HTTP/1.1 429")
 
 
 def test_sigterm_finishes_requests_in_flight_and_refuses_new_ones(tmp_path: Path, repository: Path):

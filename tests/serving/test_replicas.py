@@ -279,8 +279,10 @@ def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: 
             assert shared.admit([request]) is None
             replies.append(shared.submit(request))
         assert refusal_of(shared, make_request("more")) == "requests"
+        assert (refusal := shared.admit(())) is not None and refusal.reason == "requests"  # of any request
         shared.cancel("r4")
         await wait_until(lambda: refusal_of(shared, make_request("fits")) is None)
+        assert shared.admit(()) is None
         assert refusal_of(shared, make_request("long", *range(50))) == "tokens"
         for number in range(4):
             shared.cancel(f"r{number}")

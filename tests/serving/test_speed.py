@@ -54,18 +54,22 @@ def test_the_first_step_already_gives_a_prediction():
     assert times.predict(4, 400) == pytest.approx(0.03)
 
 
-def simulate_wait(times: StepTimes, running: list[Work], waiting: list[Work], places: int) -> float:
-    """Step by step: each step decodes a token of every running sequence; an admitted prompt joins the next one."""
-    seconds, queue = 0.0, list(waiting)
-    active = [[work.prompt, work.answer, work.context] for work in running]
+def simulate_wait(times: StepTimes, running: list[Work], waiting: list[Work], places: int, groups: int = 1) -> float:
+    """Step by step: each step decodes a token of every running sequence of a group; an admitted prompt joins the next
+    one."""
+    seconds, queue, slot = 0.0, list(waiting), 0
+    active = [[work.prompt, work.answer, work.context, place % groups] for place, work in enumerate(running)]
     while True:
-        while queue and len(active) < places:
-            prompt, answer, context = queue.pop(0)
-            active.append([prompt, answer, context])
+        sizes = [sum(each[3] == group for each in active) for group in range(groups)]
+        while queue and len(active) < places and sizes[slot] <= min(sizes):
+            active.append([*queue.pop(0), slot])
+            sizes[slot] += 1
         if not queue:
             return seconds
         tokens = keys = 0
         for each in active:
+            if each[3] != slot:
+                continue
             count = each[0] or 1
             tokens += count
             keys += sum(range(each[2] + 1, each[2] + count + 1))
@@ -73,11 +77,12 @@ def simulate_wait(times: StepTimes, running: list[Work], waiting: list[Work], pl
             each[1] -= each[0] == 0
             each[0] = 0
         seconds += times.predict(tokens, keys)
-        active = [each for each in active if each[1] > 0]
+        active, slot = [each for each in active if each[1] > 0], (slot + 1) % groups
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_predicted_wait_is_within_20_percent_of_simulation(seed: int):
+def test_predicted_wait_is_within_20_percent_of_simulation(seed: int, groups: int):
     numbers, times = random.Random(seed), StepTimes()
     for tokens, keys in steps(numbers, 200):
         times.observe(seconds_of(tokens, keys), tokens, keys)
@@ -87,6 +92,8 @@ def test_predicted_wait_is_within_20_percent_of_simulation(seed: int):
         return Work(0 if prompt_done else prompt, numbers.randint(1, 200), prompt if prompt_done else 0)
 
     running, waiting = [draw(True) for _ in range(16)], [draw(False) for _ in range(numbers.randint(5, 100))]
-    predicted = times.predict_wait(running, waiting, 16)
-    assert predicted == pytest.approx(simulate_wait(times, running, waiting, 16), rel=0.2)
-    assert times.predict_wait(running[:3], [], 16) < predicted / 10  # nothing waits: only prompts that run are computed
+    predicted = times.predict_wait(running, waiting, 16, groups)
+    assert predicted == pytest.approx(simulate_wait(times, running, waiting, 16, groups), rel=0.2)
+    assert (
+        times.predict_wait(running[:3], [], 16, groups) < predicted / 10
+    )  # nothing waits: only prompts that run are computed

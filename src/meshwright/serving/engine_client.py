@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from meshwright.errors import MeshwrightError
 from meshwright.serving.request import Output, Request
 
 State = Literal["starting", "ready", "recovering", "draining", "failed"]
@@ -16,8 +17,8 @@ class Refusal:
     """Refusal of requests before they are queued.
 
     Attributes:
-        reason: Limit that is reached, a label of the metrics: `"requests"`, `"tokens"`, `"seconds"` (of the queue), or
-            `"starting"`, `"recovering"`, `"draining"`, `"failed"` (the server takes no requests now).
+        reason: Limit that is reached, a label of the metrics: `"requests"`, `"tokens"`, `"seconds"` (of the queue),
+            `"connections"`; or `"starting"`, `"recovering"`, `"draining"`, `"failed"`: the server takes no request now.
         retry_after_seconds: Predicted time until a request of this size is admitted.
     """
 
@@ -38,7 +39,7 @@ class EngineClient(Protocol):
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
         """Return None if the queue takes all of `requests`, which are then submitted at once, without an await in
-        between; a refusal if it does not take one of them."""
+        between; a refusal if it does not take one of them. Of no requests: the refusal of any, however short."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request (at the call, not at the first item); the iterator ends after an output with a finish reason.
@@ -48,6 +49,9 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """End a request by the next step and free its blocks; unknown and finished requests are ignored."""
+
+    async def wait_for_failure(self) -> MeshwrightError:
+        """Wait until the engine has failed for good; return the reason."""
 
     def drain(self) -> None:
         """Admit no further requests; those admitted are finished."""

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ class HttpSettings:
         body_seconds: From the first to the last byte of a body.
         stream_bytes: Events that wait for a client beside the buffers of its socket, for each choice of its response.
         drain_seconds: From the last token until a client has read its stream.
+        connections: Limit on those served at once, if so many files may be open. Each takes some 10 KB.
     """
 
     model: str
@@ -47,6 +48,7 @@ class HttpSettings:
     body_seconds: float = 60.0
     stream_bytes: int = 256 << 10
     drain_seconds: float = 60.0
+    connections: int = 1024
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -64,11 +66,12 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 class Gate:
-    """ASGI middleware: gives each request its ID (`X-Request-Id`, honoured and returned) and checks its API key."""
+    """ASGI middleware: gives each request its ID (`X-Request-Id`, honoured and returned), checks its API key, and
+    refuses it before its body is read while the engine takes none."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        """`api_keys`: any of them admits; none: no key is needed."""
-        self._app = app
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], refuse: Callable[[str], ApiError | None]) -> None:
+        """`api_keys`: any of them admits; none: no key is needed. `refuse`: returns the refusal of a POST to a path."""
+        self._app, self._refuse = app, refuse
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,11 +88,13 @@ class Gate:
                 MutableHeaders(scope=message).append("x-request-id", name)
             await send(message)
 
+        error: ApiError | None
         if self._digests and scope["path"] not in OPEN_PATHS and not self._admits(headers.get(b"authorization", b"")):
             message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            return await error.to_response()(scope, receive, send_named)
-        return await self._app(scope, receive, send_named)
+        else:
+            error = self._refuse(scope["path"]) if scope["method"] == "POST" else None
+        return await (self._app if error is None else error.to_response())(scope, receive, send_named)
 
     def _admits(self, authorization: bytes) -> bool:
         """Return whether the header names one of the keys; its time does not depend on which."""

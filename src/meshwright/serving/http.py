@@ -26,7 +26,7 @@ from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import Body, option_error, parse_body
 from meshwright.serving.protocol.errors import ApiError, contain_panics, refusal_error, to_api_error
-from meshwright.serving.protocol.jobs import build_job
+from meshwright.serving.protocol.jobs import GENERATION, build_job
 from meshwright.serving.streaming import ClientLeft, EventStream, JobRunner
 
 LARGE_BODY = 8192  # bytes; larger ones are parsed and tokenized beside the event loop
@@ -42,9 +42,7 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
     app = FastAPI(title="Meshwright", version=__version__, docs_url=None, redoc_url=None)
     api = _Api(client, prompts, settings)
     posts: dict[str, tuple[type[Body], Callable[..., Awaitable[object]]]] = {
-        "/v1/completions": (bodies.CompletionBody, api.generate),
-        "/v1/chat/completions": (bodies.ChatBody, api.generate),
-        "/completion": (bodies.LlamaBody, api.generate),
+        **{path: (body, api.generate) for path, (body, _) in GENERATION.items()},
         "/tokenize": (bodies.TokenizeBody, partial(api.parse, use=api.tokenize)),
         "/detokenize": (bodies.DetokenizeBody, partial(api.parse, use=api.detokenize)),
         "/apply-template": (bodies.ConversationBody, partial(api.parse, use=api.apply_template)),
@@ -65,15 +63,13 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
     document = describe_api({path: body for path, (body, _) in posts.items()}, list(gets))
     app.openapi = lambda: document  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_middleware(Gate, api_keys=settings.api_keys)
+    app.add_middleware(Gate, api_keys=settings.api_keys, refuse=api.refuse)
+    app.state.settings, app.state.refuse_connection = settings, api.refuse_connection
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
-        )
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        )  # fmt: skip
     return app
 
 
@@ -87,11 +83,22 @@ class _Api:
         self._bodies = BodyReader(settings)
         self._created = int(time.time())
 
+    def refuse(self, path: str) -> ApiError | None:
+        """Return the refusal of each POST to `path`, None while some are taken: before the work of reading one."""
+        if path not in GENERATION or (refusal := self._client.admit(())) is None:
+            return None
+        self.metrics.refuse(refusal.reason)
+        return refusal_error(refusal)
+
+    def refuse_connection(self) -> Response:
+        """Return the response to a connection for which there is no room."""
+        refusal = self._client.admit(())
+        self.metrics.refuse("connections")
+        wait = 1.0 if refusal is None else refusal.retry_after_seconds
+        return refusal_error(Refusal("connections", wait)).to_response()
+
     async def generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Build the job of a body, run it, and answer."""
-        if (state := self._client.state) in ("starting", "draining", "failed"):  # before the work of tokenizing
-            self.metrics.refuse(state)
-            raise refusal_error(Refusal(state, 1.0))
         name = request.state.request_id
         job = await self.parse(request, model, lambda body: build_job(body, self._prompts, self._settings.model, name))
         return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
@@ -163,13 +170,10 @@ class _Api:
         """Return facts about model and engine, in llama.cpp's form."""
         return {
             **self.show_tokenizer(),
-            "default_generation_settings": {"n_ctx": self._prompts.max_length},
-            "model_alias": self._settings.model,
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"meshwright {__version__}",
-            "state": self._client.state,
-            "engine": dict(self._client.properties),
-        }
+            "default_generation_settings": {"n_ctx": self._prompts.max_length}, "model_alias": self._settings.model,
+            "modalities": {"vision": False, "audio": False}, "build_info": f"meshwright {__version__}",
+            "state": self._client.state, "engine": dict(self._client.properties),
+        }  # fmt: skip
 
     def report_state(self, *good: str) -> dict[str, str]:
         """Return the state, or raise its ApiError (503) unless it is among `good`."""

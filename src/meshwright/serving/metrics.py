@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,22 +17,22 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _WHOLE = (0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(2**power for power in range(0, 21, 2))
 
-# (name, key of EngineClient.stats, description)
-_GAUGES = (
-    ("num_requests_running", "running", "Sequences that are computed in steps."),
-    ("num_requests_waiting", "waiting", "Sequences that wait for admission."),
-    ("num_requests_paused", "paused", "Sequences that wait with their KV blocks until others end."),
+# (kind, name, key of EngineClient.stats, description)
+_ENGINE: tuple[tuple[Any, str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "running", "Sequences that are computed in steps."),
+    (GaugeMetricFamily, "num_requests_waiting", "waiting", "Sequences that wait for admission."),
+    (GaugeMetricFamily, "num_requests_paused", "paused", "Sequences that wait with their KV blocks until others end."),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "usage", "Held share of the KV blocks, 0 to 1."),
+    (CounterMetricFamily, "prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    (CounterMetricFamily, "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
+    (CounterMetricFamily, "engine_steps", "steps", "Steps computed."),
+    (CounterMetricFamily, "engine_step_seconds", "step_seconds", "Measured time of all steps."),
+    (CounterMetricFamily, "engine_kernel_seconds", "kernel_seconds", "Time of the steps inside kernels."),
+    (CounterMetricFamily, "engine_predicted_step_seconds", "predicted_seconds", "Predicted time of the same steps."),
+    (CounterMetricFamily, "pauses", "pauses", "Times that a sequence was paused."),
+    (CounterMetricFamily, "rank_restarts", "restarts", "Restarts after a lost rank."),
 )
-_COUNTERS = (
-    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
-    ("engine_steps", "steps", "Steps computed."),
-    ("engine_step_seconds", "step_seconds", "Measured time of all steps."),
-    ("engine_kernel_seconds", "kernel_seconds", "Time of the steps inside kernels."),
-    ("engine_predicted_step_seconds", "predicted_seconds", "Predicted time of the same steps."),
-    ("pauses", "pauses", "Times that a sequence was paused."),
-    ("rank_restarts", "restarts", "Restarts after a lost rank."),
-)
+_BLOCK_STATES = ("free", "cached", "held")
 
 
 # (name, buckets, description)
@@ -108,22 +109,19 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
-        replicas = [([self._model, str(number)], stats) for number, stats in enumerate(self._client.stats())]
-        labels = ["model_name", "engine"]
-        for family, series in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, key, text in series:
-                metric = family(PREFIX + name, text, labels=labels)
-                for place, stats in replicas:
-                    metric.add_metric(place, stats.get(key, 0))
-                yield metric
-        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", labels=labels)
+        labels, replicas = ["model_name", "engine"], []
+        for number, stats in enumerate(self._client.stats()):
+            usage = stats.get("held", 0) / max(sum(stats.get(state, 0) for state in _BLOCK_STATES), 1)
+            replicas.append(([self._model, str(number)], {**stats, "usage": usage}))
+        for kind, name, key, text in _ENGINE:
+            metric = kind(PREFIX + name, text, labels=labels)
+            for place, stats in replicas:
+                metric.add_metric(place, stats.get(key, 0))
+            yield metric
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by state.", labels=[*labels, "state"])
         for place, stats in replicas:
-            counts = {state: stats.get(state, 0) for state in ("free", "cached", "held")}
-            usage.add_metric(place, counts["held"] / max(sum(counts.values()), 1))
-            for state, count in counts.items():
-                blocks.add_metric([*place, state], count)
-        yield usage
+            for state in _BLOCK_STATES:
+                blocks.add_metric([*place, state], stats.get(state, 0))
         yield blocks
 
     def describe(self) -> list[Metric]:

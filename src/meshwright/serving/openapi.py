@@ -38,6 +38,9 @@ def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[s
         operation = _describe_operation(path, _ERRORS | _BODY_ERRORS)
         operation["requestBody"] = {"required": True, "content": _content(body.__name__)}
         if issubclass(body, GenerationBody):
+            operation["responses"]["500"] = _describe_error(
+                "The model computes NaN or infinite logits: `invalid_logits`"
+            )
             operation["responses"]["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": operation}
     _, schemas = models_json_schema([(body, "validation") for body in posts.values()], ref_template=_REFERENCE)
@@ -57,11 +60,16 @@ def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
     """Return one operation, without its body. `errors`: description by status."""
     media, kind = ("text/plain", "string") if path == "/metrics" else ("application/json", "object")
     good = {"description": "The answer", "content": {media: {"schema": {"type": kind}}}}
-    bad = {status: {"description": text, "content": _content("Error")} for status, text in errors.items()}
+    bad = {status: _describe_error(text) for status, text in errors.items()}
     operation: dict[str, Any] = {"operationId": path.strip("/"), "responses": {"200": good, **bad}}
     if "{model}" in path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
+
+
+def _describe_error(text: str) -> dict[str, Any]:
+    """Return an error response."""
+    return {"description": text, "content": _content("Error")}
 
 
 def _content(schema: str) -> dict[str, Any]:

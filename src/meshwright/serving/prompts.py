@@ -31,15 +31,9 @@ class Prompts:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        start: int | None = None,
-        ends: Iterable[int] = (),
-        vocabulary: int,
-        max_length: int,
-        directory: Path | None = None,
-    ) -> None:
+        self, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = (), vocabulary: int,
+        max_length: int, directory: Path | None = None,
+    ) -> None:  # fmt: skip
         """`directory`: where the tokenizer comes from, for its special tokens and chat template."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -67,14 +61,9 @@ class Prompts:
             tokenizer = Tokenizer.from_buffer(read_file(path))
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{path} is not a tokenizer: {error}") from None
-        return cls(
-            tokenizer,
-            start=config.bos_token if config.bos_token is not None else config.eos_token,
-            ends=read_end_tokens(directory, config),
-            vocabulary=config.vocabulary,
-            max_length=max_length,
-            directory=directory,
-        )
+        start = config.bos_token if config.bos_token is not None else config.eos_token
+        sizes = {"vocabulary": config.vocabulary, "max_length": max_length}
+        return cls(tokenizer, start=start, ends=read_end_tokens(directory, config), directory=directory, **sizes)
 
     def encode(self, text: str, add_start: bool = True, *, empty: bool = False) -> list[int]:
         """Return the token IDs of a text, after the start token if `add_start`; text never becomes a special token.

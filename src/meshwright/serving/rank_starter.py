@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
@@ -68,23 +68,10 @@ class RankPlan:
         return cls(**{**document, "limits": StepLimits(**document["limits"])})
 
 
-class RankStarter(Protocol):
-    """Starts and ends the rank processes of replicas.
-
-    restarts: lost ranks can be started again.
-    """
-
-    restarts: bool
-
-    async def run(self, replica: int, plan: RankPlan) -> None:
-        """Start all ranks of a replica and wait until they have ended. Raises what a rank raised, RankLost when one
-        died. Ends all of them when it is cancelled."""
-
-
 class LocalStarter:
     """Starts ranks on this machine, forked from a server process that has torch loaded; they end with this process.
 
-    ranks: of one replica.
+    ranks: of one replica. restarts: lost ranks can be started again.
     """
 
     restarts = True
@@ -93,7 +80,8 @@ class LocalStarter:
         self.ranks = ranks
 
     async def run(self, replica: int, plan: RankPlan) -> None:
-        """Start the ranks and wait for their end, as `RankStarter.run`."""
+        """Start all ranks of a replica and wait until they have ended. Raises what a rank raised, RankLost when one
+        died. Ends all of them when it is cancelled."""
         backend = BACKENDS[plan.device]
         ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds, backend=backend)
         pool = ThreadPoolExecutor(1, "ranks")
@@ -112,7 +100,7 @@ class LocalStarter:
 
 class JoinedStarter:
     """Starts the rank of this process where torchrun or SLURM has started one process for each rank: the others connect
-    by themselves, and whoever started them all starts them again."""
+    by themselves, and whoever started them all starts them again. The same interface as `LocalStarter`."""
 
     restarts = False
 

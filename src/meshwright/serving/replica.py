@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import RankLost
@@ -90,13 +90,13 @@ class Stream(AsyncIterator[Output]):
         return output
 
 
-@dataclass(slots=True, eq=False)
 class Replica:
     """One replica as the front sees it.
 
     Attributes:
         index: Number of the replica.
-        places: Most sequences of a step.
+        places: Most sequences that run at once.
+        groups: Pipeline groups, one of which a step computes.
         streams: Its requests by ID.
         peers: Connections by rank.
         leader: Address at which the other ranks reach its first one.
@@ -114,25 +114,24 @@ class Replica:
         lost: Resolved with the reason when the replica cannot go on.
     """
 
-    index: int
-    places: int
-    streams: dict[str, Stream] = field(default_factory=dict)
-    peers: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
-    leader: str | None = None
-    ready: bool = False
-    has_served: bool = False
-    heard: float = 0.0
-    sent: int = 0
-    report: dict[str, Any] = field(default_factory=dict)
-    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    speed: StepTimes = field(default_factory=StepTimes)
-    answers: AnswerShare = field(default_factory=AnswerShare)
-    starts: int = 0
-    ready_since: float = math.inf
-    lost: asyncio.Future[str] | None = None
-    _waits: dict[tuple[int, int | None], float] = field(default_factory=dict)  # predicted since `_predicted`
-    _predicted: float = 0.0
+    def __init__(self, index: int, places: int, groups: int = 1) -> None:
+        """A replica whose ranks have not been started."""
+        self.index, self.places, self.groups, self.starts = index, places, groups, 0
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        self.speed, self.answers = StepTimes(), AnswerShare()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Set all that belongs to one start of the ranks."""
+        self.streams: dict[str, Stream] = {}
+        self.peers: dict[int, asyncio.StreamWriter] = {}
+        self.known: OrderedDict[bytes, None] = OrderedDict()
+        self.report: dict[str, Any] = {}
+        self.leader: str | None = None
+        self.lost: asyncio.Future[str] | None = None
+        self.ready, self.has_served, self.ready_since = False, False, math.inf
+        self.heard, self.sent = 0.0, 0
+        self._predicted, self._waits = 0.0, dict[tuple[int, int | None], float]()  # waits predicted since `_predicted`
 
     def lose(self, reason: str) -> None:
         """Mark the replica as lost; `reason` is a line for the log."""
@@ -142,15 +141,12 @@ class Replica:
 
     def forget(self) -> list[Stream]:
         """Forget all that its ranks knew, when they are gone; return its requests."""
-        self.ready, self.has_served, self.leader, self.sent = False, False, None, 0
-        self.ready_since = math.inf
         for writer in self.peers.values():
             writer.close()
         for name, source in COUNTERS.items():
             self.totals[name] += self.report.get(source, 0)
-        self.peers, self.report, self._waits = {}, {}, {}
-        self.known.clear()
-        streams, self.streams = list(self.streams.values()), {}
+        streams = list(self.streams.values())
+        self._clear()
         return streams
 
     def take_report(self, report: dict[str, Any]) -> None:
@@ -193,7 +189,7 @@ class Replica:
             places = self.places
             if self.report.get("waiting", 0):
                 places = max(1, self.report["running"] + self.report["paused"])
-            self._waits[key] = self.speed.predict_wait(running, waiting[:first], places)
+            self._waits[key] = self.speed.predict_wait(running, waiting[:first], places, self.groups)
         return self._waits[key]
 
     def _work_left(self, stream: Stream) -> Work:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
+from meshwright.layout import Layout
 from meshwright.serving import messages
 from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
 from meshwright.serving.engine_client import Refusal, State
 from meshwright.serving.messages import Message
-from meshwright.serving.rank_starter import RankPlan, RankStarter
+from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import Output, Request
 
@@ -58,14 +59,15 @@ class Replicas:
     """
 
     def __init__(
-        self, plan: RankPlan, starter: RankStarter, *, replicas: int = 1, ranks: int = 1,
+        self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, replicas: int = 1, ranks: int = 1,
         limits: QueueLimits | None = None, host: str = "", log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         self.plan, self.ranks, self._host = plan, ranks, host
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
-        self._replicas = [Replica(index, plan.limits.max_sequences) for index in range(replicas)]
+        groups = Layout.parse(plan.layout).pp
+        self._replicas = [Replica(index, plan.limits.max_sequences, groups) for index in range(replicas)]
         self._streams: dict[str, Stream] = {}
         self._parked: list[Stream] = []  # no replica is ready for them
         self._tasks: list[asyncio.Task[None]] = []
@@ -94,20 +96,26 @@ class Replicas:
         }  # fmt: skip
 
     @property
+    def most_requests(self) -> int:
+        """Most requests that run and wait."""
+        return self._limits.requests + len(self._replicas) * self.plan.limits.max_sequences
+
+    @property
     def rank_processes(self) -> list[dict[str, int]]:
         """Replica, rank and process ID of each rank."""
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
-        """Return None if the queue takes all of `requests`, else a refusal."""
+        """Return None if the queue takes all of `requests`, else a refusal; see `EngineClient.admit`."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
-        waiting = len(self._parked) + len(requests) - sum(replica.room for replica in ready)
+        count = max(1, len(requests))
+        waiting = len(self._parked) + count - sum(replica.room for replica in ready)
         if waiting <= 0:
             return None
         limits, queued = self._limits, [stream.request for stream in self._streams.values() if not stream.tokens]
-        tokens = sum(len(request.tokens) for request in (*queued, *requests))
+        tokens = sum(len(request.tokens) for request in (*queued, *requests)) + (not requests)
         if waiting <= limits.requests and tokens <= limits.tokens:
             seconds = self._predict_wait(ready, requests)
             return Refusal("seconds", seconds - limits.seconds) if seconds > limits.seconds else None
@@ -161,9 +169,11 @@ class Replicas:
             raise self.failure
         self._state = "ready"
 
-    async def wait_for_failure(self) -> None:
-        """Return when the server has given up; `failure` is the reason."""
+    async def wait_for_failure(self) -> MeshwrightError:
+        """Wait until the server has given up; return the reason."""
         await self._wait_for_state(lambda: False)
+        assert self.failure is not None
+        return self.failure
 
     async def close(self) -> None:
         """End all ranks, after the step that they compute if it is a short one, and stop listening; unfinished streams
@@ -176,7 +186,7 @@ class Replicas:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_streams(RankLost("the server has ended"))
+        self._give_up(self.failure or RankLost("the server has ended"))
         if self._server is not None:
             self._server.close()
 
@@ -362,11 +372,7 @@ class Replicas:
     def _give_up(self, error: MeshwrightError) -> None:
         """End the service because of an error."""
         self.failure, self._state = error, "failed"
-        self._fail_streams(RankLost(str(error)))
-        self._changed.set()
-
-    def _fail_streams(self, error: RankLost) -> None:
-        """End all requests with an error."""
         for stream in list(self._streams.values()):
             self._forget(stream)
-            stream.fail(error)
+            stream.fail(RankLost(str(error)))
+        self._changed.set()

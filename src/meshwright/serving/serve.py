@@ -7,7 +7,6 @@ import asyncio
 import importlib.util
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -15,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
 from meshwright.comm.local import start_server
-from meshwright.errors import RankLost, Terminated, UserError
+from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import devices_of_ranks, one_device
@@ -40,8 +39,6 @@ from meshwright.terminal import print_message
 from meshwright.threads import choose_threads, prepare_process
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from meshwright.serving.prompts import Prompts
 
 EXTRA = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client")
@@ -138,13 +135,13 @@ def serve(
     model = _check_model(Path(path), str(layout), options, log)
     from meshwright.serving.gate import HttpSettings, read_api_keys
     from meshwright.serving.http import create_app
-    from meshwright.serving.http_server import open_socket
+    from meshwright.serving.http_server import open_socket, restored_signals, serve_http
 
     file = options.get("api_key_file")
     keys = [] if file is None else read_api_keys(Path(file))
     name = options.get("served_model_name") or Path(path).resolve().name
-    settings = HttpSettings(name, keys, options.get("cors_origins", ()))
     with (
+        restored_signals(),
         closing(open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))) as listener,
         tempfile.TemporaryDirectory(prefix="meshwright-serve-") as directory,
     ):
@@ -154,6 +151,8 @@ def serve(
             """Start and serve; return the number of the signal that ended it."""
             try:
                 prompts = await _start(model, replicas, phases)
+                connections = max(1024, 2 * replicas.most_requests)
+                settings = HttpSettings(name, keys, options.get("cors_origins", ()), connections=connections)
                 app = create_app(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -167,7 +166,7 @@ def serve(
                         "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
                     }
                 )  # fmt: skip
-                return await _serve_http(replicas, app, listener, options.get("drain_seconds", 60.0))
+                return await serve_http(app, listener, replicas, options.get("drain_seconds", 60.0))
             finally:
                 await replicas.close()
 
@@ -239,11 +238,8 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
         options.get("step_seconds", 60.0), model.device, options.get("batch_invariant", False),
         choose_instruction_set() if model.device == "cpu" else None,
     )  # fmt: skip
-    limits = QueueLimits()
-    if (requests := options.get("queue_requests")) is not None:
-        limits = replace(limits, requests=requests)
-    if (seconds := options.get("queue_seconds")) is not None:
-        limits = replace(limits, seconds=seconds)
+    given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
+    limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
     starter, host = (LocalStarter(ranks), "") if place is None else (JoinedStarter(), _find_meeting_host(place))
     return Replicas(plan, starter, replicas=layout.dp, ranks=ranks, limits=limits, host=host, log=log)
 
@@ -302,23 +298,6 @@ def _run_in_daemon_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
     return asyncio.wrap_future(future)
 
 
-async def _serve_http(replicas: Replicas, app: FastAPI, listener: socket.socket, drain_seconds: float) -> int:
-    """Serve HTTP until a signal, whose number is returned, or until the ranks are lost for good (RankLost)."""
-    from meshwright.serving.http_server import serve_http
-
-    serving = asyncio.create_task(serve_http(app, listener, replicas, drain_seconds=drain_seconds))
-    failing = asyncio.create_task(replicas.wait_for_failure())
-    try:
-        await asyncio.wait((serving, failing), return_when=asyncio.FIRST_COMPLETED)
-        if replicas.failure is not None and not serving.done():
-            await asyncio.sleep(0.2)  # the clients get their errors
-            raise RankLost(f"the server gives up: {replicas.failure}")
-        return await serving
-    finally:
-        serving.cancel()
-        failing.cancel()
-
-
 def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any]:
     """Return predicted and measured bytes by item over all ranks."""
     measured: Counter[str] = Counter()
@@ -332,21 +311,24 @@ def _run_until_signal(main: Coroutine[Any, Any, int]) -> None:
     """Run the server on uvloop; raise Terminated or KeyboardInterrupt for the signal that ended it."""
     import uvloop
 
+    from meshwright.serving.http_server import SIGNALS
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        loop, received = runner.get_loop(), list[int]()
+        received = list[int]()
 
         async def run() -> int:
-            """Serve; a signal during the start cancels it. HTTP has handlers of its own."""
+            """Serve; a signal during the start cancels it, once. HTTP has handlers of its own."""
             task = asyncio.current_task()
             assert task is not None
 
-            def stop(number: int) -> None:
+            def stop(number: int, _: object) -> None:
                 """Cancel the start."""
+                if not received:
+                    task.cancel()
                 received.append(number)
-                task.cancel()
 
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, stop, number)
+            for number in SIGNALS:
+                signal.signal(number, stop)
             return await main
 
         try:

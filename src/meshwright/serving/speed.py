@@ -67,11 +67,12 @@ class StepTimes:
                     others = sum(row[j] * self.coefficients[j] for j in range(3) if j != i)
                     self.coefficients[i] = max(0.0, (target - others) / row[i])
 
-    def predict_wait(self, running: Iterable[Work], waiting: Iterable[Work], places: int) -> float:
+    def predict_wait(self, running: Iterable[Work], waiting: Iterable[Work], places: int, groups: int = 1) -> float:
         """Return the predicted seconds until the last of `waiting` is admitted.
 
-        `places`: sequences that run at once. The running ones decode in steps of one token each; where one ends, the
-        next is admitted and its prompt computed.
+        `places`: sequences that run at once. The running ones decode in rounds of one token each; where one ends, the
+        next is admitted and its prompt computed. `groups`: steps of a round, each with its share of the sequences: the
+        stages of a pipeline.
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
@@ -88,7 +89,7 @@ class StepTimes:
         for work in waiting:
             while len(ends) >= places:
                 end, context = heapq.heappop(ends)
-                seconds += (end - step) * self.predict(len(ends) + 1, keys)
+                seconds += (end - step) * groups * self.predict((len(ends) + 1) / groups, keys / groups)
                 step, keys = end, keys - context
             admit(work)
         return seconds

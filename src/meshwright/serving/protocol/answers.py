@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from meshwright.serving.choices import Choice, Piece, PlacedToken
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.protocol.bodies import GenerationBody, OpenAIBody
+from meshwright.serving.protocol.bodies import GenerationBody
 from meshwright.serving.sampling import TokenResult
 
 LEAST_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, since JSON has no infinity
@@ -22,6 +22,7 @@ class AnswerForm:
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
         """`names`: `id` of the request, `model`, and `seed` of the draws."""
+        self._body: Any = body  # the form's own kind
         self._prompts, self._names = prompts, names
 
     def open_choice(self, choice: Choice) -> bytes:
@@ -58,10 +59,9 @@ class OpenAIForm(AnswerForm):
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
         super().__init__(body, prompts, names)
-        assert isinstance(body, OpenAIBody)
-        self._body, self._alternatives = body, body.alternatives
-        self._continuous = body.stream_options.continuous_usage_stats
-        self._usage = body.stream_options.include_usage or self._continuous
+        self._alternatives, options = body.alternatives, self._body.stream_options
+        self._continuous = options.continuous_usage_stats
+        self._usage = options.include_usage or self._continuous
         self._frame = {"created": int(time.time()), **names, "id": f"{self.prefix}-{names['id']}"}
         self._head = b"data: " + to_json({**self._frame, "object": self.chunk_kind})[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
@@ -98,14 +98,10 @@ class OpenAIForm(AnswerForm):
 
     def _describe_prompt_token(self, result: TokenResult, count: int) -> dict[str, Any]:
         """Return vLLM's object from token ID to log-probability: the token itself, and the `count` most likely."""
-        top = result.top[:count]
+        top, text = result.top[:count], self._prompts.token_text
         ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
         return {
-            str(token): {
-                "logprob": _finite(logprob),
-                "rank": ranks.get(token),
-                "decoded_token": self._prompts.token_text(token),
-            }
+            str(token): {"logprob": _finite(logprob), "rank": ranks.get(token), "decoded_token": text(token)}
             for token, logprob in {result.token: result.logprob, **dict(top)}.items()
         }
 
@@ -120,12 +116,9 @@ class OpenAIForm(AnswerForm):
     def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
         """Return a choice of a `whole` response or an event."""
         count = self._alternatives
-        described = {
-            "index": choice.index,
-            **self.describe_text(piece.text, whole),
-            "logprobs": None if count is None else self.describe_logprobs(piece.tokens, count),
-            "finish_reason": piece.finish_reason,
-        }
+        logprobs = None if count is None else self.describe_logprobs(piece.tokens, count)
+        about = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+        described = {"index": choice.index, **self.describe_text(piece.text, whole), **about}
         if choice.stop_reason is not None:
             described["stop_reason"] = choice.stop_reason
         if self._body.return_token_ids:
@@ -197,11 +190,9 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     completion = sum(choice.completion_tokens for choice in choices)
     cached = sum(choice.cached_tokens for choice in choices if choice.request.choice == 0)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    }  # fmt: skip
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -186,11 +186,6 @@ class GenerationBody(Body):
     cache_salt: str = Field("", max_length=256, description="share cached prompts with this salt alone")
 
     @property
-    def stop_strings(self) -> list[str]:
-        """Stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
     def alternatives(self) -> int | None:
         """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
         raise NotImplementedError

@@ -28,14 +28,9 @@ class ApiError(Exception):
     """Error response: HTTP status, message, name of the wrong field (`param`), and a code for programs."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers
@@ -56,7 +51,8 @@ def refusal_error(refusal: Refusal) -> ApiError:
     headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
     if refusal.reason in _UNAVAILABLE:
         return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
-    message = f"the queue is full: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s"
+    what = "the server has no room" if refusal.reason == "connections" else "the queue is full"
+    message = f"{what}: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s"
     return ApiError(429, message, code=f"queue_{refusal.reason}", headers=headers)
 
 

@@ -15,11 +15,12 @@ from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.llama_cpp import LlamaForm
 from meshwright.serving.request import Request
 
-_FORMS: dict[type[GenerationBody], type[AnswerForm]] = {
-    CompletionBody: CompletionForm,
-    ChatBody: ChatForm,
-    LlamaBody: LlamaForm,
+GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerForm]]] = {
+    "/v1/completions": (CompletionBody, CompletionForm),
+    "/v1/chat/completions": (ChatBody, ChatForm),
+    "/completion": (LlamaBody, LlamaForm),
 }
+"""Body and form of the responses of each endpoint that generates text, by its path."""
 _numbers = itertools.count()  # makes the IDs of requests unique, whatever the client calls them
 
 
@@ -63,20 +64,15 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     ends = prompts.chat_ends if isinstance(body, ChatBody) else prompts.ends
     sampling = body.to_sampling(ends, max_tokens, score_prompt=inputs[0][1] is not None)
     sampling.check_vocabulary(prompts.vocabulary)
-    stop = StopRule(body.stop_strings, body.include_stop_str_in_output)
+    stop = StopRule([body.stop] if isinstance(body.stop, str) else body.stop, body.include_stop_str_in_output)
     deadline = None if body.timeout is None else time.time() + body.timeout
     choices: list[Choice] = []
     for tokens, echo in inputs:
         for number in range(body.n):
             request = Request(
-                f"{name}:{next(_numbers)}",
-                tuple(tokens),
-                sampling,
-                choice=number,
-                priority=body.priority,
-                deadline=deadline,
-                cache_salt=body.cache_salt,
-            )
+                f"{name}:{next(_numbers)}", tuple(tokens), sampling, choice=number, priority=body.priority,
+                deadline=deadline, cache_salt=body.cache_salt,
+            )  # fmt: skip
             choices.append(Choice(len(choices), request, prompts, stop, echo))
-    form = _FORMS[type(body)](body, prompts, {"id": name, "model": model, "seed": sampling.seed})
+    form = dict(GENERATION.values())[type(body)](body, prompts, {"id": name, "model": model, "seed": sampling.seed})
     return Job(choices, form, body.stream, body.timeout)

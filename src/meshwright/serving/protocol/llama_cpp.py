@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import to_json
 
 from meshwright.serving.choices import Choice, Piece
-from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.answers import AnswerForm
-from meshwright.serving.protocol.bodies import GenerationBody, LlamaBody
 
 _STOP_TYPES = {"length": "limit", "cancelled": "none"}
 
 
 class LlamaForm(AnswerForm):
     """Responses of `/completion`: one choice."""
-
-    def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
-        super().__init__(body, prompts, names)
-        assert isinstance(body, LlamaBody)
-        self._body = body
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
         """Return the event of a new piece; the last one has all figures."""
@@ -40,12 +33,10 @@ class LlamaForm(AnswerForm):
         """Return the text and tokens of a piece, and the numbers of tokens so far."""
         tokens = [token.result for token in piece.tokens]
         described: dict[str, Any] = {
-            "index": 0,
-            "content": piece.text,
+            "index": 0, "content": piece.text,
             "tokens": [result.token for result in tokens] if self._body.return_tokens else [],
-            "tokens_predicted": choice.completion_tokens,
-            "tokens_evaluated": len(choice.request.tokens),
-        }
+            "tokens_predicted": choice.completion_tokens, "tokens_evaluated": len(choice.request.tokens),
+        }  # fmt: skip
         if self._body.logprobs:
             described["completion_probabilities"] = [
                 self._describe_token(result.token, result.logprob)
@@ -66,30 +57,22 @@ class LlamaForm(AnswerForm):
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         return {
             **self._describe(choice, piece),
-            "id_slot": -1,
-            "stop": True,
-            "model": self._names["model"],
+            "id_slot": -1, "stop": True, "truncated": False, "model": self._names["model"],
             "generation_settings": body.model_dump(by_alias=True, exclude={"prompt"})
             | {"seed": self._names["seed"], "n_predict": request.sampling.max_tokens},
             "prompt": body.prompt if isinstance(body.prompt, str) else self._prompts.decode(body.prompt),
-            "has_new_line": "\n" in piece.text,
-            "truncated": False,
+            "has_new_line": "\n" in piece.text, "stopping_word": word, "tokens_cached": choice.cached_tokens,
             "stop_type": "word" if word else _STOP_TYPES.get(str(choice.finish_reason), "eos"),
-            "stopping_word": word,
-            "tokens_cached": choice.cached_tokens,
             "timings": {
-                "cache_n": choice.cached_tokens,
-                **_describe_rate("prompt", computed, first - choice.begun),
+                "cache_n": choice.cached_tokens, **_describe_rate("prompt", computed, first - choice.begun),
                 **_describe_rate("predicted", choice.completion_tokens, now - first),
             },
-        }
+        }  # fmt: skip
 
 
 def _describe_rate(name: str, tokens: int, seconds: float) -> dict[str, float]:
     """Return llama.cpp's figures on a number of tokens in a time."""
     return {
-        f"{name}_n": tokens,
-        f"{name}_ms": seconds * 1000,
-        f"{name}_per_token_ms": seconds * 1000 / max(tokens, 1),
+        f"{name}_n": tokens, f"{name}_ms": seconds * 1000, f"{name}_per_token_ms": seconds * 1000 / max(tokens, 1),
         f"{name}_per_second": tokens / max(seconds, 1e-9),
-    }
+    }  # fmt: skip
