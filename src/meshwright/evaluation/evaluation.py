@@ -115,8 +115,9 @@ def _evaluate_on_rank(
 def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
-    """Return (sum of token losses in nats, number of target tokens) of `batches`, from the prompt log-probabilities of
-    the inference engine. progress: called with the number of rows done."""
+    """Return (sum of the losses of all target tokens in nats, number of target tokens). The loss of a token is its
+    negated prompt log-probability from the inference engine, the value that a server returns with `echo`. progress:
+    called with the number of rows done after each batch."""
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)

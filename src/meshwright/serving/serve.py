@@ -245,7 +245,8 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
 
 
 def _find_meeting_host(place: rendezvous.Place) -> str:
-    """Return the host of this process by which the ranks of other nodes reach it: where they meet."""
+    """Return the host of the rendezvous (MASTER_ADDR, or that of the URL): that of this process, which is rank 0, as
+    other nodes reach it."""
     return os.environ["MASTER_ADDR"] if place.method == "env://" else place.method.split("//")[-1].rpartition(":")[0]
 
 

@@ -158,7 +158,9 @@ class EventStream(Response):
         self._news.set()
 
     def _format_end(self, run: asyncio.Task[None]) -> bytes:
-        """Return the last events: those of the form, or an error. Raises SlowReader."""
+        """Return the last events of the stream as bytes: those of the request's API form (OpenAI or llama.cpp), or an
+        error event if `run`, the finished task that produced the answer, failed. Raises SlowReader if the client read
+        too slowly."""
         try:
             run.result()
         except SlowReader:

@@ -112,9 +112,8 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the parsed tokenizer.json if, with `encode_special_tokens` set, text could still be encoded as one of the
-    tokens `hidden`; None if it could not.
-    """
+    """Return the parsed, unchanged tokenizer.json for the caller to edit if plain text can be encoded as one of the
+    special tokens `hidden` although `encode_special_tokens` is set; None if it cannot, and no edit is needed."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):

@@ -50,7 +50,8 @@ class LlamaForm(AnswerForm):
         return {"id": token, **self.describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the last event of a stream, or the whole response."""
+        """Return the JSON document that ends an answer: the last event of a stream, or the whole
+        response. piece: the text and tokens to put into it."""
         now, body, request = time.perf_counter(), self._body, choice.request
         first = choice.first or now
         computed = len(request.tokens) - choice.cached_tokens
