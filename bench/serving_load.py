@@ -656,7 +656,9 @@ async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -
     }
     same = math.isclose(found["echoed_nats_per_token"], evaluated["loss"], rel_tol=1e-9)
     write_task(directory, text)
-    arguments = f"model=m,base_url=http://127.0.0.1:{server.port}/v1/completions,tokenizer={model},max_length=1024"
+    # lm-eval's default, the server's own /tokenize, puts a second start token in front of rolling log-likelihoods.
+    arguments = f"model=m,base_url=http://127.0.0.1:{server.port}/v1/completions,max_length=1024"
+    arguments += f",tokenizer={model},tokenizer_backend=huggingface"
     command = [str(LM_EVAL / "lm_eval"), "--model", "local-completions", "--tasks", "document"]
     command += ["--model_args", arguments, "--include_path", str(directory), "--output_path", str(directory / "out")]
     status, output = await asyncio.to_thread(
