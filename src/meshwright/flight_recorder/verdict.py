@@ -21,7 +21,7 @@ class RankState:
     Attributes:
         rank: Global rank.
         calls: Its latest collective calls; None if its ring cannot be read (on another host, or not started).
-        state: Process state letter of /proc, empty without /proc.
+        state: Process state letter of /proc, such as "S" (sleeping) or "T" (stopped); empty without /proc.
         ended: How its process died, if known: "was killed by signal 9 (SIGKILL)".
     """
 
@@ -65,7 +65,7 @@ class Verdict:
         kind: Cause. Process "dead" or "stopped"; rank "behind" the others; call "skipped", "extra", "other" (than the
             group's) or of another "shape"; ranks that "disagree" without majority; "circle" of ranks that wait for each
             other; rank that came "late"; "link" that carries no data.
-        odd: Ranks it blames.
+        odd: Ranks that the verdict blames.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
 
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def is_call_mismatch(self) -> bool:
-        """True if ranks made different calls, which is then the root cause."""
+        """True if ranks made different calls at the same index of a group, which is then the root cause."""
         return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 

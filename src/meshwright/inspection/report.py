@@ -88,13 +88,13 @@ def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
 
 
 def _matches_globs(name: str, globs: Sequence[str]) -> bool:
-    """Return whether a tensor name matches any of `globs`; True if there are none."""
+    """Return True if a tensor name matches any of the patterns `globs`, or if there are no patterns."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None) -> dict[str, Any]:
-    """Return the report on one tensor: {name, file, type, shape, elements, bytes}, and `first` values and `statistics`.
-    values: number of first values; None: neither of the last two."""
+    """Return the report on one tensor: {"name", "file", "type", "shape", "elements", "bytes"} and, unless `values` is
+    None, "first" (its first `values` values) and "statistics"."""
     found: dict[str, Any] = {
         "name": entry.name,
         "file": entry.file.name,
@@ -120,7 +120,8 @@ def _count_not_finite(tensor: Mapping[str, Any]) -> int:
 
 
 def _read_config(directory: Path) -> tuple[ModelConfig | None, str]:
-    """Read config.json in a model directory; returns (model configuration, "") or (None, why there is none)."""
+    """Read config.json in a model directory; return (model configuration, ""), or (None, reason) if there is none that
+    can be used."""
     if not (directory / "config.json").is_file():
         return None, f"{directory} has no config.json"
     try:
