@@ -71,8 +71,8 @@ def die_with_parent() -> None:
 
 
 def _end_with_launcher(launcher: int | None) -> None:
-    """Make this process be killed when the launcher dies, so that no rank holds memory, ports and the run's lock.
-    launcher: its process id; this process exits at once if that is no longer its parent."""
+    """Make the kernel kill this process when the launcher dies, so that no rank holds memory, ports and the run's lock.
+    launcher: process id of the launcher; this process exits at once if its parent has another id."""
     die_with_parent()
 
     def watch() -> None:
