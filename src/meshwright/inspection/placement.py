@@ -72,6 +72,7 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
 
 
 def _list_held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
-    """Return the indices, ascending, of the experts on the ranks with coordinate `place` on the expert-parallel axis."""
+    """Return the indices, ascending, of the experts on the ranks with coordinate `place` on axis ep
+    (expert-parallel)."""
     held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
     return sorted(held)

@@ -132,7 +132,7 @@ def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
 
 
 def check_world_size(place: Place, layout: Layout) -> None:
-    """Raise `UserError` if the number of started ranks, `place.ranks`, differs from the number of ranks of the layout."""
+    """Raise `UserError` if the number of started ranks, `place.ranks`, is not the number of ranks of the layout."""
     if place.ranks != layout.world_size:
         raise UserError(
             f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '

@@ -18,7 +18,7 @@ _Whole = Annotated[int, Field(ge=0, le=2**63)]
 
 
 class _Document(BaseModel):
-    """Base model of the validated JSON documents: strict types, further keys allowed."""
+    """Pydantic base model of a validated JSON document: strict types, unknown keys allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
