@@ -20,7 +20,7 @@ MIXTURES = (
 
 def build_layout_grid() -> list[Layout]:
     """Return layouts of up to 8 ranks that cover every feature (axis, ZeRO stage, schedule ...) alone and every pair of
-    features, each on as few ranks as possible; and `MIXTURES`."""
+    features, each on as few ranks as possible, and the layouts in `MIXTURES`."""
     chosen = list(MIXTURES)
     brings = {layout: _features(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
