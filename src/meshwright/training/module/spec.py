@@ -19,7 +19,8 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Arguments of `fit`, documented there and in `FitOptions`."""
+    """Arguments of `fit`: what a script trains. `build` returns the module; `loss(module, batch)` a scalar; `data`:
+    map-style data set. The other fields are those of `FitOptions`."""
 
     build: Callable[[], nn.Module]
     loss: Loss
