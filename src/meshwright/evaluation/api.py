@@ -86,7 +86,7 @@ def evaluate(
         sequence: Context length in tokens; None: the recipe's or the model's.
         layout: Layout over CPU ranks of this machine (axes dp, tp, pp, ep), such as `"dp2 tp2"`; None: one device.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU if there is one.
-        **options: Fields of `EvaluationOptions`.
+        **options: `with_xz`, `check_hashes`, `progress` and `log`, see `EvaluationOptions`.
 
     Returns:
         Loss and derived figures, the same as the document of `meshwright evaluate --json`.

@@ -245,8 +245,8 @@ def _is_internal_file(file: str) -> bool:
 
 
 def read_calls(descriptor: int) -> RankCalls | None:
-    """Return the calls in the file of a rank's ring, given by its open descriptor; None if it is not such a file or no
-    process has opened it."""
+    """Return the calls recorded in the file of a rank's ring buffer, given by its open descriptor; None if it is not
+    such a file or no process has opened it for recording."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)

@@ -37,7 +37,7 @@ class RankState:
 
     @property
     def running(self) -> bool:
-        """True if the process exists, is not stopped by a signal and has not recorded a timeout."""
+        """True if the process exists, is not suspended (SIGSTOP or debugger) and has not recorded a timeout."""
         return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
 
     @property
@@ -47,7 +47,7 @@ class RankState:
 
     @property
     def stopped(self) -> bool:
-        """True if the process is stopped by a signal (SIGSTOP) or debugger."""
+        """True if the process is suspended by SIGSTOP or a debugger; it has not ended."""
         return self.state in _STOPPED
 
     @property
@@ -62,9 +62,10 @@ class Verdict:
 
     Attributes:
         line: One sentence for the user.
-        kind: Cause. Process "dead" or "stopped"; rank "behind" the others; call "skipped", "extra", "other" (than the
-            group's) or of another "shape"; ranks that "disagree" without majority; "circle" of ranks that wait for each
-            other; rank that came "late"; "link" that carries no data.
+        kind: Cause of the hang. "dead": a process died; "stopped": a process is suspended (SIGSTOP); "behind": a rank
+            has not entered a call that others have; "skipped", "extra", "other": a rank left out a call, made one too many, or
+            made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority; "circle":
+            ranks wait for each other; "late": a rank entered a call late; "link": the network carries no data.
         odd: Ranks that the verdict blames.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
@@ -82,8 +83,8 @@ class Verdict:
 
 
 def describe_position(seen: RankState) -> str:
-    """Return text on the rank's position among its calls, to end a sentence: `in call 57 (...)`, `after call 56 (...)`;
-    empty if unknown."""
+    """Return text on the rank's position among its collective calls, to end a sentence with: `in call 57 (...)`, `after
+    call 56 (...)`; empty if unknown."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""

@@ -246,7 +246,7 @@ class _Attempt:
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Terminate all ranks that still run, kill those that remain, and close their descriptors."""
+        """Send SIGTERM to all ranks that still run, kill those that remain, and close their descriptors."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:

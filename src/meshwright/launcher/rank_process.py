@@ -21,11 +21,11 @@ from meshwright.launcher.rendezvous import Place
 
 
 def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
-    """Run one rank: read the launcher's description (JSON) from standard input, call `work(description, place)`, report
-    its result.
+    """Run one rank: read the launcher's description (JSON) from standard input, call `work(description, place)`, and
+    write the result or error as JSON to the report pipe.
 
-    place: rank, world size and rendezvous. The result or error goes to the report pipe as JSON. Standard input stays
-    open as long as the launcher lives; this process ends with it.
+    place: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
+    killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -118,8 +118,8 @@ class StepTimes:
         self._warming = WARM_UP
 
     def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
-        """Add a step whose update was applied. seconds: whole step; parts: seconds by phase; waited: seconds spent
-        waiting in collective calls."""
+        """Add a step whose update was applied. seconds: duration of the whole step; parts: phase -> seconds; waited:
+        seconds spent waiting in collective calls."""
         if self._warming:
             self._warming -= 1
         else:

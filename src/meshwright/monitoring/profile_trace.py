@@ -83,8 +83,8 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank; return (trace document, those of its events that ran on the device, for the
-    merged trace of all ranks).
+    """Build the Chrome trace of one rank; return (trace document, its events on the device alone, for the merged trace
+    of all ranks).
 
     steps: spans and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler on it.
     """

@@ -352,8 +352,8 @@ _forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention
 def _backward(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values of ring attention, in their shapes, given that of its output.
-    `saved_tensors`: queries, keys, values, output, log-sum-exps. `key`: as for the forward."""
+    """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
+    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps. `key`: `Axis.key` of axis cp."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)

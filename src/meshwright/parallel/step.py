@@ -115,14 +115,14 @@ class ForwardBackward:
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
-    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: those of
-    this rank's micro-batches, [B, S] each. Collective."""
+    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: target
+    tokens of each of this rank's micro-batches, [B, S] each. Collective."""
     return max(1, _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh))
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
-    """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: those of this rank's
-    micro-batches; ranks of cp have slices of the same pairs. Collective."""
+    """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: pairs of each of
+    this rank's micro-batches; ranks of cp have slices of the same pairs. Collective."""
     return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
 
 

@@ -334,8 +334,8 @@ class ParameterPrefetcher:
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Identity whose backward first calls a function. Applied to an FSDP unit's input it is called last in the unit's
-    backward, applied to its output first."""
+    """Identity whose backward calls a function and passes the gradient on. On the input of an FSDP unit this happens at
+    the end of the unit's backward, on its output at the beginning."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

@@ -142,8 +142,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross-entropy over the logits of `tokens` tokens, or if `back` the gradient
-    of the logits, in place."""
+    """Return a function that computes the cross-entropy over the logits of `tokens` tokens or, if `back`, overwrites
+    the logits with their gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)

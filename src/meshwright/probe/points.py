@@ -49,7 +49,7 @@ class MeasurementPoint:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPlan:
-    """What a probe measures, at which sizes and for how long.
+    """Plan of a probe: what it measures, at which sizes and for how long.
 
     shapes: (tokens, out, in) of matrix products
     pass_sizes: elements of the tensors of passes over memory
@@ -60,7 +60,7 @@ class MeasurementPlan:
     kernel_sizes: elements of the tensors of a layer's kernels
     steps: training steps of the reference model under each layout; rounds: repetitions in which the layouts alternate
     axes: axes with reference steps, out of "tp" and "cp"; without "cp" no ring attention is timed
-    single_rank: also measure one rank alone
+    single_rank: True to also measure one rank alone
     compare_seconds: seconds for comparing the ranks with each other, to find slow ones (0: not compared)
     """
 

@@ -191,7 +191,7 @@ class LanguageModelTask:
         }
 
     def load_weights(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face model directory in place of initial values."""
+        """Load the weights of a Hugging Face model directory into the parameters, in place of initial values."""
         files = CheckpointFiles(directory)
         names = match_entries(files, self.table, self.config)
         self.parallel.load(lambda entry: read_entry(files, entry, names))

@@ -36,8 +36,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Log-probabilities (nats, float64) of all responses of one data split, concatenated over sequences. bounds
-    [sequences + 1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
+    """Log-probabilities of all responses of one data split. values: in nats, float64, concatenated over sequences;
+    bounds [sequences + 1]: sequence i has values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]

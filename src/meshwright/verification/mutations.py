@@ -97,8 +97,8 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Run every fault in a collective call; yield those that changed something, each with the comparison of its run
-        with one device. before: keys of faults to skip."""
+        """Train with every fault in a collective call, one at a time; yield (fault, comparison of its run with one
+        device) for those that changed something. before: keys of faults to skip."""
         problem = self.maker.plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -113,8 +113,8 @@ class _FaultRuns:
             self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Run every fault in local code; yield those that changed something, each with the comparison of its run with
-        one device. before: keys of faults to skip."""
+        """Train with every fault in local code, one at a time; yield (fault, comparison of its run with one device) for
+        those that changed something. before: keys of faults to skip."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),

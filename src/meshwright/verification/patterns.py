@@ -134,9 +134,9 @@ def _describe_slice(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """Return text on the error pattern of one rank's slice. values [n]: its gradient; truth [n]: the right one; parts
-    [contributions, n]: the contribution of each (rank, micro-batch) in `labels`; before [n]: the gradient of the
-    previous step, if any."""
+    """Return text on the error pattern of one rank's gradient slice. values [n]: the rank's gradient; truth [n]: the
+    right one; parts [contributions, n]: contribution of each (rank, micro-batch) in `labels`; before [n]: the gradient
+    of the previous step, None without one."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"

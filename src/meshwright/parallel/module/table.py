@@ -97,9 +97,9 @@ def check_values(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """Collect in `found`, by path, the outermost submodules of `module` (at path `prefix`) that are FSDP units.
-    `total`: elements of all trained parameters; `choose`: as for `describe_module`. A ModuleList is never called, so it
-    is never a unit."""
+    """Collect in `found` (path -> submodule) the outermost submodules of `module`, itself at path `prefix`, that are
+    FSDP units. `total`: elements of all trained parameters; `choose`: function of path and submodule, True if it is a
+    unit (None: by size). A ModuleList is never called, so it is never a unit."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"

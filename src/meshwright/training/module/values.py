@@ -105,8 +105,8 @@ class KeptValues:
         return dict(self._module.named_buffers())
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
-        """Replace each of the buffers `values`, in place, by its mean over the data-parallel ranks (`real`: they are
-        floating point) or by rank 0's values (integers). Collective."""
+        """Replace each of the buffers `values`, in place: if `real` (floating point) by its mean over the data-parallel
+        ranks, else (integers) by rank 0's values. Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
