@@ -63,9 +63,10 @@ class Verdict:
     Attributes:
         line: One sentence for the user.
         kind: Cause of the hang. "dead": a process died; "stopped": a process is suspended (SIGSTOP); "behind": a rank
-            has not entered a call that others have; "skipped", "extra", "other": a rank left out a call, made one too many, or
-            made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority; "circle":
-            ranks wait for each other; "late": a rank entered a call late; "link": the network carries no data.
+            has not entered a call that others have; "skipped", "extra", "other": a rank left out a call, made one too
+            many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
+            "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
+            data.
         odd: Ranks that the verdict blames.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """

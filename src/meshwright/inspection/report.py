@@ -29,13 +29,15 @@ def inspect_model(
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Return a JSON report on the files, tensors and values of the model at `path`: a run directory (its newest
-    complete checkpoint), a checkpoint, a Hugging Face directory, an index, a `.safetensors` or a `.bin` file.
+    complete checkpoint), a checkpoint, a Hugging Face directory, an index of shards, a `.safetensors` or a `.bin` file.
 
-    names: globs that select the tensors to describe (sums cover all tensors). layout: adds `placement`, what each of
-    its ranks would hold (see `describe_placement`). sequence: tokens of a sequence, for the placement. values: number
-    of first values to report of each tensor, beside its statistics; None: neither, only headers are read. progress:
-    called with (bytes read, bytes to read). log: receives lines about skipped checkpoints. Raises UserError for no
-    model, a truncated or missing file, an unknown dtype, a glob without a match."""
+    names: globs that select the tensors to describe (sums cover all tensors). layout: notation; adds the key
+    "placement", the layers and bytes that each of its ranks would hold (see `describe_placement`). sequence: tokens of
+    a sequence, for the placement. values: number of first values to report of each tensor, beside its statistics; None:
+    neither, so that only headers are read. progress: called with (bytes read, bytes to read). log: receives lines about
+    skipped checkpoints. Raises UserError for no model, a truncated or missing file, an unknown dtype, or a glob without
+    a match.
+    """
     path = _resolve_model_directory(Path(path), log)
     files = TensorFiles(path)
     chosen = [entry for entry in files.entries if _matches_globs(entry.name, names)]

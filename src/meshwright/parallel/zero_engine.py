@@ -35,10 +35,10 @@ from meshwright.spec.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard of one FSDP unit that the optimizer updates: elements [start, stop) of its flat buffer. `unit`: name of the
-    buffer. `master` and `gradient` are 1-D, of equal length and dtype; weight decay applies to their first
-    `decay_numel` elements. `balancing`: index ranges in the shard of router biases, whose gradient is their experts'
-    load minus the mean."""
+    """Shard of one flat buffer that the optimizer updates: its elements [start, stop). `unit`: name of the buffer.
+    `master` and `gradient`: 1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements.
+    `balancing`: index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load minus
+    the mean."""
 
     unit: str
     master: torch.Tensor
@@ -186,7 +186,7 @@ class ZeroEngine:
         self.prefetchers[stage.index].reshard()
 
     def end_pass(self, stage: Stage) -> None:
-        """End a backward pass whose gradients are all accumulated."""
+        """End the backward pass of one micro-batch through a stage, after all of its gradients are accumulated."""
         self.gradients.end()
         self.prefetchers[stage.index].reshard()
 

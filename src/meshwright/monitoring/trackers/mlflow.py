@@ -61,7 +61,7 @@ class MLflowTracker:
         client.set_tag(self._run, "directory", str(run.directory.resolve()))
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Send the values of a step in one request, except those that the MLflow run already has."""
+        """Send the values of a step (name -> value) in one request, except those that the MLflow run already has."""
         figures = {key: value for key, value in values.items() if step > self._has.get(key, -1)}
         self._send(step, figures)
 

@@ -225,7 +225,7 @@ class _SavedView(NamedTuple):
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Torch function mode that calls `use` with every parameter whose values a torch function reads."""
+    """Torch function mode that calls the function `use` with every parameter whose values a torch function reads."""
 
     def __init__(self, use: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
