@@ -169,8 +169,8 @@ class _Divergence:
         return Verdict(line, kind, odd, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
-        """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks. In a
-        tie, the one that earlier calls of the group predict; None if they predict none."""
+        """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks; in a
+        tie, the one that the group's earlier calls predict, None if they predict none or are ambiguous."""
         votes = Counter(map(_make_signature, self.here.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]

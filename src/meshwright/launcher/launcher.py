@@ -282,9 +282,10 @@ class _Attempt:
         raise RankLost(f"{line}; {self._describe_resume()}")
 
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Return one sentence on the rank that was lost: a rank that was killed, else the rank that the recorded
-        collective calls of all ranks show to be at fault, else the first that reported an error. died: ranks that ended
-        without a report; reported: ranks that reported an error."""
+        """Return one sentence on the rank that was lost: one that died (unless NCCL aborted it because another rank was
+        suspended or made a wrong call), else the rank that the recorded collective calls show to be at fault, else the
+        first that reported an error. died: ranks that ended without a report; reported: ranks that reported an error.
+        """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.
         known = verdict is not None and (verdict.is_call_mismatch or verdict.kind == "stopped")

@@ -384,14 +384,14 @@ _backward.register_fake(lambda d_out, saved, *_: tuple(like_queries(each) for ea
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs and outputs for backward (`setup_context` of register_autograd)."""
+    """Save the inputs and outputs of ring attention for backward (`setup_context` of register_autograd)."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the inputs (`backward` of register_autograd)."""
+    """Return the gradients of ring attention's inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, list(ctx.saved_tensors), ctx.first_BC, ctx.key), None, None)
 

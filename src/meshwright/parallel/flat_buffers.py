@@ -266,9 +266,9 @@ def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int
 
 
 class GradientBufferPool:
-    """Pool of 1-D unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of a size
-    that another FSDP unit needs later are kept for reuse, others (an embedding's) freed at once. `sizes`: for each FSDP
-    unit, in forward order, the sizes in elements of its buffers."""
+    """Pool of 1-D unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of layers
+    (consecutive FSDP units of equal sizes) are kept for reuse by the next layer, others (an embedding's) freed at once.
+    `sizes`: for each FSDP unit, in forward order, the sizes in elements of its buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype

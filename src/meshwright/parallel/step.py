@@ -96,8 +96,8 @@ class ForwardBackward:
         return found
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to
-        `figures`; None for next-token training."""
+        """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to the
+        attribute `figures`; None for next-token training."""
         preference = self.preference
         if preference is None:
             return None

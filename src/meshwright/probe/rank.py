@@ -71,7 +71,7 @@ def measure(
     """Measure the machine as `plan` says; collective call of all ranks.
 
     log: receives progress lines on rank 0. kernels: measurement points of a layer's kernels, timed with all ranks at
-        once. steps: measures reference training steps, given the reference kernel and its usual seconds.
+        once. steps: function that measures reference training steps, given the reference kernel and its usual seconds.
 
     Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
     rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
