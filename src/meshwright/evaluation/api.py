@@ -31,7 +31,7 @@ class Evaluation:
         lossy_documents: Number of documents that change when encoded and decoded; None for records.
         xz_bits_per_byte: Bits per byte to which `xz -9` compresses the same text; None without `with_xz`.
         checkpoint: Directory of the model.
-        document: All of this and more as JSON, as `meshwright evaluate --json` prints it.
+        document: JSON document of `meshwright evaluate --json`: the values above (if not None) and `data`.
     """
 
     loss: float
@@ -47,7 +47,7 @@ class Evaluation:
     document: Mapping[str, Any]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright evaluate --json`."""
+        """Return the JSON document of `meshwright evaluate --json`: the content of `document`."""
         return to_json_dict(self.document)
 
 
@@ -86,7 +86,7 @@ def evaluate(
         sequence: Context length in tokens; None: the recipe's or the model's.
         layout: Layout over CPU ranks of this machine (axes dp, tp, pp, ep), such as `"dp2 tp2"`; None: one device.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU if there is one.
-        **options: Fields of `EvaluationOptions`.
+        **options: `with_xz`, `check_hashes`, `progress` and `log`, see `EvaluationOptions`.
 
     Returns:
         Loss and derived figures, the same as the document of `meshwright evaluate --json`.

@@ -48,13 +48,20 @@ def run_evaluation(
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compute loss, perplexity and bits per byte of a checkpoint on held-out text; returns the JSON document of
+    """Compute loss, perplexity and bits per byte of a checkpoint on held-out text; return the JSON document of
     `meshwright evaluate --json`.
 
-    Arguments as in `meshwright.evaluate`; overrides: "table.key=value" each. Documents have the same start and end
-    tokens as in training, so that every byte is predicted; attention does not cross documents or rows. For records only
-    the responses count and `bits_per_byte` is None. `lossy_documents`: number of documents that change when encoded and
-    decoded; bits per byte miss the lost text, so they do not compare with other models."""
+    checkpoint: run directory, checkpoint, or Hugging Face directory. data: recipe (its validation split) or source (all
+    of it). sequence: context length in tokens (None: the recipe's or the model's). with_xz: also compress the text with
+    `xz -9`. device: "auto", "cpu" or "cuda". layout: notation over CPU ranks (None: one device). overrides:
+    "table.key=value" for the recipe. check_hashes: verify the model's SHA-256. progress: called with (packed rows done,
+    all packed rows), on one device only. log: called with each line for the user.
+
+    Result keys: loss (nats per token), perplexity, bits_per_byte (None for SFT or preference records, of which only the
+    responses count), tokens, bytes, documents, sequence, data, checkpoint; for text also lossy_documents (number of
+    documents that encoding and decoding changes; bits per byte then miss the lost text) and, with_xz, xz_bits_per_byte.
+    Documents have the same start and end tokens as in training; attention does not cross documents or packed rows.
+    """
     device = one_device(device)
     directory = find_checkpoint(checkpoint, log, check_hashes=check_hashes)
     config = config_from_path(directory)
@@ -99,9 +106,9 @@ def _evaluate_on_device(
 def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]
 ) -> tuple[float, int]:
-    """Run on each rank of `layout`: return (sum of token losses in nats, number of target tokens) of this data-parallel
-    replica's share of the batches on its first rank, (0, 0) on the others. Arguments as in `run_evaluation`, all given.
-    """
+    """Run on each rank of `layout` (notation): return (sum of token losses in nats, number of target tokens) of this
+    data-parallel replica's batches on the replica's first rank, (0, 0) on its other ranks. directory: model; data:
+    recipe or source; sequence: context length in tokens; overrides: "table.key=value" for the recipe."""
     mesh = Mesh.create(Layout.parse(layout))
     engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True)
     config = config_from_path(directory)
@@ -163,12 +170,13 @@ def prepare_held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """Prepare the data to evaluate on with the checkpoint's own tokenizer; returns (prepared data, the split to
+    """Prepare the data to evaluate on with the checkpoint's own tokenizer; return (prepared data, the split to
     evaluate).
 
     checkpoint: model directory; config: its model. data: recipe (its validation split) or source (all of it). sequence:
-    context length in tokens (None: the recipe's or the model's). log: receives lines. overrides: "table.key=value" for
-    the recipe. Raises `UserError` if tokenizer or validation split are missing or do not fit."""
+    context length in tokens (None: the recipe's or the model's). log: called with each line for the user. overrides:
+    "table.key=value" for the recipe. Raises `UserError` if tokenizer or validation split are missing or do not fit.
+    """
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
     from_recipe = data.endswith(".toml")
@@ -201,7 +209,7 @@ def prepare_held_out(
 
 
 def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """Return the number of documents that differ from their text after encoding and decoding."""
+    """Return the number of documents whose text changes when it is encoded to tokens and decoded again."""
     tokenizer, lossy = prepared.tokenizer, 0
     for texts in _batch_texts(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)

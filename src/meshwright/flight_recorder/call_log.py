@@ -31,7 +31,8 @@ class Group:
 
     @classmethod
     def from_text(cls, text: str) -> Group:
-        """Parse a group's text such as `0-3` or `0-3:2>3`; a group without ranks for invalid text."""
+        """Parse the text of a group as `to_text` writes it, such as `0-3` or `0-3:2>3`; return a group without ranks
+        for invalid text."""
         ranks, _, pair = text.partition(":")
         try:
             first, _, second = pair.partition(">")
@@ -50,7 +51,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse ranks from text such as `0-3`, `0-6/2` (every second one) or `1,5,6`."""
+    """Parse the text that `format_ranks` writes: `0-3`, `0-6/2` (every second one) or `1,5,6`. Raises ValueError."""
     if "-" not in text:
         return tuple(int(rank) for rank in text.split(","))
     span, _, step = text.partition("/")
@@ -64,15 +65,15 @@ class Call:
     share.
 
     Attributes:
-        number: Position among all calls of the rank, from 1.
+        number: Position among all calls of the rank, counted from 1.
         site: Label of the line of code that makes the call, such as "data.gradients".
-        operation: Such as "all_reduce".
+        operation: Name of the collective, such as "all_reduce".
         axis: Mesh axis, such as "data".
-        group: Ranks that make it.
-        index: Position among the calls of the group, from 1.
-        payload_bytes: Bytes of its data on this rank.
-        form: Dtype and shape, such as "float32[128, 64]".
-        place: File, line and function of the caller.
+        group: Ranks that take part in the call.
+        index: Position among the calls of the group, counted from 1.
+        payload_bytes: Size of its data on this rank in bytes.
+        form: Dtype and shape of its data, such as "float32[128, 64]".
+        place: File, line and function of the code that makes the call.
         posted: Time at which the rank entered the call.
         waited: Time at which the process began to wait for its completion; None before.
         done: Time of completion; None before.
@@ -93,12 +94,12 @@ class Call:
 
     @property
     def what(self) -> str:
-        """Text with operation, call site and axis: `all_reduce data.gradients over data`."""
+        """Text with operation, site (label of the calling line) and axis: `all_reduce data.gradients over data`."""
         return f"{self.operation} {self.site} over {self.axis}"
 
     @property
     def name(self) -> str:
-        """Text with index in the group and description: `call 57 (all_reduce data.gradients over data)`."""
+        """Text that identifies the call in its group: `call 57 (all_reduce data.gradients over data)`."""
         return f"call {self.index} ({self.what})"
 
     @property
@@ -115,10 +116,10 @@ class RankCalls:
         rank: Global rank.
         ranks: World size.
         process: Process id, 0 if none has opened the ring.
-        calls: Oldest first and without gaps.
-        counts: Number of calls made so far in each group.
+        calls: Latest recorded calls, oldest first, with consecutive numbers.
+        counts: Number of calls that the rank has made so far in each group.
         torn: Number of records that could not be read, as they were just being written.
-        gave_up: The rank recorded that it timed out.
+        gave_up: True if the rank recorded that a call timed out.
     """
 
     rank: int

@@ -82,7 +82,7 @@ def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
 
 
 def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
-    """Allocate the file of the ring of rank `rank` of `ranks` and write its header. descriptor: of the open file."""
+    """Allocate the ring buffer file of rank `rank` of `ranks` and write its header. descriptor: of the open file."""
     size = compute_file_bytes()
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # now: a full disk would kill the writer later, by SIGBUS
@@ -92,10 +92,10 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Recorder of this process's collective calls in a ring buffer. descriptor: open file of the rank's ring; None:
-    private memory.
+    """Recorder of this process's collective calls in a ring buffer. descriptor: open file of the rank's ring buffer
+    (`create_memory_file`, `create_named_file`); None: memory that no other process can read.
 
-    `post`, `wait` and `done` together take one to three microseconds.
+    Recording one call by `post`, `wait` and `done` takes one to three microseconds in all.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -159,8 +159,8 @@ class CallWriter:
         """Return the number by which `post` refers to a group of ranks that all make the same calls in the same order;
         the first use registers the group.
 
-        ranks: global ranks of the process group. pair: global ranks (from, to) within it, between which messages keep
-        their order; None for collectives.
+        ranks: global ranks of the process group. pair: (sender, receiver), global ranks in the group, for
+        point-to-point messages; None for collectives.
         """
         key = (tuple(ranks), pair)
         if key not in self._groups:
@@ -210,16 +210,16 @@ class CallWriter:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
     def give_up(self) -> None:
-        """Record that this rank timed out and is about to end."""
+        """Record that a call of this rank timed out and that the process is about to end."""
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
-        """Return the recorded calls, parsed from the ring as by another process."""
+        """Return the recorded calls of this process, read from the ring buffer as another process would."""
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Return the heap number of the code location (file, line, function) that makes the current call: the innermost
-        frame outside comm/, flight_recorder/ and torch."""
+        """Return the heap number of the code location (file, line, function) that makes the current collective call:
+        the innermost stack frame outside comm/, flight_recorder/ and torch."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
@@ -245,8 +245,8 @@ def _is_internal_file(file: str) -> bool:
 
 
 def read_calls(descriptor: int) -> RankCalls | None:
-    """Return the calls in the file of a rank's ring, given by its open descriptor; None if it is not such a file or no
-    process has opened it."""
+    """Return the calls recorded in the file of a rank's ring buffer, given by its open descriptor; None if it is not
+    such a file or no process has opened it for recording."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)
@@ -259,10 +259,10 @@ def read_calls(descriptor: int) -> RankCalls | None:
 
 
 def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
-    """Parse the calls in `data`, a copy of the bytes of a ring's file.
+    """Parse the calls in `data`, a copy of the bytes of a ring buffer's file.
 
-    again: second copy taken after the first; records replaced between the two are dropped, because their times may be
-    wrong.
+    again: second copy of the same file, taken later; records that were overwritten between the two copies are dropped,
+    because their times may be wrong.
     """
     _, rank, ranks, capacity, groups, process = _HEADER.unpack_from(data)
     records = _compute_records_offset(groups)

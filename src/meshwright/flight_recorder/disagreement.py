@@ -31,7 +31,8 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
     """Return the verdict on a hang: which rank caused it and why. seen: states of the ranks; now: seconds of the
     monotonic clock.
 
-    None if no ranks disagree, none waits, none lags behind while another has ended or stopped, and none is stopped.
+    None if all ranks make the same calls, no rank waits in a call, none is behind others while some process has died,
+    timed out or been stopped, and no process is stopped (SIGSTOP).
     """
     ranks = {each.rank: each for each in seen if each.calls is not None}
     return (
@@ -75,9 +76,8 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Fill in operation, site and shape where a full heap lost them, by the majority of the other ranks' calls;
-    calls without a clear majority are dropped. here: rank -> its call at one index of a group; the result has the
-    same form."""
+    """Return `here` (rank -> its call at one index of a group) with the operation, site and shape that a full heap lost
+    filled in by majority of the other ranks' calls; calls without a clear majority are left out."""
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
     whole = [call for call in here.values() if call.form and call.operation != "?"]
@@ -96,7 +96,8 @@ def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
 def _make_signature(call: Call) -> _Signature:
     """Return (operation, site, dtype and shape) of a call, the properties that all ranks of the group must share.
 
-    An all-to-all may have parts of any length; the parts of a reduce-scatter add up to one size.
+    The first dim of all-to-all and reduce-scatter is left out, since it may differ between ranks; the total bytes of a
+    reduce-scatter must be equal.
     """
     form = call.form
     if call.operation in ("all_to_all", "reduce_scatter"):
@@ -112,8 +113,8 @@ def _make_signature(call: Call) -> _Signature:
 class _Divergence:
     """First call in which the ranks of a group differ.
 
-    group, index: the group, and the call's index in it; here: rank -> its call at `index`; calls: rank -> index ->
-    call, of all known calls of the group.
+    group: the group; index: position of the call in it, from 1; here: rank -> its call at `index`; calls: rank -> index
+    -> call, for all recorded calls of the group.
     """
 
     group: Group
@@ -123,7 +124,7 @@ class _Divergence:
 
     @property
     def began(self) -> float:
-        """Time at which the first rank entered its call, in seconds of the monotonic clock."""
+        """Time at which the first rank entered the differing call, in seconds of the monotonic clock."""
         return min(call.posted for call in self.here.values())
 
     def make_verdict(self, ranks: Mapping[int, RankState], now: float) -> Verdict:
@@ -169,7 +170,7 @@ class _Divergence:
 
     def _find_expected(self) -> _Signature | None:
         """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks; in a
-        tie, the signature that followed the preceding calls earlier, None if that is ambiguous."""
+        tie, the one that the group's earlier calls predict, None if they predict none or are ambiguous."""
         votes = Counter(map(_make_signature, self.here.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
@@ -182,9 +183,9 @@ class _Divergence:
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the signature that follows the group's earlier calls and then those in `then`: the one that followed
-        the longest matching run of earlier calls; None if there is none or it is ambiguous. among: allowed signatures,
-        all unless given."""
+        """Predict the signature (operation, site, dtype and shape) of the group's next call after its common calls and
+        then the signatures `then`: the one that followed the longest matching run of earlier calls; None if there is
+        none or it is ambiguous. among: allowed signatures (None: all)."""
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None
         for end in range(1, len(history)):
@@ -199,8 +200,8 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank skipped a call: the call it made in place of the `expected` signature is one that
-        others make, or should make, a little later."""
+        """Return True if the rank skipped the `expected` call (its signature): the call that the rank made instead is
+        one that others make, or should make, a little later."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))
@@ -220,6 +221,7 @@ class _Divergence:
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank made one call more than the others: its next call has the `expected` signature."""
+        """Return True if the rank made a call that the others did not: its next one has the `expected` signature
+        (operation, site, dtype and shape)."""
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _make_signature(after) == expected

@@ -47,8 +47,8 @@ class Snapshot:
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
         """Return a snapshot of all ranks and their processes now.
 
-        rings: rank -> descriptor of the open file of its ring of calls; ended: rank -> how its process died, such as
-        "was killed by signal 9 (SIGKILL)".
+        rings: rank -> descriptor of the open file of its ring buffer of calls; ended: rank -> how its process died,
+        such as "was killed by signal 9 (SIGKILL)", for ranks known to have died.
         """
         seen = []
         for rank, descriptor in sorted(rings.items()):
@@ -60,12 +60,13 @@ class Snapshot:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Verdict on which ranks caused the hang, or None if no rank waits or disagrees."""
+        """Verdict on which ranks caused the hang; None if `diagnose` finds no cause."""
         return diagnose(self.seen, self.now)
 
     @property
     def busy_ranks(self) -> list[RankState]:
-        """States of the blamed ranks that are alive and wait in no call: only their stacks show their activity."""
+        """States of the ranks that the verdict blames, are running and wait in no call: only a stack shows what they
+        do."""
         odd = self.verdict.odd if self.verdict is not None else ()
         return [
             each
@@ -122,12 +123,12 @@ class Snapshot:
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
-        """Return the time since `moment` (seconds of the monotonic clock) as text, such as `12.3 s`."""
+        """Return the time from `moment` (seconds of the monotonic clock) to the snapshot as text, such as `12.3 s`."""
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int, shown: set[int]) -> list[str]:
-        """Return one line for each call of a group around the call `index`, with the ranks that made it. shown: ranks
-        that the report prints."""
+        """Return lines on the calls of a group around the call `index` (counted from 1), each with the ranks that made
+        it. shown: ranks that the report prints."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:
@@ -153,12 +154,13 @@ def _describe_call(call: Call) -> str:
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
-    """Return "all" if `ranks` are all `members` (states of the ranks) of a group, else text such as "ranks 0-3"."""
+    """Return "all" if `ranks` are all ranks in `members` (states of a group's ranks), else text such as "ranks 0-3"."""
     return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Return the ranks to print: all, or MAX_RANKS of more, those that the verdict blames and their group first."""
+    """Return the ranks that the report prints: all, or `MAX_RANKS` of them if there are more, blamed ranks and their
+    group first."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []

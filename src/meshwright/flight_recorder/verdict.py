@@ -21,7 +21,7 @@ class RankState:
     Attributes:
         rank: Global rank.
         calls: Its latest collective calls; None if its ring cannot be read (on another host, or not started).
-        state: Process state letter of /proc, empty without /proc.
+        state: Process state letter of /proc, such as "S" (sleeping) or "T" (stopped); empty without /proc.
         ended: How its process died, if known: "was killed by signal 9 (SIGKILL)".
     """
 
@@ -37,7 +37,7 @@ class RankState:
 
     @property
     def running(self) -> bool:
-        """True if the process exists, is not stopped by a signal and has not recorded a timeout."""
+        """True if the process exists, is not suspended (SIGSTOP or debugger) and has not recorded a timeout."""
         return not self.ended and not self.gave_up and self.state not in ("", *_DEAD, *_STOPPED)
 
     @property
@@ -47,7 +47,7 @@ class RankState:
 
     @property
     def stopped(self) -> bool:
-        """True if the process is stopped by a signal (SIGSTOP) or debugger."""
+        """True if the process is suspended by SIGSTOP or a debugger; it has not ended."""
         return self.state in _STOPPED
 
     @property
@@ -62,10 +62,12 @@ class Verdict:
 
     Attributes:
         line: One sentence for the user.
-        kind: Cause. Process "dead" or "stopped"; rank "behind" the others; call "skipped", "extra", "other" (than the
-            group's) or of another "shape"; ranks that "disagree" without majority; "circle" of ranks that wait for each
-            other; rank that came "late"; "link" that carries no data.
-        odd: Ranks it blames.
+        kind: Cause of the hang. "dead": a process died; "stopped": a process is suspended (SIGSTOP); "behind": a rank
+            has not entered a call that others have; "skipped", "extra", "other": a rank left out a call, made one too
+            many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
+            "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
+            data.
+        odd: Ranks that the verdict blames.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
 
@@ -77,13 +79,13 @@ class Verdict:
 
     @property
     def is_call_mismatch(self) -> bool:
-        """True if ranks made different calls, which is then the root cause."""
+        """True if ranks made different calls at the same index of a group, which is then the root cause."""
         return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 
 def describe_position(seen: RankState) -> str:
-    """Return text on the rank's position among its calls, to end a sentence: `in call 57 (...)`, `after call 56 (...)`;
-    empty if unknown."""
+    """Return text on the rank's position among its collective calls, to end a sentence with: `in call 57 (...)`, `after
+    call 56 (...)`; empty if unknown."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""

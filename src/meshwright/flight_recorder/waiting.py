@@ -24,8 +24,8 @@ LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others wa
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on the ranks that others wait for, at the ends of the chains of waiting ranks; None if no rank
-    waits. ranks: rank -> its state; now: seconds of the monotonic clock."""
+    """Return the verdict on the ranks that others wait for in collective calls: those at the ends of the chains "rank
+    waits for rank"; None if no rank waits. ranks: rank -> its state; now: seconds of the monotonic clock."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -53,18 +53,18 @@ def _is_dead(seen: RankState) -> bool:
 
 
 def _is_stopped(seen: RankState) -> bool:
-    """Return True if the rank's process is stopped."""
+    """Return True if the rank's process is suspended by SIGSTOP or a debugger (state T or t); it has not ended."""
     return seen.stopped
 
 
 def _is_free(seen: RankState) -> bool:
-    """Return True if the rank waits in no call, so that only its own code can hold up the others."""
+    """Return True if the rank does not wait in a collective call, so that only its own code can delay the others."""
     return seen.calls is None or seen.calls.waiting is None
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """Return the ranks of a call's group that have not entered it, or, if all readable ones have, those whose ring
-    cannot be read. ranks: rank -> its state."""
+    """Return the ranks that `call` is waiting for: members of its group that have not entered it. If all whose calls
+    can be read have entered it, return the members whose calls cannot. ranks: rank -> its state."""
 
     def entered(rank: int) -> bool:
         calls = ranks[rank].calls if rank in ranks else None
@@ -77,7 +77,7 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
 
 def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
     """Yield the ranks at the ends of all chains "rank waits for rank" that begin at `rank`: those that wait for no
-    other. blockers: rank -> ranks that it waits for."""
+    other rank. blockers: rank -> ranks that it waits for."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()
@@ -96,10 +96,10 @@ def _blame_missing(
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Return the verdict on ranks that others wait for and that wait for none themselves.
+    """Return the verdict on the ranks `odd`, for which others wait although they themselves wait for no rank.
 
-    ranks: rank -> its state; odd: those ranks; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits
-    for; now: seconds of the monotonic clock.
+    ranks: rank -> its state; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds
+    of the monotonic clock.
     """
     first = ranks[odd[0]]
     kind = "dead" if first.dead else "stopped" if first.stopped else "behind"
@@ -125,8 +125,8 @@ def _blame_missing(
 def _blame_unreadable(
     absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
-    """Return the verdict if ranks wait for the ranks `absent`, which are on other hosts so that their calls cannot be
-    read.
+    """Return the verdict if ranks wait for the ranks `absent`, whose calls cannot be read because they run on
+    other hosts.
 
     waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
     """
@@ -142,7 +142,8 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict if all ranks are in the same call: one came late, or the network carries no data.
+    """Return the verdict if all ranks of the group are in the same call: one rank entered it late, or else the network
+    carries no data.
 
     ranks: rank -> its state; stuck: ranks that wait; waiting: rank -> call it waits in; now: seconds of the monotonic
     clock.
@@ -190,11 +191,11 @@ def _describe_circle(
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on ranks that have made fewer calls of a group than others; None if there are none or no
-    process is stopped or ended. For CUDA, where hosts queue calls without waiting for them. ranks: rank -> its state;
-    now: seconds of the monotonic clock.
+    """Return the verdict on ranks that have made fewer calls of a group than other ranks; None if there are none, or if
+    no process has died, timed out or been stopped (SIGSTOP). For CUDA, where hosts queue calls without waiting. ranks:
+    rank -> its state; now: seconds of the monotonic clock.
 
-    The cause is a rank behind others that is not itself ahead of another rank.
+    Blamed are the ranks that are behind others while no rank is behind them.
     """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
@@ -227,10 +228,11 @@ def _blame_lagging(
     slower: Mapping[int, Mapping[int, list[Group]]],
     now: float,
 ) -> Verdict:
-    """Return the verdict on lagging ranks, with the earliest call that the first of them has not made.
+    """Return the verdict on ranks that have made fewer calls than others: it names the earliest call that the first of
+    them has not made.
 
-    ranks: rank -> its state; odd: the lagging ranks; kind: "dead", "stopped" or "behind"; slower: rank -> ranks behind
-    it -> groups in which they are; now: seconds of the monotonic clock.
+    ranks: rank -> its state; odd: the lagging ranks; kind: "dead", "stopped" or "behind"; slower: rank -> ranks that
+    are behind it -> groups in which they are; now: seconds of the monotonic clock.
     """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
@@ -259,8 +261,9 @@ def _blame_lagging(
 
 
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on stopped processes that no rank waits for in a call, such as during a save; None if none is
-    stopped. ranks: rank -> its state; now: seconds of the monotonic clock."""
+    """Return a verdict that blames all ranks whose process is suspended (SIGSTOP or debugger), such as during a
+    checkpoint save; None if none is. Call it after `find_awaited_ranks`, which handles those that others wait for in a
+    collective. ranks: rank -> its state; now: seconds of the monotonic clock."""
     odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not odd:
         return None

@@ -25,8 +25,9 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a model file. dtype: safetensors name, such as "BF16". offset: position of its first byte in the
-    file (in `.bin` files: in the tensor's storage). bytes: size of its values in bytes."""
+    """One tensor of a model file. name: of the tensor. file: path of the model file. dtype: safetensors name, such as
+    "BF16". offset: position of its first byte in the file (in `.bin` files: in the tensor's storage). bytes: size of
+    its values in bytes."""
 
     name: str
     file: Path
@@ -42,10 +43,11 @@ class TensorEntry:
 
 
 class TensorFiles:
-    """All tensors of a model path: a file, an index of shards, or a directory with either.
+    """All tensors of a model path: a model file, an index of shards, or a directory with either.
 
-    files: paths of the model files. entries: tensors ordered by file name and offset. unindexed: names of tensors in
-    shards that the index does not list."""
+    files: paths of the model files. entries: tensors ordered by file name and offset. unindexed: names of tensors that
+    are in the shards but not in the index.
+    """
 
     def __init__(self, path: Path) -> None:
         """Find the files of `path` and read their headers. Raises `UserError` for missing or damaged files, and for
@@ -166,8 +168,8 @@ def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> Ten
 
 
 def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """Find the model files of a path: a file, an index of shards, or a directory; returns (files, {tensor name: its
-    file} by the index, or None without one). Raises `UserError`."""
+    """Find the model files of a path: a model file, an index of shards, or a directory with either; return (files,
+    {tensor name: its file} as the index says, None without an index). Raises `UserError`."""
     if path.is_file():
         if path.name.endswith(INDEX_SUFFIXES):
             return _read_index(path)
@@ -209,8 +211,8 @@ def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _iterate_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) for each tensor in nested dictionaries; a name is the keys joined by dots. prefix: the keys
-    of the dictionary itself."""
+    """Yield (name, tensor) for each tensor in nested dictionaries; a name is the keys on the path to the tensor, joined
+    by dots. prefix: text before each name."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -20,14 +20,17 @@ MOST_RANKS = 100_000
 
 
 def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
-    """Return the layers, experts and bytes that each rank of a layout would hold, as JSON.
+    """Return the layers, experts and bytes that each rank of a layout would hold, as a JSON dict.
 
-    config: the model. layout_text: such as "pp2 tp2 zero3". dtype: of the model's files in safetensors' names ("BF16"),
-    which is the parameter precision unless the layout names one. sequence: tokens of a sequence, for which pipeline
-    stages are balanced. Result: `layout`, `precision`, `ranks`: [{rank, its coordinates by axis, stages, layers,
-    embedding, head, experts (indices, with ep), elements, bytes, training_bytes}]. elements, bytes: of the parameters
-    kept between steps, padding included; training_bytes: persistent memory of training with AdamW, by kind. Raises
-    UserError if the layout does not fit the model."""
+    config: the model. layout_text: layout notation, such as "pp2 tp2 zero3". dtype: safetensors name of the model
+    files' dtype ("BF16"), which is the parameter precision unless the layout names one. sequence: tokens of a sequence,
+    for which pipeline stages are balanced. Raises UserError if the layout does not fit the model.
+
+    Result: {"layout", "precision", "ranks": one dict per rank}. A rank's keys: "rank"; its coordinate on each of tp,
+    cp, dp and pp of size > 1; "stages" and "layers" (indices); "embedding" and "head" (True if it holds them);
+    "experts" (indices, with ep); "elements" and "bytes" of the parameters that it keeps between steps, padding
+    included; "training_bytes": persistent memory of AdamW training in bytes, by kind.
+    """
     layout = Layout.parse(layout_text)
     if layout.world_size > MOST_RANKS:
         raise UserError(f'layout "{layout}": it has {layout.world_size:,} ranks; at most {MOST_RANKS:,} are listed')
@@ -48,8 +51,10 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """Return `stages`, `layers`, `embedding`, `head`, `elements`, `bytes` and `training_bytes` of `describe_placement`
-    for each rank at the pipeline rank `place`. dtype: torch name of the parameters' type."""
+    """Return what each rank with pipeline coordinate `place` holds: "stages" and "layers" (indices), "embedding" and
+    "head" (True if there), "elements" and "bytes" of the parameters that it keeps between steps, "training_bytes"
+    (persistent memory of AdamW training, kind -> bytes). dtype: torch name of the parameters' dtype, such as
+    "bfloat16"."""
     stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
@@ -67,6 +72,7 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
 
 
 def _list_held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
-    """Return the indices of the experts held by the ranks with the coordinate `place` on the expert-parallel axis."""
+    """Return the indices, ascending, of the experts on the ranks with coordinate `place` on axis ep
+    (expert-parallel)."""
     held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
     return sorted(held)

@@ -29,13 +29,15 @@ def inspect_model(
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Return a JSON report on the files, tensors and values of the model at `path`: a run directory (its newest
-    complete checkpoint), a checkpoint, a Hugging Face directory, an index, a `.safetensors` or a `.bin` file.
+    complete checkpoint), a checkpoint, a Hugging Face directory, an index of shards, a `.safetensors` or a `.bin` file.
 
-    names: globs that select the tensors to describe (sums cover all tensors). layout: adds `placement`, what each of
-    its ranks would hold (see `describe_placement`). sequence: tokens of a sequence, for the placement. values: number
-    of first values to report of each tensor, beside its statistics; None: neither, only headers are read. progress:
-    called with (bytes read, bytes to read). log: receives lines about skipped checkpoints. Raises UserError for no
-    model, a truncated or missing file, an unknown dtype, a glob without a match."""
+    names: globs that select the tensors to describe (sums cover all tensors). layout: notation; adds the key
+    "placement", the layers and bytes that each of its ranks would hold (see `describe_placement`). sequence: tokens of
+    a sequence, for the placement. values: number of first values to report of each tensor, beside its statistics; None:
+    neither, so that only headers are read. progress: called with (bytes read, bytes to read). log: receives lines about
+    skipped checkpoints. Raises UserError for no model, a truncated or missing file, an unknown dtype, or a glob without
+    a match.
+    """
     path = _resolve_model_directory(Path(path), log)
     files = TensorFiles(path)
     chosen = [entry for entry in files.entries if _matches_globs(entry.name, names)]
@@ -88,13 +90,13 @@ def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
 
 
 def _matches_globs(name: str, globs: Sequence[str]) -> bool:
-    """Return whether a tensor name matches any of `globs`; True if there are none."""
+    """Return True if a tensor name matches any of the patterns `globs`, or if there are no patterns."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None) -> dict[str, Any]:
-    """Return the report on one tensor: {name, file, type, shape, elements, bytes}, and `first` values and `statistics`.
-    values: number of first values; None: neither of the last two."""
+    """Return the report on one tensor: {"name", "file", "type", "shape", "elements", "bytes"} and, unless `values` is
+    None, "first" (its first `values` values) and "statistics"."""
     found: dict[str, Any] = {
         "name": entry.name,
         "file": entry.file.name,
@@ -120,7 +122,8 @@ def _count_not_finite(tensor: Mapping[str, Any]) -> int:
 
 
 def _read_config(directory: Path) -> tuple[ModelConfig | None, str]:
-    """Read config.json in a model directory; returns (model configuration, "") or (None, why there is none)."""
+    """Read config.json in a model directory; return (model configuration, ""), or (None, reason) if there is none that
+    can be used."""
     if not (directory / "config.json").is_file():
         return None, f"{directory} has no config.json"
     try:

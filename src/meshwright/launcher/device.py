@@ -46,8 +46,8 @@ _MEASURE = (
 
 
 def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
-    """Resolve a device name of `DEVICES` for `ranks` ranks of this machine; return the memory of their GPUs, none for
-    "cpu". Free of torch: a process of its own looks at the GPUs.
+    """Resolve the device name `wanted` ("auto", "cpu" or "cuda") for `ranks` ranks of this machine; return the memory
+    of each rank's GPU, an empty list if they run on CPUs. Imports no torch here: a child process queries the GPUs.
 
     `UserError` for an unknown name, or fewer GPUs than ranks.
     """
@@ -83,8 +83,8 @@ def current_device_memory() -> HostMemory:
 
 
 def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:
-    """Raise `UserError` if device "cuda" is combined with a layout (not None), whose local ranks compute on the CPU.
-    prefix: put before both option names in the message, such as "--"."""
+    """Raise `UserError` if device "cuda" is combined with a `layout` (not None), whose local ranks compute on the CPU.
+    prefix: put before the option names "device" and "layout" in the message, such as "--"."""
     if layout is not None and device == "cuda":
         raise UserError(
             f"{prefix}layout with {prefix}device cuda: the ranks of a layout compute on the CPU; leave one of them out"
@@ -109,8 +109,8 @@ def choose_device(wanted: str, local_rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: its name. local_rank: None if
-    unknown. devices: UUIDs of the GPUs visible to the rank."""
+    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: its name. local_rank: number of the
+    rank on its host, from 0; None if unknown. devices: UUIDs of the GPUs visible to the rank."""
 
     host: str
     local_rank: int | None
@@ -144,11 +144,11 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
 
 
 def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:
-    """Return the device of each rank, "cpu" or "cuda:N" among the GPUs visible to it: N is its local rank, or 0 if it
-    sees one.
+    """Return the device of each rank: "cpu", or "cuda:N", where N counts the GPUs visible to the rank: its local rank,
+    or 0 if it sees only one GPU.
 
-    wanted: the recipe's run.device; rank_devices: host and GPUs of each rank. `UserError` when a rank has no GPU, or
-    two ranks share one.
+    wanted: the recipe's run.device ("auto", "cpu" or "cuda"); rank_devices: host and GPUs of each rank. `UserError`
+    when a rank has no GPU, or two ranks share one.
     """
     if wanted == "auto" and not any(each.devices for each in rank_devices):
         return ["cpu"] * len(rank_devices)

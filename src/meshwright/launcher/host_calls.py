@@ -31,10 +31,11 @@ _REPORTED = "reported"
 
 
 class HostCalls:
-    """Flight-recorder files of this host's ranks, in one directory in memory (/dev/shm; else the temporary directory).
+    """Flight-recorder files of this host's ranks, in one directory in memory (/dev/shm; else the temporary directory):
+    each rank records its collective calls in its own file, which the other ranks can read.
 
-    Each rank records its collective calls in a file of its own that the others can read. directory: the run's; place:
-    this rank's number and the number of ranks; token: random text that is the same on all ranks of a run.
+    directory: the run directory; place: this rank's number and the number of ranks; token: random text, the same on all
+    ranks of a run, that names the directory.
     """
 
     def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
@@ -64,10 +65,10 @@ class HostCalls:
         return cls(directory, place, store.get(_KEY).decode())
 
     def report(self, error: RankLost) -> RankLost:
-        """Return the error to raise in place of `error`, which says that another rank stopped answering.
+        """Return the error to raise in place of `error`, which reports that another rank stopped answering.
 
-        The first rank of this host to call it prints the hang report, writes it to the run directory and gets an error
-        that names the rank at fault; the other ranks get `error` back.
+        The first rank of this host that calls this prints the hang report, writes it to the run directory and gets an
+        error that names the rank at fault (if it is known); the other ranks get `error` back.
         """
         try:
             os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
@@ -85,8 +86,9 @@ class HostCalls:
             self._print_verdict(ours, "in the start before this one: ")
 
     def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
-        """Read and remove the recorder files in `path`; if they show which rank is at fault, print and write the hang
-        report. Return the verdict (rank and reason), None if there is none. when: text before the verdict's line."""
+        """Read and remove the recorder files in `path`; if they show which rank is at fault, print the hang report and
+        write it to the run directory. Return the verdict (rank and reason), None if there is none. when: text printed
+        before the verdict, such as "in the start before this one: "."""
         files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
         rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)

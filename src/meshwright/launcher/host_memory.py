@@ -18,10 +18,10 @@ _VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory that processes of this machine, or of one of its GPUs, can use, in bytes.
+    """Memory in bytes that processes of this machine, or of one of its GPUs, can use.
 
     Attributes:
-        total: The control group's limit, else the machine's memory without swap.
+        total: Limit of the control group if it is lower, else the machine's memory without swap; on a GPU its memory.
         available: Memory that can be allocated now without swapping or being killed.
         source: Origin of `total`: "control group", "machine" or `GPU`.
     """
@@ -32,8 +32,8 @@ class HostMemory:
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> HostMemory:
-        """Return the memory of this machine or control group now. root: directory that holds `proc` and `sys`, "/"
-        outside tests."""
+        """Return the memory that processes of this machine or control group can use now. root: directory that contains
+        `proc` and `sys`, "/" outside tests."""
         total, available = _read_machine(root)
         source = "machine"
         for directory, (_, limit_name, usage_name, reclaimable) in _control_groups(root):
@@ -69,10 +69,11 @@ def _read_machine(root: Path) -> tuple[int, int]:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Yield (directory, file names) of each memory control group of this process, from its own to the outermost; file
-    names: (mount, limit, usage, key of reclaimable memory) in the cgroup version.
+    """Yield (directory, file names) for each Linux memory control group (cgroup v1 or v2) that limits this process: its
+    own first, then each parent up to the mount point. file names: (mount point below `root`, file of the limit, file of
+    the usage, key in memory.stat of the reclaimable page cache).
 
-    A container may see its own group as the mount's root and not its path.
+    The directory of a group may not exist: in a container the mount point itself can be the process's own group.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -38,8 +38,8 @@ def resolve_addresses(host: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own IP address on the network route to `host` (if that is this host, the given address
-    itself). `UserError` without a route."""
+    """Return this host's own IP address on the network route to `host`; if `host` is this host, return its address as
+    resolved. `UserError` without a route."""
     reasons = []
     for address in resolve_addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -77,8 +77,8 @@ def is_own_name(host: str) -> bool:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of this host's network interface with an IP address (of IPv4, its primary one), None if none has
-    it."""
+    """Return the name of this host's network interface that has the IP address `address` (for IPv4: as its primary
+    address), None if none has it."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return next((name for name in names if name in ("lo", "lo0")), None)

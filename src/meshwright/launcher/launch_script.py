@@ -23,8 +23,8 @@ SAVE_SECONDS = 120  # that a checkpoint may take when a run is told to stop
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """Launch script of a recipe. script: its text. layout: notation. nodes, devices_per_node: hosts it starts, and
-    ranks on each. warnings: one line each, for the user."""
+    """Launch script of a recipe. script: its text. layout: notation. nodes: number of hosts that it uses;
+    devices_per_node: ranks on each host. warnings: one line each, for the user."""
 
     script: str
     layout: str
@@ -35,10 +35,13 @@ class LaunchScript:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Hosts and limits of a job. nodes, devices_per_node: default: as many as the layout's ranks need. cpus_per_device:
-    CPU cores of each rank, default: SLURM's, or under torchrun an equal share of the host's. restarts: maximum number
-    of restarts after a lost rank. time: SLURM's time limit, such as "24:00:00". sbatch: further options of SLURM, such
-    as "--partition=gpu"."""
+    """Hosts and limits of a job.
+
+    nodes, devices_per_node: numbers of hosts and of devices on each; None: as many as the layout's ranks need.
+    cpus_per_device: CPU cores of each rank; None: SLURM's default, or under torchrun an equal share of the host's
+    cores. restarts: maximum number of restarts after a lost rank. time: SLURM's time limit, such as "24:00:00"; None:
+    not set. sbatch: further options of sbatch, such as "--partition=gpu".
+    """
 
     nodes: int | None = None
     devices_per_node: int | None = None
@@ -102,8 +105,8 @@ def launch_script(
 
 
 def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | None) -> tuple[int, int]:
-    """Return (hosts, devices per host) for the layout's ranks, one for each device; either may be given, None is
-    derived.
+    """Return (hosts, devices per host) for the layout's ranks, one device each. nodes, devices_per_node: required
+    numbers of hosts and of devices per host; None: derived from the number of ranks.
 
     `UserError`, with numbers that fit, if their product is not the number of ranks.
     """
@@ -131,7 +134,7 @@ def _fill_template(name: str, values: Mapping[str, object]) -> str:
 
 
 def _format_count(number: int, what: str) -> str:
-    """Format a number with its noun, such as "2 hosts"."""
+    """Format a number with the noun `what`, in the plural unless it is 1: "2 hosts"."""
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 

@@ -44,15 +44,15 @@ class RankFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """Arguments of `launch`. description: sent to every rank as JSON, with rank, ranks, method, threads and directory
-    added.
+    """Arguments of `launch`, which starts the ranks of a run on this machine.
 
-    ranks: number of processes. directory: run directory, locked meanwhile. restarts: maximum number of restarts after a
-    lost rank. threads: per rank; unless given OMP_NUM_THREADS, else this machine's cores divided by the ranks. method:
-    rendezvous URL; a new file unless given, since a free port may be taken before rank 0 binds it. collective_timeout:
-    seconds, as in the ranks. command: starts one rank. output: file descriptor that ranks get as standard output.
-    trains: takes steps and saves checkpoints; else `directory` is temporary. before_ranks: called once the directory is
-    locked. log: called with each line for the user.
+    description: JSON dict sent to every rank, with rank, ranks, method, threads and directory added. ranks: number of
+    processes. directory: run directory, locked while the run lasts. restarts: maximum number of restarts after a lost
+    rank. threads: per rank; None: OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous
+    URL; None: a new file, since a free port may be taken before rank 0 binds it. collective_timeout: the ranks' time
+    limit of a collective call, in seconds. command: command line that starts one rank. output: file descriptor that
+    ranks get as standard output. trains: True if the run takes steps and saves checkpoints; False: `directory` is
+    temporary. before_ranks: called once the directory is locked. log: called with each line for the user.
     """
 
     description: Mapping[str, Any]
@@ -72,8 +72,9 @@ class LaunchSpec:
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks of a run on this machine, wait for them, and return rank 0's result (JSON dict).
 
-    Raises what the ranks raised (`UserError`, `CheckFailed` ...); `RankLost` when one died; `RankFault` with its
-    traceback; `Terminated` after SIGTERM, when all have saved; `KeyboardInterrupt` after an interrupt, likewise.
+    Raises the ranks' own exceptions (`UserError`, `CheckFailed` ...); `RankLost` when a rank died; `RankFault` with the
+    traceback of an internal error in a rank; after all ranks have saved, `Terminated` if SIGTERM came and
+    `KeyboardInterrupt` after an interrupt.
     """
     most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
@@ -88,8 +89,8 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
-    """Start all ranks, and again after a rank was lost, up to `spec.restarts` times; return rank 0's result. directory:
-    of the run, locked."""
+    """Start all ranks of a run, and start them again after a rank was lost, up to `spec.restarts` times; return rank
+    0's result. directory: the run directory, locked."""
     with StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
@@ -102,8 +103,8 @@ def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
 
 
 class _Attempt:
-    """One start of all ranks of a run, supervised until they have ended. signals: stop signals that the launcher
-    received."""
+    """One start of all ranks of a run, supervised until they have ended. spec: arguments of `launch`; directory: the
+    locked run directory; signals: SIGTERM and SIGINT that the launcher receives."""
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
@@ -136,7 +137,7 @@ class _Attempt:
 
     def _watch(self) -> None:
         """Wait until every rank has ended, until `SETTLE_SECONDS` after one ended abnormally, or until one has been
-        stopped too long; forward signals meanwhile."""
+        suspended (SIGSTOP) too long; forward SIGTERM and SIGINT meanwhile."""
         deadline: float | None = None
         with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
             selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)
@@ -167,19 +168,17 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Take a snapshot of the collective calls of all ranks, with the stacks of ranks that others wait for outside
-        any call."""
+        """Take a snapshot of the collective calls of all ranks, with the stack of each blamed rank that runs outside a
+        collective call."""
         ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
         for seen in self.snapshot.busy_ranks:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].read_stack()
 
     def _stopped_too_long(self) -> bool:
-        """Return True if a rank's process has been stopped (SIGSTOP) for longer than the collective time-out.
-
-        This also holds for a rank outside collective calls: in a save, ranks wait for each other's files with a much
-        longer limit.
-        """
+        """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the collective
+        time-out, whether or not another rank waits for it in a collective call: in a save, ranks wait for each other's
+        files with a much longer limit."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -190,8 +189,8 @@ class _Attempt:
         return any(now - since > limit for since in self.stopped_since.values())
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
-        """Read what a rank has written to its report pipe (result or error); at its end, close the pipe and stop
-        selecting it."""
+        """Read what a rank has written to its report pipe (result or error); at end of file, close the pipe and remove
+        it from `selector`."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -204,7 +203,8 @@ class _Attempt:
                 self._record_end(rank)
 
     def _handle_exit(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
-        """Handle the exit of a rank: read the rest of its report. watched: pidfd (file descriptor) of its process."""
+        """Handle the exit of a rank's process: read the rest of its report and remove it from `selector`. watched:
+        pidfd (file descriptor) of the process."""
         selector.unregister(watched)
         if rank.pipe >= 0:
             os.set_blocking(rank.pipe, False)
@@ -224,12 +224,13 @@ class _Attempt:
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _ended_abnormally(self, rank: StartedRank) -> bool:
-        """Return True if a rank ended without a result and not because of a stop signal, so that the others cannot
-        continue."""
+        """Return True if a rank ended without a result and without reporting `Terminated` (the save after SIGTERM), so
+        that the other ranks cannot continue."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _pass_signals_on(self) -> None:
-        """Forward stop signals to the ranks: the first as SIGTERM, a second as SIGKILL."""
+        """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first one as SIGTERM, a second
+        one as SIGKILL."""
         while self.signals_sent < self.signals.count:
             self.signals_sent += 1
             for rank in self.ranks:
@@ -245,7 +246,7 @@ class _Attempt:
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Terminate all ranks that still run, kill those that remain, and close their descriptors."""
+        """Send SIGTERM to all ranks that still run, kill those that remain, and close their descriptors."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:
@@ -281,9 +282,10 @@ class _Attempt:
         raise RankLost(f"{line}; {self._describe_resume()}")
 
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Return one sentence on which rank was lost and how: killed, at fault by the recorded calls of all ranks, or
-        the first that reported an error. died: ranks that ended without a report; reported: ranks that reported an
-        error."""
+        """Return one sentence on the rank that was lost: one that died (unless NCCL aborted it because another rank was
+        suspended or made a wrong call), else the rank that the recorded collective calls show to be at fault, else the
+        first that reported an error. died: ranks that ended without a report; reported: ranks that reported an error.
+        """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.
         known = verdict is not None and (verdict.is_call_mismatch or verdict.kind == "stopped")
@@ -304,8 +306,8 @@ class _Attempt:
             self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
 
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
-        """Raise `Terminated` or `KeyboardInterrupt` after a stop signal, unless a rank reported another error. died:
-        ranks that ended without a report; reported: ranks that reported an error."""
+        """If the launcher received SIGTERM or SIGINT, raise `Terminated` or `KeyboardInterrupt`, unless a rank reported
+        another error. died: ranks that ended without a report; reported: ranks that reported an error."""
         for rank in reported:
             if not died and rank.error != "Terminated" and not rank.lost_another:
                 self._raise_reported(rank)
@@ -331,21 +333,21 @@ class _Attempt:
         raise error
 
     def _describe_death(self, rank: StartedRank) -> str:
-        """Return text on how a rank died, its last collective call, and how far training had come."""
+        """Return text on how a rank died, on its last collective call, and on the last step that training had done."""
         line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._describe_progress()}"
         seen: list[RankState] = [] if self.snapshot is None else self.snapshot.seen
         where = next((describe_position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
 
     def _describe_progress(self) -> str:
-        """Return text on how far training had come, such as "after step 12"."""
+        """Return text on the last training step done, such as "after step 12"."""
         if not self.spec.trains:
             return "before it was done"
         step = self.directory.last_step()
         return "before the first step" if step is None else f"after step {step}"
 
     def _describe_resume(self) -> str:
-        """Return text on what running the same command again does: from which checkpoint it resumes."""
+        """Return text on the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
             return "nothing was written: the same command begins again"
         checkpoint = newest(self.directory.checkpoints)

@@ -21,11 +21,11 @@ from meshwright.launcher.rendezvous import Place
 
 
 def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
-    """Run one rank: read the launcher's description (JSON) from standard input, call `work(description, place)`, report
-    its result.
+    """Run one rank: read the launcher's description (JSON) from standard input, call `work(description, place)`, and
+    write the result or error as JSON to the report pipe.
 
-    place: rank, world size and rendezvous. The result or error goes to the report pipe as JSON. Standard input stays
-    open as long as the launcher lives; this process ends with it.
+    place: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
+    killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -71,8 +71,8 @@ def die_with_parent() -> None:
 
 
 def _end_with_launcher(launcher: int | None) -> None:
-    """Make this process be killed when the launcher dies, so that no rank holds memory, ports and the run's lock.
-    launcher: its process id; this process exits at once if that is no longer its parent."""
+    """Make the kernel kill this process when the launcher dies, so that no rank holds memory, ports and the run's lock.
+    launcher: process id of the launcher; this process exits at once if its parent has another id."""
     die_with_parent()
 
     def watch() -> None:

@@ -56,9 +56,9 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 def thread_change_note(before: int | None, now: int | None) -> str | None:
     """Return a line for the user that results may differ in their last bits if the thread count changed from `before`
-    (in the checkpoint) to `now`, else None.
+    (in the checkpoint) to `now`; None if it did not change.
 
-    None for either: unknown, or without effect on the device.
+    before, now: None if unknown or without effect on the device, which gives None as well.
     """
     if before is None or now is None or before == now:
         return None
@@ -69,8 +69,8 @@ def thread_change_note(before: int | None, now: int | None) -> str | None:
 
 
 def same_layout(layout: Layout, saved: object) -> bool:
-    """Return True if a checkpoint's layout notation `saved` equals `layout` up to the precision, which only the saved
-    one is sure to name."""
+    """Return True if the layout notation `saved` in a checkpoint is valid and equals `layout`, apart from the
+    precision, which is not compared."""
     try:
         other = Layout.parse(saved) if isinstance(saved, str) else None
     except UserError:
@@ -79,8 +79,9 @@ def same_layout(layout: Layout, saved: object) -> bool:
 
 
 def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the FLOPs of one transformer layer on one rank, forward and backward of a micro-batch: the whole model's,
-    LM head included, divided by its layers. layout: the recipe's unless given. None for a user's own module."""
+    """Return the mean FLOPs of one transformer layer on one rank, forward and backward of a micro-batch: those of the
+    whole model, LM head included, divided by its number of layers. layout: None: the recipe's. None for a user's own
+    module."""
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None
     layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
@@ -108,8 +109,8 @@ def share_this_host(place: Place) -> bool:
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """Return the threads per rank where torchrun, Kubernetes or SLURM started the ranks: rank 0 chooses, for the rank
-    with the fewest cores.
+    """Return the threads per rank where torchrun, Kubernetes or SLURM started the ranks: rank 0 chooses for all, by the
+    rank that has the fewest cores.
 
     place: this rank's number and the number of ranks; store: key-value store that all ranks share. Collective.
     `UserError` on all ranks if rank 0 finds one.

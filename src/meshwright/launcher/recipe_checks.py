@@ -16,8 +16,8 @@ from meshwright.spec.refuse import refuse
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise `UserError` with the first reason why the recipe's model cannot train on its layout, batch, sequence and
-    tokenizer.
+    """Raise `UserError` with the first reason why the recipe's model cannot train with its layout, batch, sequence
+    length and tokenizer.
 
     Runs before data are prepared: a tokenizer still to be trained counts with its smallest possible vocabulary.
     """
@@ -36,10 +36,12 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:
-    """Raise `UserError` if the run needs more than `machine_bytes` on this machine's CPU under any layout; no check on
-    GPUs.
+    """Raise `UserError` if all ranks of the run, on this machine's CPU, certainly need more than `machine_bytes`
+    together; no check for runs on GPUs.
 
-    Minimum: every parameter, gradient and optimizer state once, or one hidden state for every token of a micro-batch.
+    Two lower bounds, each checked by itself, hold for every layout with the recipe's number of micro-batches: one fp32
+    copy of all parameters, gradients and optimizer states; and one 16-bit hidden state per token of a global
+    micro-batch.
     """
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return

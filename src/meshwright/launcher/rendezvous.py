@@ -34,10 +34,11 @@ LAUNCHER = "the launcher"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank and rendezvous of this process. ranks: world size. local_rank: number on its host, None if unknown.
+    """Rank and rendezvous of this process.
 
-    method: URL at which the ranks meet: env://, tcp:// or file://. started_by: launcher's name or variables, for error
-    messages. host_ranks: number of ranks on each host, None if unknown or unequal.
+    rank: global rank. ranks: world size. local_rank: rank on its host, from 0; None if unknown. method: URL at which
+    the ranks meet: env://, tcp:// or file://. started_by: launcher's name or environment variables, for error messages.
+    host_ranks: number of ranks on each host, None if unknown or unequal.
     """
 
     rank: int
@@ -50,9 +51,9 @@ class Place:
 
 def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it must join
-    them. environment: variables, by default this process's.
+    them. environment: variables; None: this process's.
 
-    A SLURM job of one task starts its ranks itself, as on any machine.
+    False in a SLURM job of one task, which starts its ranks itself, as on any machine.
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -131,7 +132,7 @@ def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
 
 
 def check_world_size(place: Place, layout: Layout) -> None:
-    """Raise `UserError` if the number of ranks that were started is not the layout's."""
+    """Raise `UserError` if the number of started ranks, `place.ranks`, is not the number of ranks of the layout."""
     if place.ranks != layout.world_size:
         raise UserError(
             f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '
@@ -261,10 +262,10 @@ STORE_TIMEOUT_SECONDS = 30.0
 
 
 def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """Call `connect` on this rank and return its store; on other ranks than 0 first wait up to `timeout` for rank 0 to
-    listen, then for the store to answer, up to `STORE_TIMEOUT_SECONDS`.
+    """Call `connect` on this rank and return its store. Ranks other than 0 first wait up to `timeout` for rank 0 to
+    listen, then up to `STORE_TIMEOUT_SECONDS` for the store to answer.
 
-    `RuntimeError` after that.
+    `RuntimeError` after these times.
     """
     if place.rank == 0:
         return connect()
@@ -326,11 +327,11 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's store with a random key prefix for this start alone: the keys of killed ranks stay in
-    the store over restarts.
+    """Return a view of torchrun's store with a random key prefix that only this start of the ranks uses: the keys of
+    killed ranks stay in the store over restarts.
 
     Rank 0 chooses the prefix, since the restart counters of hosts may differ; each rank gets it under a random key of
-    its own. `RuntimeError` if a rank does not come within the time-out. Collective.
+    its own. `RuntimeError` if a rank does not come within `timeout_seconds`. Collective.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -361,8 +362,8 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file that killed ranks left at `path`, and hold a shared lock beside it until this process
-    ends: if the exclusive lock fails, the file is in use and stays."""
+    """Remove the rendezvous file that killed ranks left at `path`, unless another process holds a lock on PATH.lock:
+    then the file is in use. Hold a shared lock on PATH.lock until this process ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,10 +9,10 @@ from typing import Any
 
 
 class StopSignals:
-    """Counter of SIGTERM and SIGINT inside the with block, for the launcher to forward. No effect outside the main
-    thread.
+    """Context manager that counts SIGTERM and SIGINT, which the launcher then forwards to the ranks. No effect outside
+    the main thread.
 
-    wakeup: a socket that becomes readable on a signal.
+    wakeup: socket that becomes readable when a signal arrives.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopSignals:
 
     @property
     def stop(self) -> bool:
-        """True once a signal has come."""
+        """True once SIGTERM or SIGINT has arrived."""
         return self.count > 0
 
     def __enter__(self) -> StopSignals:
@@ -41,7 +41,7 @@ class StopSignals:
         self._write.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Count a signal, whose number is `number`, and wake up the launcher."""
+        """Count the signal with this `number` and wake up the launcher. frame: ignored."""
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         with suppress(OSError):

@@ -22,12 +22,12 @@ STACK_SECONDS = 0.5  # that a rank has to say where it is
 
 @dataclass(slots=True)
 class StartedRank:
-    """Process of one rank, as the launcher handles it. number: its rank. pipe: descriptor of its report, -1 when
-    closed.
+    """Process of one rank, as the launcher supervises it.
 
+    number: global rank. process: its handle. pipe: file descriptor from which its report is read, -1 when closed.
     calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    said: report bytes read so far; report: parsed (JSON dict), None before. ended: time at which it ended, in seconds
-    of the monotonic clock. stop_requested: the launcher sent it a signal.
+    said: report bytes read so far; report: the parsed report (JSON dict), None before. ended: time at which it ended,
+    in seconds of the monotonic clock; None while it runs. stop_requested: True once the launcher has sent it a signal.
     """
 
     number: int
@@ -57,7 +57,7 @@ class StartedRank:
 
     @property
     def signal(self) -> int | None:
-        """Number of the signal that killed the rank, None if it exited."""
+        """Number of the signal that killed the rank, None if it exited by itself or still runs."""
         code = self.process.returncode
         return -code if code is not None and code < 0 else None
 
@@ -100,8 +100,8 @@ def start_rank(
 ) -> StartedRank:  # fmt: skip
     """Start the process of rank `number` of `ranks` by `command`, and send it `description` as JSON on standard input.
 
-    threads: its compute threads; keep: file descriptors that it inherits; output: descriptor that it gets as standard
-    output.
+    threads: number of its compute threads; keep: file descriptors that it inherits; output: descriptor that it gets as
+    standard output, 2 (standard error) unless given.
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()

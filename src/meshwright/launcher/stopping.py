@@ -12,10 +12,11 @@ SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both pass on one C
 
 
 class StopRequest:
-    """Recorder of SIGTERM inside the with block, and of SIGINT unless it is handled elsewhere (by a rank's launcher).
+    """Context manager that records SIGTERM, and SIGINT unless the process has another handler for it, as ranks of a
+    launcher have.
 
-    requested: True once a signal has come. A second interrupt raises `KeyboardInterrupt` at once. No effect outside the
-    main thread.
+    Attribute `requested`: True once a signal has come. A second interrupt, over a second later, raises
+    `KeyboardInterrupt`. No effect outside the main thread.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: set `requested`; raise `KeyboardInterrupt` on a second interrupt. number: of the signal."""
+        """Handle the signal with this `number`: set `requested`; on a second interrupt raise `KeyboardInterrupt`.
+        frame: ignored."""
         self.requested = True
         if number == signal.SIGINT:
             now = time.monotonic()

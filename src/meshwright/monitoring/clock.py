@@ -10,10 +10,10 @@ import torch
 
 
 class StepClock:
-    """Measures the seconds of each phase of a training step: the caller marks the end of each phase.
+    """Clock of the phases of a training step: the caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream, read only after the step has synchronised anyway. waited:
-    returns the seconds that this process has spent waiting in collective calls since its start.
+    On CUDA a mark records an event on the current stream, which is read only after the step has synchronised anyway.
+    waited: function that returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -35,7 +35,7 @@ class StepClock:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by name of the phase since `start()`, in the order of their first marks."""
+        """Return the seconds of each phase since `start()`: phase name -> seconds, in the order of first marks."""
         if self.cuda:
             self._marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}
@@ -45,10 +45,10 @@ class StepClock:
         return parts
 
     def working_seconds(self) -> float:
-        """Return the seconds since `start()` in which this process computed and did not wait for another.
+        """Return the seconds from `start()` to the last mark without waiting in collective calls.
 
-        On CUDA the device waits, not the host: there it is the time of all phases before the gradients are reduced,
-        which under ZeRO-2 and 3 includes some waiting.
+        On CUDA, where the device waits and not the host: the seconds of the phases data, forward and backward, before
+        the gradients are reduced, which under ZeRO-2 and 3 include some waiting.
         """
         if self.cuda:
             seconds = self.seconds()

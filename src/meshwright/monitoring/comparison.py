@@ -25,8 +25,8 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Peak resident set (RSS) of rank 0's process by item, in bytes. items: "libraries", "model states", "step tensors"
-    ..."""
+    """Predicted peak resident set (RSS) of rank 0's process. items: bytes by item: "libraries", "model states", "step
+    tensors" ..."""
 
     items: Mapping[str, int]
 
@@ -40,9 +40,10 @@ class ProcessMemory:
 class Prediction:
     """Predicted memory, step time and traffic of rank 0; None for what could not be predicted.
 
-    memory: bytes by ledger category at the peak and their sum "peak" (without "framework" and "unexplained"); time:
-    seconds of a step by phase; sent_by_axis: bytes sent in a step by mesh axis; machine: the hardware profile;
-    compiled: blocks run under torch.compile; notes: further console lines; process: peak RSS by item, CPU only.
+    memory: peak tensor memory in bytes by ledger category, with "peak", the sum of all categories but "framework" and
+    "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis. machine: the
+    hardware profile. compiled: True if blocks run under torch.compile. notes: further console lines. process: peak RSS
+    by item, for CPUs only.
     """
 
     memory: Mapping[str, int] | None
@@ -54,8 +55,8 @@ class Prediction:
     process: ProcessMemory | None = None
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the entries of `predicted` in the result document: seconds, bytes by category and by axis, device;
-        null for what was not predicted."""
+        """Return the entry `predicted` of the result document: predicted seconds of a step, bytes by category and by
+        axis, device; null for what was not predicted."""
         time, machine = self.time, self.machine
         calibration = None if machine is None else machine.calibration
         return {
@@ -73,8 +74,8 @@ class Prediction:
         }
 
     def _peak_entries(self) -> dict[str, int | None]:
-        """Return {"allocator_peak", "process_peak"}: predicted peaks in bytes of the tensor allocator and of the
-        process (None unless on a CPU)."""
+        """Return {"allocator_peak", "process_peak"}: the predicted peaks in bytes of the tensor allocator, and of the
+        process (None on CUDA)."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
@@ -109,28 +110,30 @@ class _StepTime(NamedTuple):
 
 
 class StepTimes:
-    """Durations of this process's last steps after warm-up, from which the result document gets the step of median
-    duration."""
+    """Durations of this process's latest `KEPT` steps after `WARM_UP` steps, from which the result document reports the
+    step of median duration."""
 
     def __init__(self) -> None:
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
         self._warming = WARM_UP
 
     def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
-        """Add a step whose update was applied. seconds: whole step; parts: seconds by phase; waited: seconds spent
-        waiting in collective calls."""
+        """Add a step whose update was applied. seconds: duration of the whole step; parts: phase -> seconds; waited:
+        seconds spent waiting in collective calls."""
         if self._warming:
             self._warming -= 1
         else:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def median_step(self) -> _StepTime | None:
-        """Return the times of the step of median duration among the last ones, None before the first step after
-        warm-up."""
+        """Return the times of the step of median duration among the latest `KEPT` steps, None before the first step
+        after warm-up."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the time entries of `measured` in the result document, in seconds."""
+        """Return the measured times for the result document, in seconds: {"step_seconds" (median), "seconds_by_part"
+        (phase -> seconds), "seconds_by_kind" ("working" and "waiting"), "waiting_seconds"}; the last two None on CUDA,
+        all None without steps."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -154,20 +157,21 @@ def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Return {"working": seconds, "waiting": seconds} of a step: the only split that predicted and measured steps have
-    in common. seconds: whole step; waiting: of it, waiting for other ranks."""
+    """Return {"working": seconds, "waiting": seconds} of a step, the only split that predictions and measurements have
+    in common. seconds: of the whole step; waiting: seconds of it in which this rank waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
 def collect_measured_memory(
     states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return measured bytes of rank 0: model states by ledger category, peaks of allocator and process, and
-    `unexplained`.
+    """Return the measured memory of rank 0 in bytes, None for what is unknown: model states by ledger category
+    ("parameters" ...), "peak" (growth of memory from before the trainer's construction to the peak of the first steps),
+    "allocator_peak", "process_peak" (RSS), and "unexplained".
 
-    states: bytes by kind (`Trainer.memory`). memory: the measured peaks. prediction: the prediction's JSON dict. `peak`
-    is the growth in the first steps; `unexplained` the measured peak minus the predicted one without its calibration
-    (process on a CPU, allocator on CUDA).
+    states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
+    result document. "unexplained" is the measured minus the predicted peak (on CUDA of the allocator, on a CPU of the
+    process), without the part of the prediction that earlier runs' errors added to it (calibration).
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
@@ -188,8 +192,8 @@ def collect_measured_memory(
 
 
 def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str | None:
-    """Return one console line with measured step time, memory and traffic and the error of each prediction; None if
-    none is known. predicted, measured: the entries of these names in the result document."""
+    """Return one console line with measured step time, memory and traffic, and the error of each prediction; None if
+    nothing was measured. predicted, measured: the entries "predicted" and "measured" of the result document."""
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
@@ -209,13 +213,13 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _expected_peak(memory: Mapping[str, int]) -> int:
-    """Return the predicted peak of the tensor allocator in bytes: the ledger's peak plus the bytes that calibration by
-    finished runs adds. memory: predicted bytes by category."""
+    """Return the predicted peak of the tensor allocator in bytes: the ledger's peak plus the bytes by which finished
+    runs exceeded their predictions ("unexplained"). memory: predicted bytes by category."""
     return memory["peak"] + memory["unexplained"]
 
 
 def _format_seconds(seconds: float) -> str:
-    """Return text for a duration in seconds, as seconds or milliseconds with three digits."""
+    """Format a duration given in seconds, with three digits, in seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 

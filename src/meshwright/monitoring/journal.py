@@ -53,7 +53,8 @@ class Journal:
 
     @property
     def rate_name(self) -> str:
-        """Key of the throughput in metrics.jsonl and in the result, such as tokens_per_second."""
+        """Key of the throughput in metrics.jsonl and in the result document: "tokens_per_second" or
+        "samples_per_second"."""
         return f"{self.run.unit}_per_second"
 
     def log(self, line: str) -> None:
@@ -134,8 +135,8 @@ class Journal:
     # --- while it runs
 
     def record_step(self, record: StepRecord) -> None:
-        """Report one training step, applied or skipped: a line of `metrics.jsonl`, the console, and the check for slow
-        ranks."""
+        """Report one training step, applied or skipped: write its line of `metrics.jsonl`, update the console, and
+        check for slow ranks."""
         if not self.leader:
             return
         if record.finite and not record.profiled:
@@ -172,15 +173,15 @@ class Journal:
         self.progress.step(done, f"loss {record.loss:.3f}{record.metrics.text}  {self._format_rate(rate)}")
 
     def _log_skipped(self, record: StepRecord) -> None:
-        """Log that a step was skipped because its loss or gradient norm was not finite."""
+        """Log that a step was skipped on all ranks because its loss or gradient norm was not finite."""
         after = record.next_loss_scale
         lower = f"; the loss is scaled by {after:g} from now on" if after != record.loss_scale else ""
         reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Store a step's metrics for the result document: no loss of a skipped step, no throughput of a profiled one.
-        line: the step's line of `metrics.jsonl`."""
+        """Store a step's metrics for the result document, except the loss and metrics of a skipped step and the
+        throughput of a profiled one. line: the step's line of `metrics.jsonl`."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -190,18 +191,19 @@ class Journal:
                 values.append(line[key])
 
     def record_save_start(self, step: int, stall_seconds: float) -> None:
-        """Write the event that the save of a checkpoint of `step` has begun, which stalled training for
+        """Write the event that the checkpoint save of step `step` has begun; to start it stalled training for
         `stall_seconds`."""
         self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def record_save_failure(self, step: int, reason: str) -> None:
-        """Write and log the event that the checkpoint save of `step` failed for `reason`; training continues."""
+        """Write and log the event that the checkpoint save of step `step` failed for `reason` (text); training
+        continues."""
         self._write({"event": "save_failed", "step": step, "reason": reason})
         self.log(f"{reason}; training goes on and the next save tries again")
 
     def _mfu(self, rate: float) -> float | None:
-        """Return the model FLOP utilisation of all devices together, 0 to 1 of their dense peak; None if the FLOPs are
-        unknown. rate: tokens or samples per second of all ranks."""
+        """Return the model FLOP utilisation of all devices together, as a fraction of their dense peak; None if FLOPs
+        or peak are unknown. rate: tokens or samples per second of all ranks."""
         if self.run.flops_per_unit is None or self.run.peak_flops is None:
             return None
         return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
@@ -212,8 +214,8 @@ class Journal:
         return f"{rate:,.0f} {self.run.unit}/s" + ("" if mfu is None else f"  MFU {mfu:.0%}")
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
-        """Log the slow rank, if any, at the end of each window of steps. done: steps done; rank_seconds: each rank's
-        seconds of work in this step."""
+        """Log the slow rank, if any, at the end of each window of steps. done: number of steps done; rank_seconds:
+        seconds of each rank's own work in this step."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -245,8 +247,8 @@ class Journal:
     # --- after
 
     def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
-        """Send the checkpoint paths to the trackers, as values of `step`, after a stop signal and the save that follows
-        it."""
+        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`, after SIGTERM or
+        an interrupt and the save that follows it."""
         self._track(step, _checkpoint_paths(checkpointer))
 
     def make_result(
@@ -254,8 +256,8 @@ class Journal:
     ) -> dict[str, Any]:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured figures, checkpoint paths.
 
-        end: final step and bytes of model states. prediction: replaces the one made before the first step. If this
-        process had no step left to do, the outcome is read from `metrics.jsonl`.
+        end: final step, bytes of model states and predicted traffic. prediction: replaces the one made before the first
+        step, unless None. If this process had no step left to do, the outcome is read from `metrics.jsonl`.
         """
         self.prediction = self.prediction if prediction is None else prediction
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
@@ -289,7 +291,8 @@ class Journal:
         )
 
     def _outcome(self, end: RunEnd) -> dict[str, Any]:
-        """Return the outcome by key of the result document: steps, last loss and metrics, median throughput, MFU."""
+        """Return the outcome of the run under the keys of the result document: step, skipped steps, last loss and
+        metrics, median throughput, MFU."""
         figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
         rates = figures[self.rate_name]
         rate = statistics.median(rates) if rates else None
@@ -319,11 +322,8 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return, on rank 0, the result document in the run directory if it is of a run of exactly `step` steps; else
-        None.
-
-        Its checkpoint paths are replaced by the present paths of the checkpointer.
-        """
+        """Return, on rank 0, the result document in the run directory if it is from a run of exactly `step` steps, with
+        the checkpoint paths replaced by those that `checkpointer` knows now; else None."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None

@@ -18,7 +18,8 @@ from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`: appends JSON lines; on resume it cuts off the lines written after the checkpoint.
+    """Writer of `metrics.jsonl`, one JSON object per line; on resume it cuts off the lines written after the
+    checkpoint.
 
     Each line is written completely or not at all; lines that a full disk refuses are retried with the next write.
     """
@@ -100,8 +101,8 @@ class SlowRankWatch:
         self._steps: list[Sequence[float]] = []
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
-        """Add one step's seconds of work, one per rank. At the end of a window return (slow rank, ratio of its time to
-        the others' median), else None; also None if no rank is slow."""
+        """Add one step's seconds of work, one per rank. At the end of a window of steps return (slow rank, ratio of its
+        time to the others' median); None if no rank is slow or the window is not complete."""
         assert len(seconds) == self._ranks
         self._steps.append(seconds)
         if len(self._steps) < self.window or self._ranks < 2:

@@ -42,7 +42,8 @@ _PARTS = {"data": "data", "reduce": "reduce", "agree": "agreement", "update": "u
 
 
 class ProfiledTrainer(Protocol):
-    """Attributes of a trainer that the profiler reads and hooks into: steps done, clock of the phases, passes."""
+    """Attributes of a trainer that the profiler uses. steps_done: number of steps done; clock: clock of the step's
+    phases; passes: runs forward and backward."""
 
     steps_done: int
     clock: StepClock
@@ -50,8 +51,8 @@ class ProfiledTrainer(Protocol):
 
 
 class Profile:
-    """Recorder of the steps that `train.profile` names; writes their traces. Every rank calls it around every training
-    step. say: called with each log line."""
+    """Recorder of the training steps that `train.profile` names; writes their traces into the run directory. Every rank
+    calls `before_step` and `after_step` around every training step. say: called with each log line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, say: Callable[[str], None]) -> None:
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
@@ -62,7 +63,7 @@ class Profile:
         self._taking: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
-        """Start recording if the next step is the first to be profiled; return True if that step is recorded.
+        """Start recording if the next step is the first to be profiled; return True if the next step is recorded.
         Collective."""
         if self._taking is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._taking = _ProfileRecording(trainer, self._mesh, self._record_operators)
@@ -71,8 +72,8 @@ class Profile:
         return self._taking is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
-        """Finish a recorded step, and write the trace after the last; return True if the step was recorded. ending: the
-        run ends here."""
+        """Finish a recorded step, and after the last one to be profiled write the trace; return True if the step was
+        recorded. ending: True if the run ends after this step."""
         if self._taking is None:
             return False
         self._taking.step_done()
@@ -122,7 +123,8 @@ class Profile:
 
 
 class _ProfileRecording:
-    """Recording of consecutive steps on this rank. operators: torch.profiler records operators and kernels as well."""
+    """Recording of consecutive training steps on this rank. operators: True to also record operators and kernels by
+    torch.profiler."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
         self.steps = 0
@@ -176,7 +178,7 @@ class _ProfileRecording:
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
         """Return a context manager that puts the operators run inside it into a range called `name` in torch's trace;
-        without effect if no operators are recorded."""
+        it has no effect if no operators are recorded."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
@@ -192,8 +194,8 @@ class _ProfileRecording:
 
     @contextmanager
     def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
-        """Record the span of one forward or backward that runs inside the with block. kind: forward, backward,
-        input-gradient or weight-gradient pass."""
+        """Context manager that records the span of one pass of a micro-batch. kind: forward, backward, input-gradient
+        or weight-gradient pass; stage, replica (model copy), micro_batch: indices."""
         label, name = self._names.describe_step(kind, stage, replica, micro_batch)
         begun = time.time_ns()
         with self._annotate_operators(label):
@@ -212,27 +214,31 @@ class _NamedCompute:
         self.buffer = compute.buffer
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the forward of a micro-batch on a stage inside its recorded span. x: input activation, None on the
-        first stage. Returns the output activation, None on the last stage."""
+        """Compute the forward of a micro-batch on a stage and record its span. stage, replica (model copy),
+        micro_batch: indices; x: input activation, None on the first stage. Returns the output activation, None on the
+        last stage."""
         with self._around(Kind.FORWARD, stage, replica, micro_batch):
             return self._compute.forward(stage, replica, micro_batch, x)
 
     def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the full backward of a micro-batch inside its recorded span. d_out: gradient of the stage's output,
-        None on the last stage. Returns the gradient of its input, None on the first stage."""
+        """Compute the full backward of a micro-batch on a stage and record its span. stage, replica (model copy),
+        micro_batch: indices; d_out: gradient of the stage's output, None on the last stage. Returns the gradient of its
+        input, None on the first stage."""
         with self._around(Kind.BACKWARD, stage, replica, micro_batch):
             return self._compute.backward(stage, replica, micro_batch, d_out)
 
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Compute the input-gradient pass (B) of a micro-batch inside its recorded span. d_out: gradient of the stage's
-        output, None on the last stage. Returns the gradient of its input, None on the first stage."""
+        """Compute the input-gradient pass (B) of a micro-batch on a stage and record its span. stage, replica (model
+        copy), micro_batch: indices; d_out: gradient of the stage's output, None on the last stage. Returns the gradient
+        of its input, None on the first stage."""
         with self._around(Kind.INPUT_GRADIENT, stage, replica, micro_batch):
             return self._compute.input_gradient(stage, replica, micro_batch, d_out)
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Compute the weight-gradient pass (W) of a micro-batch inside its recorded span."""
+        """Compute the weight-gradient pass (W) of a micro-batch on a stage and record its span. stage, replica (model
+        copy), micro_batch: indices."""
         with self._around(Kind.WEIGHT_GRADIENT, stage, replica, micro_batch):
             self._compute.weight_gradient(stage, replica, micro_batch)
 

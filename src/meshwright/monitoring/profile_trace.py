@@ -71,10 +71,11 @@ class RankSteps:
 
 
 def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int], rank: int) -> int:
-    """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's; 0 if both share a clock.
+    """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's: the median difference over the
+    barriers; 0 if both share a clock.
 
-    times: [barrier][rank], nanoseconds at which each rank left the barrier; the median difference counts. machines: a
-    number per rank, equal for ranks that share a clock.
+    times: [barrier][rank], nanoseconds at which each rank left the barrier. machines: a number per rank, equal for
+    ranks that share a clock.
     """
     if machines[rank] == machines[0]:
         return 0
@@ -82,10 +83,10 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank. Returns (trace document, its events on the device), of which the latter are
-    for the merged trace of all ranks.
+    """Build the Chrome trace of one rank; return (trace document, its events on the device alone, for the merged trace
+    of all ranks).
 
-    operators: the Chrome trace of torch's profiler on this rank.
+    steps: spans and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler on it.
     """
     threads = _ThreadNumbers(steps.rank, OPERATORS)
     shift = (int(operators.get("baseTimeNanoseconds", 0)) - steps.zero) / 1e3
@@ -115,11 +116,11 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
 def merge_rank_traces(
     parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Build the Chrome trace document of all ranks, one process each. parts: each rank's `RankSteps.table` with its
-    device events under "kernels".
+    """Build the Chrome trace document of all ranks, in which each rank is a process. parts: for each rank the dict of
+    `RankSteps.table` with its device events under "kernels".
 
-    A `program` (pipeline schedule) of several ranks is added as simulated with the median durations recorded here,
-    starting at the first forward of the last step. places: global rank -> pipeline rank.
+    If `program` (pipeline schedule) has several ranks, its simulation with the median durations recorded here is added,
+    beginning at the first forward of the last step. places: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
@@ -197,8 +198,8 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
 
 
 class _ThreadNumbers:
-    """Thread numbers of a rank in a trace, assigned to thread names in order of use. first: number of the first, from
-    the rank's own range."""
+    """Thread numbers of a rank in a trace, assigned to thread names in order of use. rank: global rank; first: number
+    of the first thread, within the rank's range of numbers."""
 
     def __init__(self, rank: int, first: int) -> None:
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()

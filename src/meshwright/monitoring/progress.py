@@ -10,10 +10,8 @@ PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
 
 
 class Progress:
-    """Progress display of a run on stderr; `show=False` (ranks other than 0) shows nothing.
-
-    steps: number of the whole run; stream: stderr unless given.
-    """
+    """Progress display of a run on stderr. steps: number of steps of the whole run; show: False (on ranks other than 0)
+    shows nothing; stream: output, None: stderr."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         self._stream = stream or sys.stderr

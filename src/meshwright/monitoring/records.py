@@ -8,22 +8,22 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Mean metrics of a step that are reported beside its loss, such as accuracy. values: by key of metrics.jsonl;
-    text: the same for the console."""
+    """Mean metrics of a step that are reported beside its loss, such as accuracy. values: key of metrics.jsonl ->
+    value; text: the same as text for the console."""
 
     values: Mapping[str, float] = {}
     text: str = ""
 
 
 class Validation(NamedTuple):
-    """Result of a validation: mean loss (nats per target token or per pair of responses, or a script's own) and
-    metrics."""
+    """Result of a validation. loss: mean loss, in nats per target token or per pair of responses, or in the units of a
+    script's own loss; metrics: further means."""
 
     loss: float
     metrics: Metrics = Metrics()
 
     def to_json_dict(self) -> dict[str, float]:
-        """Return loss and metrics under their keys in metrics.jsonl, each prefixed by `validation_`."""
+        """Return the loss as "validation_loss" and each metric as "validation_NAME", the keys in metrics.jsonl."""
         values = {f"validation_{name}": value for name, value in self.metrics.values.items()}
         return {"validation_loss": self.loss, **values}
 
@@ -51,13 +51,14 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Figures of one training step, as the journal reports it.
+    """Figures of one training step, which the journal reports.
 
-    step: its number, from 1. finite: loss and gradient norm are finite, so the update was applied. skipped_steps:
-    number of skipped steps in the run so far. loss_scale: used in this step, None where it is not dynamic;
-    next_loss_scale: of the next step. seconds: of the step without validation; seconds_by_part: by phase;
-    waiting_seconds: of the host in collective calls; rank_seconds: each rank's own work. profiled: recorded by the
-    profiler, which slows a step.
+    step: its number, from 1. loss, gradient_norm, learning_rate: of this step. finite: True if loss and gradient norm
+    are finite, so that the update was applied. skipped_steps: number of skipped steps in the run so far. metrics: means
+    beside the loss. validation: result of a validation after the step, None without one. seconds: duration of the step
+    without validation; seconds_by_part: by phase; waiting_seconds: of the host in collective calls; rank_seconds: of
+    each rank's own work. loss_scale: used in this step, None where it is not dynamic; next_loss_scale: for the next
+    step. profiled: True if the profiler recorded the step, which makes it slower.
     """
 
     step: int
@@ -79,8 +80,9 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Figures of a run at its last step on this rank. step, skipped_steps: counters; layout: notation; state_bytes,
-    predicted_state_bytes: bytes of model states by kind; predicted_sent_bytes: bytes sent in a step, by call site."""
+    """Figures of a run after its last step on this rank. step: number of steps done, of which `skipped_steps` were
+    skipped. layout: notation. state_bytes, predicted_state_bytes: measured and predicted bytes of model states by kind.
+    predicted_sent_bytes: bytes sent in a step by call site."""
 
     step: int
     skipped_steps: int

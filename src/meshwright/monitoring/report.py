@@ -122,7 +122,7 @@ def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Marku
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return table rows (name, predicted, measured), as text, for step time, memory and traffic; empty if the result
+    """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if the result
     document has no prediction."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
     said = [
@@ -148,8 +148,8 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _format_step_seconds(side: dict[str, Any]) -> str:
-    """Return text for a step's seconds with their bounds, empty if unknown. side: entry `predicted` or `measured` of
-    the result document."""
+    """Return text for a step's seconds with their lower and upper bounds, empty if unknown. side: entry `predicted` or
+    `measured` of the result document."""
     if side.get("step_seconds") is None:
         return ""
     low, high = side.get("step_seconds_low"), side.get("step_seconds_high")
@@ -167,7 +167,7 @@ def _format_bytes(size: int | None) -> str:
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:
-    """Return text for the MFU and the peak FLOP/s that it refers to. result: the result document."""
+    """Return text for the MFU in % and for the peak FLOP/s to which it refers. result: the result document."""
     return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
 
 
@@ -191,8 +191,8 @@ def _format_number(value: float | None, form: str) -> str:
 
 
 def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tuple[float, float]]:
-    """Return the exponential moving average of (step, value) points, without start-up bias. weight: factor of the past
-    in each update."""
+    """Return the exponential moving average of (step, value) points, corrected for start-up bias as in Adam. weight:
+    factor of the previous average in each update."""
     smoothed, average, mass = [], 0.0, 0.0
     for step, value in points:
         average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)

@@ -18,13 +18,13 @@ _Whole = Annotated[int, Field(ge=0, le=2**63)]
 
 
 class _Document(BaseModel):
-    """Base model of the validated JSON documents: strict types, further keys allowed."""
+    """Base class of the pydantic schemas of JSON documents: strict types, unknown keys allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class _StepLine(_Document):
-    """Model of a step line of metrics.jsonl: the keys that the report reads."""
+    """Schema (pydantic) of a step line of metrics.jsonl, with the keys that the report reads."""
 
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
@@ -36,7 +36,8 @@ class _StepLine(_Document):
 
 
 class _Figures(_Document):
-    """Model of the entries `predicted` and `measured` of a result document: the keys that the report reads."""
+    """Schema (pydantic) of the entries `predicted` and `measured` of a result document, with the keys that the report
+    reads."""
 
     step_seconds: _Number | None = None
     step_seconds_low: _Number | None = None
@@ -48,7 +49,7 @@ class _Figures(_Document):
 
 
 class _Result(_Document):
-    """Model of the result document of a run: the keys that the report reads."""
+    """Schema (pydantic) of the result document of a run, with the keys that the report reads."""
 
     parameters: _Whole | None = None
     layout: str | None = None
@@ -61,7 +62,7 @@ class _Result(_Document):
 
 
 class _Evaluation(_Document):
-    """Model of the document returned by `evaluate`; loss in nats per token."""
+    """Schema (pydantic) of the document returned by `evaluate`; loss in nats per token."""
 
     loss: _Number
     perplexity: _Number
@@ -71,7 +72,7 @@ class _Evaluation(_Document):
 
 
 class _Sample(_Document):
-    """Model of the document printed by `generate --json`."""
+    """Schema (pydantic) of the document printed by `generate --json`."""
 
     prompt: str
     text: str
@@ -128,8 +129,8 @@ def check_sample(document: Mapping[str, Any]) -> None:
 
 
 def _validate(kind: type[_Document], value: Any, where: str) -> dict[str, Any]:
-    """Validate the parsed JSON `value` against a model and return it unchanged; `UserError` names the file `where` and
-    the first bad key."""
+    """Validate the parsed JSON `value` against the pydantic schema `kind` and return it unchanged; `UserError` names
+    the file `where` and the first bad key."""
     try:
         kind.model_validate(value)
     except ValidationError as error:

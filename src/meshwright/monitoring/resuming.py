@@ -85,7 +85,7 @@ def check_resume_differences(old: Recipe, new: Recipe) -> None:
 
 
 def values_by_key(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's values by dotted key, such as "train.steps"; keys that are not set are left out."""
+    """Return the recipe's values as dotted key -> value, such as "train.steps" -> 100; unset keys are left out."""
     flat: dict[str, Any] = {}
     tables = recipe.to_tables()
     for key, field in SCHEMA.keys.items():

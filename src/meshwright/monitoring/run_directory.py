@@ -27,10 +27,10 @@ PATIENCE_SECONDS = 1.0
 
 
 class RunDirectory:
-    """Directory of one run: its lock and its files. Other files in it are left alone.
+    """Directory of one run: its lock and the paths of its files. Files that it does not know are left alone.
 
-    Every process of a run makes one; only one of them locks it (the launcher, or rank 0 where another tool started the
-    ranks).
+    Every process of a run makes one object; only one of them locks it (the launcher, or rank 0 where torchrun,
+    Kubernetes or SLURM started the ranks).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -100,7 +100,7 @@ class RunDirectory:
 
     @property
     def lock_descriptor(self) -> int:
-        """File descriptor that holds the lock; only after `lock`."""
+        """File descriptor that holds the lock; valid only between `lock` and `unlock`."""
         assert self._lock is not None, "the run directory is not locked"
         return self._lock
 
@@ -182,8 +182,8 @@ class RunDirectory:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to lock a file descriptor for up to `PATIENCE_SECONDS`, while ranks just killed exit; return True if it
-    worked."""
+    """Try to take an exclusive flock on an open file, repeatedly for up to `PATIENCE_SECONDS`, in which ranks that were
+    just killed exit and release theirs. Return True if it was taken, False on timeout. descriptor: of the file."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -196,7 +196,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Return text on the process that holds the lock (id, host, since when), as it wrote into the lock file."""
+    """Return text on the process that holds the lock (id, host, since when), which it wrote into the lock file behind
+    `descriptor`."""
     try:
         holder: Any = parse_json(os.pread(descriptor, 4096, 0))
         where = "" if holder["host"] == socket.gethostname() else f" on {holder['host']}"

@@ -15,8 +15,8 @@ STEPS = 3
 
 
 class StepMemory:
-    """Meter of this process's memory in bytes (allocated on CUDA, resident on a CPU): its peak, and its growth in the
-    first steps.
+    """Meter of this process's memory (bytes allocated on CUDA, resident bytes on a CPU): its peak, and its growth in
+    the first steps.
 
     On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), so that loading does not count;
     where it cannot be reset, `growth_in_first_steps` stays None.
@@ -40,7 +40,7 @@ class StepMemory:
 
     @contextmanager
     def exclude_allocations(self) -> Iterator[None]:
-        """Exclude memory that is allocated inside the with block from the growth."""
+        """Context manager: memory allocated inside the with block is not counted as growth."""
         before = _current_bytes(self.device)
         yield
         after = _current_bytes(self.device)
@@ -54,7 +54,7 @@ class StepMemory:
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """Update the growth in the first steps; called after each step, before anything else allocates."""
+        """Update the growth in the first `STEPS` steps; call it after each step, before anything else allocates."""
         if self._left:
             self._left -= 1
             now = _peak_since_reset(self.device)
@@ -62,7 +62,7 @@ class StepMemory:
                 self.growth_in_first_steps = max(self.growth_in_first_steps or 0, now - self._before)
 
     def stop(self) -> None:
-        """Stop measuring the growth: later allocations do not belong to steps."""
+        """Stop measuring the growth of memory: later allocations do not belong to training steps."""
         self._left = 0
 
     def peak_bytes(self) -> int:

@@ -30,10 +30,10 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """Sends a run's metrics to the trackers of a recipe. Rank 0 creates it when `metrics.jsonl` is open.
+    """Sender of a run's metrics to the trackers of its recipe. Rank 0 creates it when `metrics.jsonl` is open.
 
-    layout: sent with the recipe's values. step: steps done in the checkpoint that is resumed (0: a fresh run). say:
-    prints a line on the console. `UserError` for trackers that cannot be created.
+    layout: notation, sent with the recipe's values. directory: run directory. step: steps done in the resumed
+    checkpoint, 0 in a fresh run. say: prints a line on the console. `UserError` for trackers that cannot be created.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Tracking:
             sender.put(flatten_line(line))
 
     def queue_values(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue values that are not in `metrics.jsonl`, such as the prediction, for all trackers. values: nested dicts
-        of numbers and texts."""
+        """Queue values of the step `step` that are not in `metrics.jsonl`, such as the prediction, for all trackers.
+        values: nested dicts of numbers and texts."""
         for sender in self._senders:
             sender.put((step, flatten_values(values)))
 
     def finish(self, status: str) -> None:
-        """Report the run's end to the trackers, wait a limited time until they have all lines, log the number of lost
-        lines.
+        """Report the run's end to the trackers, wait a limited time until they have received all lines, and log the
+        number of lines that they did not get.
 
-        status: "finished", "stopped" or "failed".
+        status: "finished", "stopped" (it may be resumed) or "failed".
         """
         patience = PATIENCE_AFTER_FAILURE if status == FAILED else PATIENCE_SECONDS
         deadline = time.monotonic() + patience
@@ -92,8 +92,9 @@ class Tracking:
 class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
-    run: facts about the run for the tracker; recipe: values by dotted key; missing: lines of metrics.jsonl that were
-    not sent before, never dropped; keep: writes the trackers' strings to the run directory; say: prints a line.
+    name: of the tracker in `track.to`; tracker: its instance; run: facts about the run; recipe: dotted key -> value;
+    missing: lines of metrics.jsonl that were not sent before, never dropped; keep: function that writes the trackers'
+    strings to the run directory; say: prints a line.
     """
 
     def __init__(
@@ -183,8 +184,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` with growing pauses until it does not raise; return True then, False after `tries` failures
-        (None: no limit) or when the run has ended."""
+        """Call `call` with growing pauses until it does not raise; return True if it succeeded, False after `tries`
+        failures (None: no limit) or when the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
@@ -202,14 +203,14 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Log `reason` at the first failure of the tracker and store the latest one."""
+        """Log `reason` if it is the first failure of the tracker; store it as the latest one."""
         if not self._trouble:
             self._say(f"tracker {self.name} takes nothing: {reason}; training goes on, and it is tried again")
         self._trouble = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
-        """Write the step up to which the tracker has all lines to the run directory, at most once in `KEEP_SECONDS`
-        unless `now`."""
+        """Write `step`, up to which the tracker has received all lines, to the run directory; unless `now`, at most
+        once in `KEEP_SECONDS`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()
@@ -220,8 +221,8 @@ class _TrackerThread:
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Flatten nested dicts to numbers and texts by path ("seconds_by_part/forward"), starting with `prefix`; values
-    that are not finite are left out."""
+    """Flatten nested dicts to path -> number or text ("seconds_by_part/forward"); values that are not finite are left
+    out. prefix: text before each path."""
     found: dict[str, float | str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

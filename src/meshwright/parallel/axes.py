@@ -11,8 +11,8 @@ from meshwright.parallel.tensor import TensorParallel
 
 
 def axis_operations(mesh: Mesh) -> AxisOperations:
-    """Return this rank's tensor-, context- and expert-parallel operations and its activation checkpointing, with which
-    a model is constructed. Data and pipeline parallelism are outside of the model (`parallel/zero_engine.py`,
+    """Return the tensor-, context- and expert-parallel operations and the activation checkpointing of this rank, with
+    which its model is constructed. Data and pipeline parallelism work outside of the model (`parallel/zero_engine.py`,
     `parallel/pipeline.py`)."""
     layout = mesh.layout
     return AxisOperations(

@@ -57,8 +57,8 @@ def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
 def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this cp rank's slices of unsharded tokens and targets, [B, S / cp] each, and of `documents` (boundaries in
-    packed sequences). Without context parallelism returns its arguments."""
+    """Return this cp rank's slices of unsharded tokens and targets, [B, S] -> [B, S / cp] each, and of `documents`
+    (document boundaries in packed sequences). Without context parallelism returns its arguments."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     places_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -66,8 +66,8 @@ def shard_sequences(
 
 
 def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the indices of the two chunks that cp rank `rank` holds, of the 2 x `ranks` chunks of a sequence
-    (zig-zag)."""
+    """Return the indices (from 0) of the two chunks of a sequence, cut into 2 x `ranks` chunks, that cp rank `rank`
+    holds (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -89,8 +89,9 @@ class RingAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the first visible sequence index of each token on this rank, [B or 1, C], the argument `visible` of
-        `attend`; None: plain causal. `tokens`: C; `window`: sliding window in tokens."""
+        """Return the sequence index of the first key that each query on this rank attends to, [B or 1, C], for
+        `attend`; None: plain causal. `tokens`: C, tokens of a sequence on this rank; `window`: sliding window in
+        tokens, None: none."""
         assert documents.places_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.places_C]
@@ -98,13 +99,13 @@ class RingAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all ranks. `visible`: result
-        of `visibility`."""
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`:
+        result of `visibility`."""
         return ring_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
 
 
 class UlyssesAttention(ContextParallel):
-    """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice and attends over N / cp heads."""
+    """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice; it attends over N / cp heads."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
@@ -116,8 +117,8 @@ class UlyssesAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all ranks. `visible`: result
-        of `visibility`."""
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`:
+        result of `visibility`."""
         return ulysses_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
 
 
@@ -132,8 +133,8 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """Return the pairs of a query chunk and a visible key chunk (`Span`) that cp rank `rank` computes when it has the
-    KV block of rank `source`. `ranks`: size of cp; `tokens`: tokens of a sequence on each rank."""
+    """Return the pairs (`Span`) of a query chunk and a key chunk visible to it that cp rank `rank` computes with the KV
+    block of rank `source`. `ranks`: size of cp; `tokens`: tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -177,7 +178,7 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span` with PyTorch's flash attention, which has no mask beside the causal one."""
+    """Compute `_add_span` with PyTorch's flash attention, which supports no mask but the causal one."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
     o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
@@ -246,7 +247,7 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span_gradients` with PyTorch's flash attention, from the output and log-sum-exp over all keys."""
+    """Compute `_add_span_gradients` with PyTorch's flash attention, given output and log-sum-exp over all keys."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -277,7 +278,7 @@ def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, .
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [sequences, heads, G, X] to [P, X, 1]."""
+    """Reshape [sequences, heads, G, X] to [sequences x heads, G x X, 1] as `flatten_heads` does."""
     return flatten_heads(x[..., None])
 
 
@@ -351,8 +352,8 @@ _forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention
 def _backward(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values of ring attention, in their shapes, given that of its output.
-    `saved_tensors`: queries, keys, values, output, log-sum-exps. `key`: as for the forward."""
+    """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
+    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps. `key`: `Axis.key` of axis cp."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -383,14 +384,14 @@ _backward.register_fake(lambda d_out, saved, *_: tuple(like_queries(each) for ea
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs and outputs for backward (`setup_context` of register_autograd)."""
+    """Save the inputs and outputs of ring attention for backward (`setup_context` of register_autograd)."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the inputs (`backward` of register_autograd)."""
+    """Return the gradients of ring attention's inputs (`backward` of register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, list(ctx.saved_tensors), ctx.first_BC, ctx.key), None, None)
 

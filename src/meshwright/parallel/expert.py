@@ -29,8 +29,11 @@ COUNTS_SITE = "experts.counts"
 
 
 class Routes(NamedTuple):
-    """Numbers of token copies in one dispatch. `sent`, `received`: to and from each rank of ep; `shared`: received by
-    each rank of etp; `counts_GPL`: received by each rank of etp, from each rank of ep, for each local expert."""
+    """Numbers of token copies in one dispatch (a token has one copy per expert chosen for it).
+
+    `sent`, `received`: sent to and received from each rank of ep; `shared`: received by each rank of etp; `counts_GPL`:
+    received by each rank of etp (G), from each rank of ep (P), for each local expert (L).
+    """
 
     sent: list[int]
     received: list[int]
@@ -39,8 +42,8 @@ class Routes(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """State of a dispatch that `combine` needs: its routes, and the permutation `order_R` that sorted the received
-    token copies by expert, with its inverse."""
+    """State of a dispatch that `combine` needs. `routes`: numbers of token copies sent and received; `order_R`:
+    permutation that sorted the R received copies by expert; `inverse_R`: its inverse."""
 
     routes: Routes
     order_R: torch.Tensor
@@ -81,7 +84,7 @@ class AllToAllTokenDispatcher:
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
         """Exchange over ep how many token copies go to each expert, and over etp how many each rank received; return
-        the routes. `ends_E`: as for `dispatch`."""
+        the routes. `ends_E`: exclusive end index of each expert's copies among those of this rank."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL = self._share_counts(counts_PL, self.ep)
         counts_GPL = self._share_counts(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, *counts_PL.shape)
@@ -91,11 +94,11 @@ class AllToAllTokenDispatcher:
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Exchange counts among the ranks of an axis; return [ranks, counts], row i from rank i. `counts`: row i is
-        sent to rank i (all-to-all), a single row to all ranks (all-gather).
+        """Exchange integer counts among the ranks of an axis; return [ranks, columns], row i from rank i. `counts`:
+        with a row per rank, row i is sent to rank i (all-to-all); a single row is sent to all ranks (all-gather).
 
-        A checksum column verifies that each row is intact, of this call, and its sender and receiver: with wrong sizes
-        ranks would hang or read data that was never sent. Raises RanksDisagree.
+        A checksum column verifies that each row is intact, belongs to this call, and has the right sender and receiver:
+        with wrong sizes ranks would hang or read data that was never sent. Raises RanksDisagree.
         """
         if axis.trivial:
             return counts

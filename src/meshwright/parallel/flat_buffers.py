@@ -21,8 +21,8 @@ from meshwright.spec.parameters import EngineTensor, ParameterEntry, ParameterTa
 
 
 class Columns(NamedTuple):
-    """Column range [start, stop) of a matrix with `of` columns in all; the matrix is a parameter entry in engine
-    orientation."""
+    """Column range [start, stop), from 0, of a matrix with `of` columns in all; the matrix is a parameter entry in
+    engine orientation ([output, input])."""
 
     start: int
     stop: int
@@ -44,11 +44,11 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements [start, stop) of one parameter entry (a tensor of the checkpoint), held in the 1-D view `tensor`, into
-    which loading writes.
+    """Elements [start, stop) of one parameter entry (a tensor of the checkpoint). `tensor`: 1-D view of them, which
+    saving reads and loading overwrites.
 
-    Elements are counted row-major in engine orientation, [output, input], which may be the transpose of the file's.
-    With `columns` only elements of these columns are counted.
+    `start` and `stop` count the entry's elements row-major in engine orientation, [output, input], which may be the
+    transpose of the file's; with `columns` only the elements of these columns are counted.
 
     `kind`: "master", "exp_avg", "exp_avg_sq", "momentum" ...; `name`: name of the parameter entry.
     """
@@ -75,8 +75,8 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class EntrySlice:
-    """A slice of a parameter entry in a flat buffer: the `numel` buffer elements from `offset` on are the entry's
-    flattened elements (or those of its `columns`) from index `begin` on.
+    """Slice of a parameter entry in a flat buffer: the buffer elements [offset, offset + numel) are the elements
+    [begin, begin + numel) of the flattened entry, or of its `columns` alone.
 
     `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: True if each of them has a partial
     gradient, to be summed over tp.
@@ -97,7 +97,8 @@ class EntrySlice:
 
 
 class PlacedTensor(NamedTuple):
-    """An engine tensor in a flat buffer: its offset there in elements, and the shape of this rank's shard of it."""
+    """Engine tensor in a flat buffer. `offset`: of its first element, in elements from the buffer's start; `shape`:
+    shape of this rank's tp or ep shard of it."""
 
     tensor: EngineTensor
     offset: int
@@ -112,8 +113,8 @@ class PlacedTensor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Layout of one flat buffer, called `name`, on one rank before ZeRO shards it: `padded` elements, of which the
-    first `numel` are parameters; weight decay applies to the first `decay_numel`. `tensors`: the engine tensors in it;
-    `slices`: the parameter entries in it, without vocabulary padding."""
+    first `numel` are parameters and the first `decay_numel` have weight decay. `tensors`: the engine tensors in it;
+    `slices`: the slices of parameter entries in it, without vocabulary padding."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -131,8 +132,9 @@ class FlatLayout:
                 yield part, first, last
 
     def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Split buffer elements [low, high) into ranges (first, last, copies), `copies` being the number of tp ranks
-        that hold the same elements; padding and router balancing biases, which gradient norms exclude, are omitted."""
+        """Split the buffer elements [low, high) into ranges [first, last) of elements that equally many tp ranks hold;
+        return (first, last, copies) for each, with `copies` that number of ranks. Padding and router balancing biases,
+        which do not count in gradient norms, are left out."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.within(low, high):
             if part.entry.balances:
@@ -170,8 +172,8 @@ class FlatLayout:
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
-        """Write parameter values into `shard`, a 1-D part of the buffer that begins at buffer element `start`.
-        `value_of`: called once for each parameter entry in the shard; returns its unsharded value as on disk."""
+        """Write parameter values into the 1-D `shard`, which holds the buffer elements from `start` on. `value_of`:
+        called once for each parameter entry in the shard; returns its unsharded value, oriented as on disk."""
         for entry, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].entry):
             value = value_of(entry)
             flat = (value.t() if entry.transposed else value).reshape(-1)
@@ -180,8 +182,8 @@ class FlatLayout:
                 shard[first - start : last - start].copy_(mine)
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the current values of the model's parameters (before `bind`) into `shard`, a 1-D part of the buffer
-        that begins at buffer element `start`."""
+        """Write the current values of the model's parameters (before `bind`) into the 1-D `shard`, which holds the
+        buffer elements from `start` on."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -221,8 +223,8 @@ def flat_layout(
 def _entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return the slices of a parameter entry that are in this rank's shard of its engine tensor, `placed` in a flat
-    buffer."""
+    """Return the slices of a parameter entry in this rank's shard of its engine tensor; `placed`: the tensor's position
+    in the flat buffer."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
@@ -243,9 +245,9 @@ def _entry_slices(
 def slices_of(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the parts of parameter entries inside buffer elements [low, high), as views of the 1-D `values`, whose
-    first element is buffer element `start`. `kind`: label of the slices ("master", ...). `position`: this rank's index
-    on tp, to return only its even share of elements that several tp ranks hold; None: all."""
+    """Return the parts of parameter entries inside the buffer elements [low, high), as views of the 1-D `values`, which
+    holds the buffer elements from `start` on. `kind`: label of the slices ("master" ...). `position`: this rank's index
+    on tp, which gives only its even share of elements that several tp ranks hold; None: all."""
     slices = []
     for part, first, last in flat.within(low, high):
         if position is not None:
@@ -257,15 +259,16 @@ def slices_of(
 
 
 def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """Split the index range [start, stop) into `shares` nearly equal ranges; return number `index` as (start, stop)."""
+    """Split the index range [start, stop) into `shares` nearly equal ranges; return the range number `index`, from 0,
+    as (start, stop)."""
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares
 
 
 class GradientBufferPool:
     """Pool of 1-D unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of layers
-    are reused for the next layer, others (an embedding's) freed at once. `sizes`: for each FSDP unit, in forward order,
-    the sizes in elements of its buffers."""
+    (consecutive FSDP units of equal sizes) are kept for reuse by the next layer, others (an embedding's) freed at once.
+    `sizes`: for each FSDP unit, in forward order, the sizes in elements of its buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
@@ -278,7 +281,7 @@ class GradientBufferPool:
         return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Give `buffer`, no longer needed, back to the pool, which keeps it for reuse or frees it."""
+        """Return `buffer`, which is no longer needed, to the pool, which keeps it for reuse or frees it."""
         free = self._free.get(buffer.numel())
         if free is not None and len(free) < self._kept[buffer.numel()]:
             free.append(buffer)

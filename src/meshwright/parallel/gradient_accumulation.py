@@ -20,12 +20,12 @@ from meshwright.parallel.zero import FsdpUnit, GradientReducer
 
 @dataclass(slots=True)
 class BackwardPass:
-    """State of a running or paused backward pass of one micro-batch through one stage. `order`: names of FSDP units
-    whose gradients are incomplete, the last unit of the stage first; `missing`: for each the indices of its tensors
-    without gradient.
+    """State of a running or paused backward pass of one micro-batch through one stage. `order`: names of the FSDP units
+    whose gradients are incomplete, the last unit of the stage first; `missing`: unit name -> indices of its parameters
+    that have no gradient yet.
 
-    `held`: (parameter, gradient) pairs collected until the pause of a split pass, None in others; `early`: those kept
-    over the pause, by unit.
+    `held`: (parameter, gradient) pairs collected in the first half of a split pass (input gradients first); None
+    outside it. `early`: unit name -> such pairs of units that are incomplete at the pause.
     """
 
     order: list[str]
@@ -35,9 +35,9 @@ class BackwardPass:
 
 
 class GradientAccumulator:
-    """Accumulates the gradients that autograd computes for this rank's parameters. `units`: FSDP units by name, in the
-    order of the parameter table; `parameters`: the parameters bound to each; `reducer`: reduces complete gradients over
-    ranks."""
+    """Accumulator of the gradients that autograd computes for this rank's parameters. `units`: FSDP units by name, in
+    the order of the parameter table; `parameters`: unit name -> its parameters; `reducer`: reduces complete gradients
+    over ranks."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
@@ -80,7 +80,7 @@ class GradientAccumulator:
 
     def start(self, units: Iterable[str], split: bool = False) -> BackwardPass:
         """Start a backward pass through the FSDP units named `units` (in forward order) and return its state. `split`:
-        the pass computes input gradients first, and `pause` ends that half."""
+        True if the pass computes all input gradients first, a half that `pause` ends."""
         assert self._running is None, "one pass at a time"
         order = list(units)[::-1]
         missing = {name: set(range(len(self._parameters[name]))) for name in order}
@@ -88,8 +88,8 @@ class GradientAccumulator:
         return self._running
 
     def pause(self, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause the split pass after its input gradients. `still_to_come`: parameters whose gradients follow after
-        `resume`; FSDP units without any of them are complete and are reduced."""
+        """Pause the split pass after its input gradients. `still_to_come`: parameters whose gradients are computed
+        after `resume`; FSDP units without any of them are complete and are reduced now."""
         running = self._running
         assert running is not None and running.held is not None
         places = {self._place[parameter] for parameter in still_to_come}
@@ -107,24 +107,23 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a paused pass: the caller then calls `accumulate` for the remaining gradients, and `end`. Gradients
-        that a unit had before the pause are added with its first new one, so that one unit's buffer is needed at a
-        time."""
+        """Resume a paused pass; the caller then calls `accumulate` for the remaining gradients, and `end`. Gradients
+        that a unit got before the pause are added to its buffer only with its first new one, so that few buffers exist
+        at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
             paused.early.setdefault(self._place[each[0]][0], []).append(each)
 
     def end(self) -> None:
-        """End the running backward pass: count parameters that got no gradient as complete, and reduce the remaining
-        FSDP units (ZeRO-0 and 1: only after a unit's last pass of the step)."""
+        """End the running backward pass: parameters without a gradient count as complete, and the remaining FSDP units
+        are reduced (under ZeRO-0 and 1 only after a unit's last pass of the step)."""
         assert self._running is not None
         self.skip(self._running.order)
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Count the FSDP units named `units` as complete in the running pass: none of their gradients is still to
-        come."""
+        """Count the FSDP units named `units` as complete in the running pass: they get no further gradients."""
         running = self._running
         assert running is not None
         for name in units:
@@ -132,8 +131,8 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient (of its shape) to its FSDP unit's buffer; in a split pass keep it until the
-        pause."""
+        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit; in the first half of a
+        split pass only store it, until `pause`."""
         running = self._running
         assert running is not None, "a gradient outside of every pass"
         if running.held is not None:

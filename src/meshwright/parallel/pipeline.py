@@ -33,9 +33,9 @@ PROGRAM_SITE = "start.program"
 
 
 class Compute(Protocol):
-    """Computation of the compute steps of a pipeline program. Every method is about one micro-batch (index
-    `micro_batch`), one stage (index `stage`) and one model copy (index `replica`; bidirectional schedules have
-    several). Tensors enter without autograd history and leave with or without it."""
+    """Interface that executes the compute steps of a pipeline program. Every method handles one micro-batch (index
+    `micro_batch`) on one stage (index `stage`) of one model copy (index `replica`; bidirectional schedules have
+    several). Input tensors have no autograd history; outputs may have one."""
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run the forward of a micro-batch through a stage of a model copy (`replica`), all given by index: return the
@@ -49,8 +49,9 @@ class Compute(Protocol):
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the first half of a split backward (B pass): return the gradient of the stage's input as `backward` does,
-        but defer the weight gradients to `weight_gradient`. Arguments as for `backward`."""
+        """Run the first half of a split backward (B pass): return the gradient of the stage's input (first stage:
+        None), given `d_out`, that of its output (last stage: None), and defer the weight gradients to
+        `weight_gradient`. stage, replica (model copy), micro_batch: indices."""
 
     def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
         """Run the second half of a split backward (W pass): compute the weight gradients that `input_gradient` deferred
@@ -85,9 +86,9 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program. reads: the activation or gradient from another stage that it takes;
-    makes: the one for another stage that it returns. answers: values that this rank has sent and that other ranks have
-    used for certain once `reads` is here."""
+    """One compute step of a pipeline program. kind: forward, backward, B or W pass. reads: the activation or gradient
+    from another stage that it needs; makes: the one for another stage that it returns. answers: values that this rank
+    has sent and whose receivers are known to have used them once `reads` has arrived."""
 
     kind: Kind
     stage: int
@@ -100,9 +101,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One send or receive of an activation or gradient between pipeline ranks. peer: the other rank; arrives: True for
-    a receive; enters: index of the stage whose input the value is or is the gradient of; site, name: labels in traces
-    and error messages."""
+    """One send or receive between pipeline ranks. value: the activation or gradient; peer: the other pipeline rank;
+    arrives: True for a receive, False for a send; enters: index of the stage whose input, or input gradient, the value
+    is; site, name: labels in traces and error messages."""
 
     value: Value
     peer: int
@@ -195,7 +196,8 @@ class _PipelineExecution:
                 self.leaving[each.value] = handle
 
     def step(self, step: _Step) -> None:
-        """Execute one compute step and store what it makes for another stage; the tensor that it read is released."""
+        """Execute one compute step, store the activation or gradient that it returns for another stage, and release the
+        one that it has read."""
         where = step.stage, step.replica, step.micro_batch
         if step.kind == Kind.WEIGHT_GRADIENT:
             self.compute.weight_gradient(*where)
@@ -211,8 +213,8 @@ class _PipelineExecution:
             self.here[step.makes] = made.detach()
 
     def read(self, step: _Step) -> torch.Tensor | None:
-        """Return the activation or gradient that a step takes from another stage, after waiting for its receive; None
-        if it takes none."""
+        """Return the activation or gradient that a step needs from another stage, after waiting for its receive; None
+        if it needs none."""
         if step.reads is None:
             return None
         if step.reads in self.here:

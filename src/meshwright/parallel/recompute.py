@@ -76,8 +76,8 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function` with activation checkpointing. compile_options: compile it by torch.compile with these
-        options; None: run it eagerly. around: wrapper applied to the compiled function."""
+        """Return `function` with activation checkpointing. compile_options: options with which torch.compile compiles
+        it; None: it runs eagerly. around: wrapper applied to the compiled function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -102,8 +102,8 @@ class ActivationCheckpointing(Recompute):
 
 
 def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
-    """Return `function` with selective checkpointing that saves the results of `operators` (overloads of torch.ops) and
-    recomputes all else."""
+    """Return `function` with selective checkpointing, which saves the results of `operators` (overloads of torch.ops)
+    and recomputes those of all others."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
@@ -113,7 +113,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
 
 
 def _checkpoint_always(function: Function, **options: Any) -> Function:
-    """Return `function` run under torch.utils.checkpoint with `options`; without gradients it runs directly."""
+    """Return `function` run under torch.utils.checkpoint, to which `options` are passed; where gradients are disabled
+    it runs directly."""
 
     def run(*arguments: Any) -> Any:
         """Run `function` under checkpointing when gradients are enabled."""

@@ -38,9 +38,10 @@ class StageCompute:
     """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
     evaluation. The methods' arguments stage, replica (model copy) and micro_batch are indices.
 
-    `micro_batches`: this rank's; `targets`: number by which the summed loss is divided; `order`: order of backward
-    passes; `mark`: called with the name of each finished phase ("forward", "backward", ...); `objective`: returns the
-    loss of preference pairs. Attribute `loss`: sum over the micro-batches whose last stage is on this rank (float64).
+    `micro_batches`: those of this rank; `targets`: number by which the summed loss is divided; `order`: order of
+    backward passes; `mark`: called with the name of each finished phase ("forward", "backward", ...); `objective`:
+    returns the loss of preference pairs. Attribute `loss`: sum over the micro-batches whose last stage is on this rank
+    (float64).
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class StageCompute:
     def input_gradient(
         self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Run the first half of a split backward (B pass), as `backward`: return the gradient of the stage's input;
-        weight gradients of linear layers are queued for `weight_gradient`."""
+        """Run the first half of a split backward (B pass): return the gradient of the stage's input (first stage:
+        None), given `d_out`, that of its output (last stage: None); weight gradients of linear layers are queued for
+        `weight_gradient`. stage, replica (model copy), micro_batch: indices."""
         self._mark_end_of_wait()
         assert self._queue is not None
         key, part = (stage, replica, micro_batch), self._stages[stage]
@@ -152,8 +154,8 @@ class StageCompute:
 
 
 class _SavedForward(NamedTuple):
-    """Tensors of a forward that its backward needs: stage input `x`, autograd `root` (the loss, or a stand-in for the
-    output), and load-balancing loss `balance`; None where there is none."""
+    """Tensors of a forward that its backward needs. `x`: stage input, None on the first stage; `root`: autograd root
+    (the loss, or a stand-in for the stage output); `balance`: load-balancing loss, None without experts."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -59,9 +59,9 @@ class ForwardBackward:
         """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
         gradients.
 
-        `targets`: number by which the summed loss is divided: the targets (or pairs) of the whole step, over the loss
-        scale. Returns the loss of the micro-batches whose last stage is on this rank, else 0 (float64 scalar;
-        `loss_share` turns it into this rank's share of the step's loss).
+        `targets`: number by which the summed loss is divided: the number of target tokens (or pairs) of the whole step,
+        divided by the loss scale. Returns the loss of the micro-batches whose last stage is on this rank, else 0
+        (float64 scalar; `loss_share` turns it into this rank's share of the step's loss).
         """
         self.engine.begin_step(self._passes)
         objective = self._objective(micro_batches)
@@ -96,8 +96,8 @@ class ForwardBackward:
         return found
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to
-        `figures`; None for next-token training."""
+        """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to the
+        attribute `figures`; None for next-token training."""
         preference = self.preference
         if preference is None:
             return None
@@ -115,14 +115,14 @@ class ForwardBackward:
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
-    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: those of
-    this rank's micro-batches, [B, S] each. Collective."""
+    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: target
+    tokens of each of this rank's micro-batches, [B, S] each. Collective."""
     return max(1, _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh))
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
-    """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: those of this rank's
-    micro-batches; ranks of cp have slices of the same pairs. Collective."""
+    """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: pairs of each of
+    this rank's micro-batches; ranks of cp have slices of the same pairs. Collective."""
     return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
 
 
@@ -136,14 +136,16 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss, given the loss of its own micro-batches: the sum of the shares over
-    all ranks (`mesh.world`) is the loss. tp ranks compute equal losses; so do cp ranks if it is a loss `of_pairs`."""
+    """Return this rank's share of the step's loss, so that the shares of all ranks (`mesh.world`) add up to the loss.
+    `loss`: that of its own micro-batches, which all tp ranks compute alike. `of_pairs`: True for a preference loss,
+    which all cp ranks compute alike, too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
 def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Return {stage: number of backward passes through it} of a pipeline rank, the (stage, replica, micro-batch) of
-    forwards that are immediately followed by their own backward, and True if any backward is split."""
+    """Return for a pipeline rank: {stage: number of backward passes through it}, the (stage, replica, micro-batch) of
+    forwards that are immediately followed by their own backward, and True if any backward is split into B and W passes.
+    """
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

@@ -32,8 +32,8 @@ SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
 
 class TensorParallel(TensorOperations):
     """Tensor-parallel operations of one rank on `axis` (tp); on an axis of size 1 they return their input.
-    `sequence_parallel`: between column- and row-parallel products each rank holds a slice of the tokens. `site`: label
-    of a call in traces."""
+    `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
+    products."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
         self.axis, self.sequence_parallel = axis, sequence_parallel
@@ -76,8 +76,8 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Views of the gradient shards of this rank's FSDP `units` whose values are partial sums over tp. Ranks of one tp
-    group own equal ranges of their flat buffers, so the views correspond."""
+    """Gradients of this rank whose values are partial sums over tp, as views of the gradient shards of its FSDP
+    `units`. Ranks of one tp group own equal ranges of their flat buffers, so that their views correspond."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}

@@ -61,9 +61,9 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """Axes of an FSDP unit: its gradient is summed over `data`, ZeRO shards it over `shard`, and ranks of `replica`
-    hold the same shard (hybrid sharding). `tied`: other pipeline stages that hold the unit too (a tied embedding, a
-    replica of a bidirectional schedule); None where there are none."""
+    """Mesh axes of an FSDP unit. `data`: its gradient is summed over it; `shard`: ZeRO shards it over it; `replica`:
+    ranks that hold the same shard (hybrid sharding). `tied`: pipeline ranks that hold the unit too (a tied embedding, a
+    model copy of a bidirectional schedule); None without such."""
 
     data: Axis
     shard: Axis
@@ -77,11 +77,11 @@ class FsdpUnit:
     parameters          unsharded, in the parameter dtype; the model's parameters are views of it. Under ZeRO-3 it has
                         memory only between `unshard` and `reshard`, which resizes the storage to nothing: tensors
                         saved for the backward pass stay valid once it is gathered again.
-    parameter_shard     [start, stop) of it, what the all-gather sends; under ZeRO-3 memory of its own, else a view.
+    parameter_shard     `parameters[start:stop]`, which the all-gather sends; under ZeRO-3 separate memory, else a view.
     master              the master weights that the optimizer updates, [start, stop); `parameter_shard` itself where
                         the dtypes agree.
-    gradient            the sum over ranks and micro-batches, [start, stop), in the dtype of the master.
-    unsharded_gradient  the gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
+    gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
+    unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks (of the same rank on tp) that hold this shard, and this rank's index among them.
     """
 
@@ -137,7 +137,7 @@ class FsdpUnit:
         self.is_unsharded = True
 
     def reshard(self) -> None:
-        """Free the memory of the unsharded parameters (ZeRO-3)."""
+        """Free the memory of the unsharded parameters (ZeRO-3 only)."""
         if self.pending_all_gather is not None:
             self.unshard()
         if self.is_unsharded:
@@ -163,16 +163,16 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks: its flat buffer, a view of it for each engine tensor,
-    and the indices of `stale` views, whose old values are to be overwritten instead of added to."""
+    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: its view for each engine
+    tensor; `stale`: indices of views whose old values must be overwritten instead of added to."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return the view of the tensor with this index, and True if the caller must overwrite it instead of adding;
-        afterwards it counts as written."""
+        """Return the view of the engine tensor with this index, and True if the caller must overwrite its values
+        instead of adding to them; afterwards the view counts as written."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
@@ -237,8 +237,8 @@ class GradientReducer:
         complete()
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
-        """Add a reduction's `output` to the unit's gradient shard and release the unsharded `buffer`; after the step's
-        `last` reduction start the all-reduce over replicas (hybrid sharding)."""
+        """Add a reduction's `output` to the unit's gradient shard and release the unsharded `buffer`; `last`: it was
+        the unit's last reduction of the step, so start the all-reduce over replicas (hybrid sharding)."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -268,11 +268,11 @@ class GradientReducer:
 
 
 class ParameterPrefetcher:
-    """All-gathers, prefetches and reshards the FSDP units of one pipeline stage as the model computes (hooks of
-    model/units.py): during a unit's computation the next one's all-gather runs; under ZeRO-3 all others are sharded.
+    """Hooks that all-gather, prefetch and reshard the FSDP units of one pipeline stage as the model computes (called by
+    model/units.py): while a unit computes, the next one is all-gathered; under ZeRO-3 all others stay sharded.
 
-    `units`: unit names in forward order; `needs`: the FSDP units whose parameters each uses. Attribute `keeps_last`:
-    True if the last unit stays unsharded after forward, because its backward follows at once.
+    `units`: unit names in forward order; `needs`: unit name -> FSDP units whose parameters it uses. Attribute
+    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows at once.
     """
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
@@ -334,8 +334,8 @@ class ParameterPrefetcher:
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Identity whose backward first calls a function. Applied to an FSDP unit's input it is called last in the unit's
-    backward, applied to its output first."""
+    """Identity whose backward calls a function and passes the gradient on. On the input of an FSDP unit this happens at
+    the end of the unit's backward, on its output at the beginning."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

@@ -35,10 +35,10 @@ from meshwright.spec.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard of one FSDP unit that the optimizer updates: elements [start, stop) of its flat buffer. `unit`: name of the
-    buffer. `master` and `gradient` are 1-D, of equal length and dtype; weight decay applies to their first
-    `decay_numel` elements. `balancing`: index ranges in the shard of router biases, whose gradient is their experts'
-    load minus the mean."""
+    """Shard of one flat buffer that the optimizer updates: its elements [start, stop). `unit`: name of the buffer.
+    `master` and `gradient`: 1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements.
+    `balancing`: index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load minus
+    the mean."""
 
     unit: str
     master: torch.Tensor
@@ -115,8 +115,8 @@ class ZeroEngine:
         self.all_gather_parameters()
 
     def _tied_axes(self) -> dict[str, Axis | None]:
-        """Return for each FSDP unit, by name, the axis of the pp ranks that hold it, None if one does. Collective:
-        every rank creates all process groups."""
+        """Return for each FSDP unit, by name, the axis of the pipeline ranks that hold it; None if only one does.
+        Collective: every rank creates all process groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
         holders = {name: self.partition.holders(name) for name in self.table.units}
         for places in dict.fromkeys(holders.values()):
@@ -124,8 +124,8 @@ class ZeroEngine:
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
-        """Build the flat buffer of kind `buffer` of the FSDP unit `name`. `tied`: axis of the pipeline ranks that hold
-        the unit too; None: no others."""
+        """Build the flat buffer of kind `buffer` ("dense" or "experts") of the FSDP unit `name`. `tied`: axis of the
+        pipeline ranks that all hold the unit; None: only this one does."""
         mesh = self.mesh
         if buffer == "dense":
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
@@ -137,7 +137,8 @@ class ZeroEngine:
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
     def _shard(self, unit: FsdpUnit) -> Shard:
-        """Return the shard of an FSDP unit as the optimizer sees it."""
+        """Return the shard of an FSDP unit that the optimizer updates: master weights, gradient, and range of
+        elements."""
         decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
         balancing = tuple(
             (low - unit.start, high - unit.start)
@@ -154,7 +155,7 @@ class ZeroEngine:
 
     def begin_step(self, micro_batches: int | Mapping[int, int]) -> None:
         """Discard the last step's gradients. `micro_batches`: number of backward passes through each stage of this rank
-        in the coming step, one number for all or by stage index."""
+        in the coming step: one number for all stages, or stage index -> number."""
         passes = dict.fromkeys(self._units, 0)
         for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
@@ -174,8 +175,8 @@ class ZeroEngine:
         self.end_pass(stage)
 
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
-        """Start a backward pass of one micro-batch through a stage and return its state; `split`: input gradients
-        first, and `pause_pass` ends that half."""
+        """Start a backward pass of one micro-batch through a stage and return its state; `split`: True if it computes
+        all input gradients first, a half that `pause_pass` ends."""
         return self.gradients.start(self._unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
@@ -185,7 +186,7 @@ class ZeroEngine:
         self.prefetchers[stage.index].reshard()
 
     def end_pass(self, stage: Stage) -> None:
-        """End a backward pass whose gradients are all accumulated."""
+        """End the backward pass of one micro-batch through a stage, after all of its gradients are accumulated."""
         self.gradients.end()
         self.prefetchers[stage.index].reshard()
 
@@ -199,8 +200,9 @@ class ZeroEngine:
         self._partial.all_reduce()
 
     def squared_norm_share(self) -> torch.Tensor:
-        """Return this rank's share of the squared global gradient norm (float64 scalar): the sum over `mesh.world` is
-        the square, not finite if any gradient is not. Elements that several ranks hold are divided among them."""
+        """Return this rank's share of the squared global gradient norm (float64 scalar): the shares of all ranks
+        (`mesh.world`) add up to the square, which is not finite if any gradient is not. Elements that several ranks
+        hold are divided among them."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self._units.values():
             for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
@@ -212,7 +214,8 @@ class ZeroEngine:
         self.load(partial(initial_value, seed=seed))
 
     def load(self, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
-        """Load parameter values. `value_of`: returns the unsharded value of a parameter entry, oriented as on disk."""
+        """Load parameter values into master weights and parameters. `value_of`: returns the unsharded value of a
+        parameter entry, oriented as on disk."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, value_of)
         self.all_gather_parameters()
@@ -226,13 +229,14 @@ class ZeroEngine:
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the master weights as slices of parameter entries: with `owned` those that this rank writes to a
-        checkpoint (each element once over all ranks), else all that it holds and must read."""
+        """Return the master weights as slices of parameter entries. `owned`: True for those that this rank writes to a
+        checkpoint (each element once over all ranks), False for all that it holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return slices of other optimizer state, cut as those of `master_slices`. `tensors`: 1-D, one per shard, as
-        long as its master weights; `kind`: label of the slices, such as "exp_avg"; `owned`: as in `master_slices`."""
+        """Return slices of other optimizer state, cut like those of `master_slices`. `kind`: their label, such as
+        "exp_avg". `tensors`: 1-D, one per shard, as long as its master weights. `owned`: True for the slices that this
+        rank writes to a checkpoint, False for all that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self._units.values(), strict=True):
@@ -254,8 +258,8 @@ class ZeroEngine:
         return slices
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank's memory holds now, by kind: "parameters", "masters" (where separate from
-        parameters), "gradients", and idle "gradient_buffers"."""
+        """Return the bytes that this rank holds now, by kind: "parameters", "masters" (if stored separately from
+        parameters), "gradients", and "gradient_buffers" (idle ones)."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "parameters": [tensor for unit in units for tensor in (unit.parameters, unit.parameter_shard)],

@@ -21,10 +21,10 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Return (scope, axis) for every kind of process group whose collectives are timed; collective call.
+    """Return (scope, axis) for every kind of process group whose collectives are timed. Collective.
 
-    Scopes: "inside" for groups of consecutive ranks of a host, of each size that divides the host's ranks; "across" for
-    groups of one rank of each host; "world". mesh: from `probe.rank.make_probe_mesh`.
+    Scope "inside": groups of consecutive ranks of a host, one axis for each size that divides the host's ranks;
+    "across": groups of one rank of each host; "world": all ranks. mesh: from `probe.rank.make_probe_mesh`.
     """
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
     axes = [("inside", mesh.make_block_axis("tp", size)) for size in inside]
@@ -38,8 +38,8 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
     """Time a collective on a float32 vector and return this rank's seconds per call in each of `BATCHES` batches.
 
-    operation: of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of the
-        full vector, as in `planner.measured.Collective`. seconds: time budget.
+    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of
+        the full (unsharded) vector. seconds: time budget.
     All ranks call this with equal arguments, and all groups of the axis run the collective at once.
     """
     device = mesh.device
@@ -65,8 +65,8 @@ def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: 
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Return "bf16" if rank 0 measures that its matrix products are faster in bf16 than in fp32, else "fp32".
-    Collective call."""
+    """Return "bf16" if rank 0 measures that its matrix products are faster in bf16 than in fp32, else "fp32"; equal on
+    all ranks. Collective."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
@@ -79,8 +79,8 @@ def slowest_median(by_rank: list[list[float]]) -> float:
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return a function that runs the collective `operation` once on a float32 vector of `size` bytes, and the number
-    of messages that it sends one after another: 2 for send-receive, else 1."""
+    """Return (function that runs the collective `operation` once on a float32 vector of `size` bytes, number of
+    messages that it sends one after another: 2 for "send-receive", else 1)."""
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]

@@ -16,8 +16,9 @@ THRESHOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """Rank or node that is slower than the others. what: "products" (matrix products) or "memory" (passes over memory).
-    host: name of its host. rank: None for a whole node. ratio: its time divided by that of the others."""
+    """Rank or host that is slower than the others. what: measured work, "products" (matrix products) or "memory"
+    (passes over memory). host: name of the host. rank: global rank, None for a whole host. ratio: its time divided by
+    that of the others."""
 
     what: str
     host: str
@@ -26,17 +27,17 @@ class SlowRank:
 
     @property
     def line(self) -> str:
-        """Warning about it for the user, one line."""
+        """Warning about the slow rank or host for the user, one line."""
         named = f"node {self.host}" if self.rank is None else f"rank {self.rank} (on {self.host})"
         doing = "matrix products take" if self.what == "products" else "passes over memory take"
         return f"{named} is slow: its {doing} {self.ratio:.2f} times as long as the others' (limit {THRESHOLD:g})"
 
 
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
-    """Return the nodes and ranks whose time is more than `THRESHOLD` times that of the others.
+    """Return the hosts and ranks whose time is more than `THRESHOLD` times that of the others.
 
     what: kind of measurement, "products" or "memory". seconds: duration of each measurement point on each rank,
-        [ranks][points]. hosts: name of each rank's host, [ranks].
+    [ranks][points]. hosts: name of each rank's host, [ranks].
     """
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
@@ -57,8 +58,8 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowdown of each of n ranks or nodes, [n]: its time divided by the median of the others' times, and of
-    these ratios the median over points; 1 if n is 1. seconds: duration of each measurement point, [n][points]."""
+    """Return the slowdown of each of n ranks or hosts, [n]: at each measurement point its time divided by the median of
+    the others' times, then the median over the points; 1 if n is 1. seconds: [n][points]."""
     if len(seconds) < 2:
         return [1.0] * len(seconds)
     points = list(zip(*seconds, strict=True))

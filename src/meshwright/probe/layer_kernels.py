@@ -44,8 +44,8 @@ _ELEMENTWISE = {
 
 
 class _Attention(NamedTuple):
-    """Attention kernel to be timed. head_size: dimension of a head. kv_block: tokens of a KV block for ring attention,
-    None for attention on one rank."""
+    """Attention kernel to be timed. head_size: dimension of a head. kv_block: tokens of a KV block for ring attention;
+    None for attention whose keys are all on one rank."""
 
     head_size: int
     kv_block: int | None = None
@@ -108,8 +108,8 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs a kernel once: its forward pass, saving activations, or its backward pass if `back`.
-    made: creates the inputs on a device and returns them with the forward function."""
+    """Return a function that runs a kernel once: its forward pass, which saves activations, or, if `back`, its backward
+    pass alone. made: creates the inputs on a device and returns the function that computes forward."""
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -142,8 +142,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross-entropy over the logits of `tokens` tokens, or if `back` the gradient
-    of the logits, in place."""
+    """Return a function that computes the cross-entropy over the logits of `tokens` tokens or, if `back`, overwrites
+    the logits with their gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)

@@ -17,21 +17,21 @@ TURNS = 4
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
-    """Return the sustained FLOP/s of `torch.nn.functional.linear` in `dtype`: the best of a few shapes, each with its
-    median time, so that MFU is not flattered.
+    """Return the sustained FLOP/s of `torch.nn.functional.linear` in `dtype`: the highest of a few shapes, each at its
+    median time.
 
-    seconds: duration of the whole measurement. It uses the process's current number of threads.
+    seconds: approximate duration of the whole measurement. It uses the process's current number of threads.
     """
     products = _time_products(dtype, torch.device(device), SHAPES, seconds)
     return max(flops / statistics.median(times) for flops, times in products)
 
 
 def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
-    """Measure matrix products and return True if bf16 reaches 1.2 times the FLOP/s of float32, which pays for the
-    casts.
+    """Return True if matrix products reach 1.2 times the FLOP/s in bf16 that they reach in float32, which pays for the
+    casts; measured only on CPUs with bf16 instructions.
 
-    Without measurement: True on GPUs, False on CPUs without bf16 instructions. The shortest times of several turns are
-    compared, since other load only lengthens them.
+    True on GPUs, False on other CPUs. The shortest times of several turns are compared, since other load only lengthens
+    them.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -49,8 +49,8 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
 def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """Time matrix products of each shape (tokens, out, in); return for each shape its FLOP and the seconds of each
-    repetition. seconds: duration of the whole measurement."""
+    """Time matrix products of each shape (tokens, out, in); return for each shape (FLOPs of one product, seconds of
+    each repetition). seconds: duration of the whole measurement."""
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)

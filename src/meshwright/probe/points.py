@@ -24,10 +24,10 @@ class MeasurementPoint:
     """One kernel at one size and precision, whose duration is measured.
 
     kind: "product" (matrix product), "pass" (elementwise kernel over memory) or "kernel" (of a transformer layer).
-    name: form of the product ("forward", "input-gradient", "weight-gradient"), or name of the pass or kernel.
-    sizes: (tokens, out, in) of a product, else (elements,). precision: such as "bf16".
+    name: of the pass or kernel; for a product "forward", "input-gradient" or "weight-gradient".
+    precision: such as "bf16". sizes: (tokens, out, in) of a product, else (elements,).
     make: for a layer's kernel, allocates its inputs on a device and returns a function that runs it once, as `kernels`
-        kernels that read and write `kernel_bytes` bytes each.
+        separate kernels, each of which reads and writes `kernel_bytes` bytes; None for others.
     """
 
     kind: str
@@ -40,7 +40,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written by a pass, or by one kernel of a layer's call."""
+        """Bytes read and written by one run of a pass, or by each of the kernels that one run of a layer's kernel
+        launches."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -48,19 +49,19 @@ class MeasurementPoint:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPlan:
-    """What a probe measures, at which sizes and for how long.
+    """Plan of a probe: what it measures, at which sizes and for how long.
 
     shapes: (tokens, out, in) of matrix products
     pass_sizes: elements of the tensors of passes over memory
     vector_bytes: bytes of the full vector of collectives, and of copies between host and GPU
     precisions: of products, passes and kernels, such as "bf16"
     disk_bytes: bytes written to the disk (0: not measured)
-    point_seconds: time for each measurement point
+    point_seconds: time for each measurement point, in seconds
     kernel_sizes: elements of the tensors of a layer's kernels
     steps: training steps of the reference model under each layout; rounds: repetitions in which the layouts alternate
-    axes: of "tp" and "cp", those with reference steps; without "cp" no ring attention
-    single_rank: also measure one rank alone
-    compare_seconds: time for comparing the ranks with each other (0: not compared)
+    axes: axes with reference steps, out of "tp" and "cp"; without "cp" no ring attention is timed
+    single_rank: True to also measure one rank alone
+    compare_seconds: seconds for comparing the ranks with each other, to find slow ones (0: not compared)
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -107,8 +108,8 @@ class MeasurementPlan:
     def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
         """Return the plan for predicting a single run on CPUs, which takes about 10 seconds.
 
-        precisions: of the run. axes: of "tp" and "cp", those that the run uses and whose ranks synchronize in every
-            layer.
+        precisions: those of the run. axes: those of "tp" and "cp" that the run uses, whose ranks communicate in every
+        layer.
         """
         sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
         shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]
@@ -148,10 +149,10 @@ class MeasurementPlan:
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) timed beside every measurement to correct it for the
-    processor's current speed: cores shared with other tenants lose a third of theirs for seconds.
+    """Small matrix product (256 x 512 by 512 x 512, float32) timed beside every measurement, to correct it for the
+    CPU's current speed: cores shared with other tenants can lose a third of theirs for seconds.
 
-    device: of the measurements; on any but a CPU nothing is timed.
+    device: on which the measurements run; only on a CPU the product is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -168,7 +169,7 @@ class ReferenceKernel:
 
 
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
-    """Return the powers of two with exponents `first`, `first + step` ... up to `last`."""
+    """Return 2^`first`, 2^(`first` + `step`), ... up to at most 2^`last`."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
 
 
@@ -197,7 +198,8 @@ def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any
 
 @contextmanager
 def use_precision(precision: str) -> Iterator[None]:
-    """Context in which float32 matrix products use TF32 if `precision` is "tf32", and full float32 otherwise."""
+    """Context manager in which float32 matrix products use TF32 if `precision` is "tf32", and full float32
+    otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -207,8 +209,8 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Return the seconds of one run of a measurement point (of one of its kernels for a layer's call), as `time_call`
-    measures them in about `seconds`."""
+    """Return the seconds that one run of a measurement point takes (for a layer's kernel divided by its number of
+    launched kernels), measured by `time_call` in about `seconds`."""
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 

@@ -44,15 +44,16 @@ _NAME_BYTES = 256
 def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: float = 120.0) -> Mesh:
     """Create the mesh for `measure` over the initialized process group: ranks of a host on axis tp, hosts on axis dp.
 
-    ranks: world size. host_ranks: ranks on each host, consecutive. timeout_seconds: of a collective call.
+    ranks: world size. host_ranks: number of ranks on each host, with consecutive numbers. device: "cpu" or "cuda".
+    timeout_seconds: limit of a collective call.
     """
     return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host of a rank. cores: CPU cores shared by its ranks. directory: where the disk is measured. starts: start-up
-    durations that are already known, name -> seconds."""
+    """Host of a rank. cores: number of CPU cores that its ranks share. directory: directory on the disk to be measured.
+    starts: start-up durations that are already known, name -> seconds."""
 
     cores: int
     directory: Path
@@ -70,7 +71,7 @@ def measure(
     """Measure the machine as `plan` says; collective call of all ranks.
 
     log: receives progress lines on rank 0. kernels: measurement points of a layer's kernels, timed with all ranks at
-        once. steps: measures reference training steps, given the reference kernel and its usual seconds.
+        once. steps: function that measures reference training steps, given the reference kernel and its usual seconds.
 
     Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
     rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
@@ -145,8 +146,8 @@ def _time_points(
 ) -> tuple[list[list[float]], float]:
     """Time every measurement point while the first `busy` ranks of each host compute with `threads` threads each.
 
-    seconds: time for each point. Returns the seconds of one call, [ranks][points], empty for idle ranks, scaled to the
-        reference kernel's usual speed; and the reference kernel's usual seconds.
+    seconds: time for each point. kernel: reference kernel, timed beside. Returns (seconds of one run, [ranks][points],
+    empty for idle ranks, scaled to the reference kernel's usual speed; usual seconds of the reference kernel).
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -166,11 +167,11 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks, to find slow ones. Returns "products" and "memory" ->
-    seconds, [ranks][points]; {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks, to find slow ones; return {"products", "memory" -> seconds,
+    [ranks][points]}, {} if `plan.compare_seconds` is 0.
 
     Short rounds over all points repeat for `plan.compare_seconds`: a shared machine slows one rank after another for
-    half a second at a time, which would fall on one long measurement of a point.
+    half a second at a time, which would distort one long measurement of a point.
     """
     if not plan.compare_seconds:
         return {}
@@ -198,8 +199,8 @@ def _smooth(times: list[float]) -> list[float]:
 
 
 def _group_products(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Products]:
-    """Group timed matrix products by precision and form for the hardware profile. seconds: of each point. ranks:
-    computing at once on a host. threads: of each rank."""
+    """Group timed matrix products by precision and name ("forward" ...) for the hardware profile. seconds: duration of
+    each point. ranks: number that computed at once on a host. threads: of each rank."""
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -216,8 +217,8 @@ def _group_products(points: list[MeasurementPoint], seconds: list[float], ranks:
 
 
 def _group_passes(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
-    """Group timed memory passes and layer kernels by precision and name for the hardware profile. seconds: of each
-    point. ranks: computing at once on a host. threads: of each rank."""
+    """Group timed memory passes and layer kernels by precision and name for the hardware profile. seconds: duration of
+    each point. ranks: number that computed at once on a host. threads: of each rank."""
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -253,8 +254,8 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
 
 
 def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str, Curve]]:
-    """Time copies between pinned host memory and a GPU. Returns ("to-device" or "to-host", seconds over bytes); [] on
-    CPUs."""
+    """Time copies between pinned host memory and a GPU; return [("to-device" or "to-host", curve of seconds over
+    bytes)], [] on CPUs."""
     if device.type != "cuda":
         return []
     found = []
@@ -270,8 +271,8 @@ def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str,
 
 
 def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return the seconds that launching one elementwise operation takes: "operation" without autograd,
-    "differentiated_operation" with its backward pass. seconds: time for each measurement."""
+    """Return the seconds that one elementwise operation takes on a minimal tensor (launch overhead): {"operation":
+    without autograd, "differentiated_operation": with its backward pass}. seconds: time for each measurement."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
 

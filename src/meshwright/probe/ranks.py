@@ -81,18 +81,18 @@ def probe(
 
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure as one of the ranks that torchrun, Kubernetes or SLURM started; every rank returns the result (see
-    `probe`), with its own "rank"."""
+    """Measure as one of the ranks that torchrun, Kubernetes or SLURM started; return the result of `probe`, on every
+    rank, with its own "rank". device: "auto", "cpu" or "cuda"; directory: where the disk is measured."""
     start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
 
 def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
-    """Initialize the process group, measure the machine on this rank, and return the result (see `probe`).
+    """Initialize the process group, measure the machine on this rank, and return the result of `probe`.
 
     start: this rank and its rendezvous. description: what to measure, from `probe`: "device", "disk" (directory),
-        "plan", "short", "began" (time at which the launcher started). started_by_others: by torchrun, Kubernetes or
-        SLURM.
+    "plan", "short", "began" (time at which the launcher started). started_by_others: True if torchrun, Kubernetes or
+    SLURM started this rank.
     """
     import torch
     import torch.distributed as dist
@@ -147,11 +147,12 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Measurement of the reference training steps, which come last: if it fails, all other results are kept. Callable.
+    """Callable that measures the reference training steps, the last of all measurements; if they fail, the other
+    results are kept.
 
-    measure: does the measurement. start: this rank. store: of the process group, None for a single rank. failed:
-        "rank", "line" (the error) and "at" (time) of the first failure, None without one.
-    The rank that fails ends, which releases the others from their collective calls.
+    measure: function that does the measurement. start: this rank. store: key-value store of the process group, None for
+    a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None
+    without one. The rank that fails ends, which releases the others from their collective calls.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ class _GuardedSteps:
             return []
 
     def _find_first_failure(self, error: Exception) -> dict[str, Any] | None:
-        """Return {"rank", "line", "at"} of the rank that failed first, or None if no rank reports an error other than
-        the loss of another. error: raised on this rank."""
+        """Publish the failure of this rank to the other ranks and return that of the rank that failed first: {"rank",
+        "line" (error text), "at" (Unix time in seconds)}. None if every rank reports only the loss of another rank
+        (`RankLost`). error: exception raised on this rank."""
         own = None
         if not isinstance(error, RankLost):
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -188,7 +190,8 @@ class _GuardedSteps:
 
 
 def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
-    """Return the default measurement plan for the device `kind`, "cpu" or "cuda", with some fields overridden."""
+    """Return the default measurement plan for the device `kind` ("cpu" or "cuda"). overrides: field -> value that
+    replaces it."""
     from meshwright.probe.points import MeasurementPlan
 
     usual = MeasurementPlan.default(kind)

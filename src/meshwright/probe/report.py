@@ -35,7 +35,7 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return the table `device` of the hardware profile: for a GPU of the catalogue its name and the reported memory,
-    else measured rates. reported: "name" and "memory_bytes" of the device."""
+    else measured rates. reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
@@ -49,8 +49,8 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
 
 
 def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
-    """Return precision -> the highest FLOP/s of one rank in matrix products. ranks: how many computed at once on a host
-    (default: all)."""
+    """Return {precision: highest FLOP/s of one rank in matrix products}. ranks: take the measurements with this number
+    of ranks computing at once on a host (None: `measured.ranks`)."""
     wanted = measured.ranks if ranks is None else ranks
     rates: dict[str, float] = {}
     for each in measured.products:
@@ -65,7 +65,8 @@ def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str
 
 def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None:
     """Return the bytes per second, read plus written, at which one rank copies the largest measured tensor; None if not
-    measured. ranks: how many copied at once on a host (default: all)."""
+    measured. ranks: take the measurements with this number of ranks copying at once on a host (None: `measured.ranks`).
+    """
     wanted = (measured.ranks if ranks is None else ranks, measured.threads)
     for each in measured.passes:
         if (each.name, each.precision) == ("copy", "fp32") and (each.ranks, each.threads) == wanted:
@@ -74,9 +75,8 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth (10^9 bytes per second) and latency (seconds) between two ranks of a host ("inside") or of
-    different hosts ("across"), from send-receive; {} if there are none. which: prefix of the two keys. place: one of
-    these words."""
+    """Return bandwidth (10^9 bytes per second) and latency (seconds) between two ranks, from send-receive; {} if not
+    measured. which: prefix of the two keys. place: "inside" (ranks of one host) or "across" (of different hosts)."""
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
@@ -89,8 +89,8 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 
 def fit_link(curve: Curve) -> tuple[float, float]:
-    """Return a link's bandwidth in bytes per second and latency in seconds. The latency is the shortest time; the
-    bandwidth follows from the largest message, less the latency. curve: seconds over message bytes."""
+    """Return (bandwidth in bytes per second, latency in seconds) of a link. The latency is the shortest time; the
+    bandwidth is that of the largest message after the latency is subtracted. curve: seconds over message bytes."""
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
     return curve.sizes[-1] / beyond, latency

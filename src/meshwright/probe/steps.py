@@ -68,7 +68,7 @@ class _ReferenceRun:
 
     def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
         """Return one micro-batch for this rank: `rows` random sequences of `sequence` tokens. vocabulary: number of
-        distinct tokens."""
+        distinct token ids."""
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]

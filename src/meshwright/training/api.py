@@ -21,10 +21,10 @@ class Result:
     """Outcome of a training run.
 
     Attributes:
-        step: Optimizer steps done, including those before a resume.
+        step: Number of steps done, including those before a resume.
         loss: Training loss of the last step, in nats per token; None if no step was logged.
         validation_loss: Last validation loss, in nats per token; None without validation.
-        tokens_per_second: Median over the logged steps, all ranks together; None if none was logged.
+        tokens_per_second: Median throughput of the logged steps, all ranks together; None if no step was logged.
         mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None if no step was logged.
         predicted: Predictions made before the run: step time in seconds, memory and traffic in bytes.
         measured: Measurements of the same quantities, and the parts of a step.
@@ -48,7 +48,7 @@ class Result:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], run_directory: Path) -> Result:
-        """Build the result from a result document: the JSON object of `result.json` and of `meshwright train --json`,
+        """Build the result from a result document: the JSON object in `result.json` and of `meshwright train --json`,
         with step, loss, predicted and measured figures, and checkpoint paths. run_directory: directory of the run's
         files."""
         checkpoint, best = (document[key] and Path(document[key]) for key in ("checkpoint", "best_checkpoint"))

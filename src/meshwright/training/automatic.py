@@ -49,8 +49,9 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, say: Callable[[str]
 
 def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
     """Return the description (number, speeds, links) of the devices that the recipe would train on: this machine's
-    GPUs, or `ranks` CPU processes from the hardware profile (None: as many as it was measured with). say: called with
-    each log line while a missing CPU profile is measured; None: do not measure."""
+    GPUs, else its CPU processes from the hardware profile. ranks: their number; None: all GPUs, or as many processes as
+    the profile was measured with. say: called with each log line while a missing CPU profile is measured; None: do not
+    measure."""
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():

@@ -37,8 +37,8 @@ them."""
 
 
 def candidate_precisions() -> tuple[str, ...]:
-    """Return the precisions, ("bf16", "fp32") or ("fp32",), that this CPU may use where a layout names none: a hardware
-    profile measures all of them."""
+    """Return the precisions among which training on this CPU chooses if the layout names none, ("bf16", "fp32") or
+    ("fp32",); a hardware profile measures all of them."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
@@ -55,8 +55,8 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the measured speeds of this machine's CPU with `ranks` processes of `threads` threads each: those that
-    `meshwright probe` wrote if they cover as many, else those that the first start of a run stored; None without
-    either. `UserError` if the file of `meshwright probe` is damaged."""
+    `meshwright probe` stored if it measured at least as many processes, else those that the first start of a run
+    stored; None without either. `UserError` if the file of `meshwright probe` is damaged."""
     if (probed := _probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
@@ -90,10 +90,10 @@ def measure_first_start(
     """Measure the machine speeds (hardware profile) and process memory from which this layout's step time and memory
     are predicted, unless they are stored, and store them for later starts.
 
-    device: the recipe's `run.device`; threads: per rank; log: called with each line for the user; ranks: number of
-    processes; axes: "tp" and "cp" where their collectives are timed; both default to the layout's; compiled: True if
-    the blocks run under torch.compile; None: process memory is not measured. A failure is logged as one line and the
-    run continues without a prediction; only an interrupt or SIGTERM ends it.
+    device: the recipe's `run.device`. threads: per rank. log: called with each line for the user. ranks: number of
+    processes (None: the layout's). axes: axes out of "tp" and "cp" whose collectives are timed (None: the layout's).
+    compiled: True if the blocks run under torch.compile; None: process memory is not measured. A failure is logged as
+    one line and the run continues without a prediction; only an interrupt or SIGTERM ends it.
     """
     if not may_measure() or not on_processors(device):
         return
@@ -123,8 +123,8 @@ def measure_first_start(
 
 @contextmanager
 def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Log an exception in the with-block as one line that begins with the text `what`, and suppress it; `Terminated` is
-    re-raised."""
+    """Context manager that logs an exception as one line that begins with the text `what`, and suppresses it;
+    `Terminated` is re-raised. log: called with the line."""
     try:
         yield
     except Terminated:
@@ -135,8 +135,8 @@ def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the axes, of "tp" and "cp", over which this layout communicates in every layer while compute waits; ep
-    counts as "tp"."""
+    """Return the axes out of ("tp", "cp") over which this layout communicates in every layer while compute waits;
+    expert parallelism counts as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
@@ -147,9 +147,9 @@ def _measure_and_store(
 ) -> None:  # fmt: skip
     """Measure and store a hardware profile and the process memory, and log both.
 
-    key: ranks and threads of the profile; None: measure none. precisions ("fp32", "bf16"), axes ("tp", "cp"): what the
-    profile must cover. processes: conditions under which process memory is measured. log: called with each line for the
-    user.
+    key: ranks and threads of the profile; None: measure none. precisions: those that the profile must cover, such as
+    "fp32" and "bf16". axes: those of "tp" and "cp" that it must cover. processes: conditions under which process memory
+    is measured. log: called with each line for the user.
     """
     what, paths = [], [str(each.path) for each in processes]
     if key is not None:
@@ -189,7 +189,7 @@ def _measure_profile(
 
 
 def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
-    """Return the machine speeds that `meshwright probe` wrote if they are of at least `ranks` CPU ranks with `threads`
+    """Return the machine speeds that `meshwright probe` stored if it measured at least `ranks` CPU ranks with `threads`
     threads each, else None."""
     if not this_machine().exists():
         return None
@@ -218,8 +218,8 @@ def _parse_cluster(profile: HardwareProfile, path: Path) -> Cluster:
 
 
 def on_processors(device: str) -> bool:
-    """Return True if ranks with this `run.device` ("auto", "cpu" or "cuda") will compute on CPUs; decided without
-    importing torch, which takes a second."""
+    """Return True if ranks with this `run.device` ("auto", "cpu" or "cuda") will compute on CPUs and not on GPUs;
+    decided without importing torch, which takes a second."""
     gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     return device == "cpu" or (device == "auto" and not gpus)
 

@@ -42,9 +42,9 @@ class LanguageModelTask:
     """Meshwright language model with its data and loss on one rank of a training run; implements `Task`.
 
     recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
-    tokenized splits. mesh: process groups of this rank. initialise: draw initial parameters from the recipe's seed;
-    otherwise the caller loads them. arithmetic: dtypes of parameters and master weights, by default those of the
-    layout's precision.
+    tokenized splits. mesh: process groups of this rank. initialise: True: draw initial parameters from the recipe's
+    seed; False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
+    precision.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class LanguageModelTask:
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches. divisor: number by which the loss sum is divided.
+        """Run forward and backward of this rank's micro-batches. divisor: number by which the sum of the loss is
+        divided.
 
-        Returns float64 [1 + metrics]: this rank's share of the divided loss and of the undivided metric sums; the
-        shares of all ranks add up to the total.
+        Returns float64 [1 + metrics]: this rank's share of the divided loss and of the metric sums, which are not
+        divided; the shares of all ranks add up to the total.
         """
         loss = self.passes.train(micro_batches, divisor)
         return self._shares(loss)
@@ -190,7 +191,7 @@ class LanguageModelTask:
         }
 
     def load_weights(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face model directory in place of initial values."""
+        """Load the weights of a Hugging Face model directory into the parameters, in place of initial values."""
         files = CheckpointFiles(directory)
         names = match_entries(files, self.table, self.config)
         self.parallel.load(lambda entry: read_entry(files, entry, names))
@@ -243,10 +244,11 @@ class LanguageModelTask:
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
     def _split_rows(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split the sequences 0 ... `count` - 1 of a data split into this dp rank's micro-batches.
+        """Split the sequences with the indices 0 to `count` - 1 of a data split into this dp rank's micro-batches.
 
         Yields for each forward pass the list of its micro-batches, each an array of sequence indices. Every rank gets
-        the same number of arrays of equal length; indices from `count` on are replaced by the index `beyond`.
+        the same number of arrays of equal length; to fill them up, indices from `count` on are replaced by `beyond`,
+        the index of a sequence that is padding.
         """
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
@@ -256,8 +258,8 @@ class LanguageModelTask:
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch, of which
-        this rank holds its context-parallel slice. padded: indices beyond the last sequence give padding instead of an
-        error."""
+        this rank gets its context-parallel slice. padded: True: indices beyond the last sequence give padding; False:
+        an error."""
         batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]

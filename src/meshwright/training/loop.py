@@ -46,9 +46,10 @@ def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progr
     """Run or resume the recipe's training on this rank and return the result document: a JSON dict of step, loss,
     predicted and measured figures, complete on rank 0 only.
 
-    mesh: process groups of the layout. run_directory: directory for metrics and checkpoints, already locked. Raises
-    `Terminated` after SIGTERM and a save (`KeyboardInterrupt` after an interrupt), `CheckFailed` when too many steps in
-    a row were not finite, and `UserError` for mistakes in the recipe and for a last save that failed.
+    mesh: process groups of the layout. run_directory: directory for metrics and checkpoints, already locked.
+    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt`
+    after an interrupt), `CheckFailed` when too many steps in a row were not finite, and `UserError` for mistakes in the
+    recipe and for a last save that failed.
     """
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
@@ -62,7 +63,8 @@ def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -
 
 
 class Run:
-    """A training run on one rank: trainer, checkpoints, journal (console and metrics file) and stop requests."""
+    """Training run on one rank: trainer, checkpoints, journal (console and metrics file), and handling of SIGTERM and
+    interrupts."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         """Prepare data and model, and load the newest checkpoint if there is one. show_progress: print a line for each
@@ -82,8 +84,8 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that both a language model's run and that of a user's module have: journal, agreement
-        between ranks, stop request, profiler."""
+        """Create the members that the runs of language models and of user modules have in common: journal, agreement
+        between ranks, recorder of SIGTERM and interrupts, profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -94,8 +96,8 @@ class Run:
         self._resumed_otherwise: list[str] = []
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step or until a stop request and return the result document (JSON dict of figures and
-        checkpoint paths); a run that already has all its steps returns its stored one."""
+        """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
+        figures and checkpoint paths); a run that already has all its steps returns its stored one."""
         if (finished := self._finished_result()) is not None:
             return finished
         with self.stop, self.journal:
@@ -144,8 +146,9 @@ class Run:
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Return the log record of the last step. outcome: its loss, norm and flags; seconds: its duration without
-        validation; validation: result of a validation after it, if any; profiled: the profiler recorded it."""
+        """Return the log record of the step just done. outcome: its loss, norm and flags; seconds: its duration without
+        validation; validation: result of a validation after it, None without one; profiled: True if the profiler
+        recorded the step."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -166,8 +169,7 @@ class Run:
         )
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths) of a run that has done all its
-        steps."""
+        """Return the result document (JSON dict of figures and checkpoint paths) after the last step of the run."""
         return self.journal.make_result(self._run_end(), self.checkpointer)
 
     def _run_end(self) -> RunEnd:
@@ -296,7 +298,7 @@ class Run:
 
     def _save(self, validation_loss: float | None) -> None:
         """Start saving a checkpoint of this step, once the previous save is complete. validation_loss: mean loss by
-        which the best checkpoint is kept; None if not measured after this step."""
+        which the best checkpoint is chosen and kept; None if not measured after this step."""
         self.journal.memory.stop()
         step = self.trainer.steps_done
         if (reason := self._wait_for_save()) is not None:
@@ -307,7 +309,7 @@ class Run:
         self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _wait_for_save(self) -> str | None:
-        """Wait until no rank is saving a checkpoint; return None, or the reason if a save failed on any rank.
+        """Wait until no rank is saving a checkpoint; return None, or the reason if the save failed on any rank.
         Collective.
 
         Polls all ranks in small all-reduces: a rank whose disk is full cannot signal through the file system, on which
@@ -334,7 +336,8 @@ class Run:
             raise UserError(reason)
 
     def _raise_stopped(self) -> None:
-        """Raise `KeyboardInterrupt` or `Terminated` after a stop request whose checkpoint is saved."""
+        """Raise `KeyboardInterrupt` after an interrupt, else `Terminated` (SIGTERM); the checkpoint is already
+        saved."""
         signal = "an interrupt" if self.stop.interrupted else "SIGTERM"
         line = f"stopped by {signal} after saving step {self.trainer.steps_done}; the same command goes on from there"
         if self.stop.interrupted:
@@ -354,7 +357,7 @@ def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
 
 
 def _deterministic_inductor() -> Any:
-    """Return a context manager in which Inductor chooses kernels by rule and not by timing them."""
+    """Return a context manager in which Inductor chooses kernels by rule instead of timing them."""
     from torch._inductor import config  # takes a second to load
 
     return config.patch(deterministic=True)
@@ -362,11 +365,11 @@ def _deterministic_inductor() -> Any:
 
 @contextmanager
 def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
-    """Make torch deterministic within this context: the same inputs give the same bits on CUDA too, and operations
+    """Context manager that makes torch deterministic: the same inputs give the same bits on CUDA too, and operations
     without a deterministic kernel raise.
 
-    wanted: False makes this a no-op. compiled: blocks run under torch.compile, so Inductor chooses kernels without
-    timing them; a restart would time them anew and could choose others.
+    wanted: False makes this a no-op. compiled: True if blocks run under torch.compile, so that Inductor must choose
+    kernels without timing them; a restart would time them anew and could choose others.
     """
     if not wanted:
         yield

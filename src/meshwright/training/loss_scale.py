@@ -10,8 +10,8 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """Dynamic loss scale, a power of two: doubled after `every` finite steps in a row, halved by a step that
-    overflowed. `every` 0: the scale is constant.
+    """Dynamic loss scale: doubled after `every` finite steps in a row, halved by a step that overflowed; with `every` 0
+    it is constant. `value`: the scale, initially 1.
 
     All ranks see the same all-reduced finite flag, so their scales stay equal without communication.
     """
@@ -25,7 +25,7 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """True if steps change the scale."""
+        """True if the scale changes during training, False if it is constant."""
         return self.every > 0
 
     def update(self, loss: float, finite: bool) -> bool:

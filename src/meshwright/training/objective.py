@@ -75,17 +75,19 @@ class Objective(Protocol):
         the number of ranks that compute the same sums, so that the shares of all ranks add up to the total."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the metrics of a step by name. means: the metric sums divided by the number of terms."""
+        """Return the metrics of a step by name. means: the metric sums divided by the number of loss terms (tokens or
+        pairs)."""
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Compute or load the inputs of the loss before the first step (reference log-probabilities). Collective."""
+        """Compute or load, before the first step, the inputs of the loss that no batch has (reference
+        log-probabilities). policy: the model; start: the run's start. Collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's `state.json` that identify the objective's inputs."""
 
 
 class NextToken:
-    """Cross-entropy of the next token, a mean over the target tokens (those that are not -100)."""
+    """Objective of next-token prediction: cross-entropy, a mean over the target tokens (those that are not -100)."""
 
     pair_loss: Preference | None = None
     metric_sums = 0

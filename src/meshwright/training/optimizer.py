@@ -23,9 +23,10 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a flat shard whose elements have the same weight decay. shard: index of the shard. where: the slice of
-    its elements. weight_decay: factor. master, state: views of its master weights and optimizer state by kind. updates:
-    scalar tensor, number of updates that torch uses for bias correction."""
+    """Slice of a flat shard whose elements have the same weight decay. shard: index of the shard. where: range of
+    elements in it. weight_decay: coefficient of decay. master, state: views of its master weights and of its optimizer
+    state (kind -> tensor). updates: scalar tensor, number of updates done, by which torch corrects the bias of AdamW.
+    """
 
     shard: int
     where: slice
@@ -64,8 +65,8 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Update the master weights of all shards in place from their gradients, which are first multiplied by
-        `gradient_scale` (norm clipping and loss scale). Router biases of experts move by a fixed rate against their
-        load instead."""
+        `gradient_scale` (norm clipping and loss scale). Router biases of experts move against the excess load of their
+        expert by a fixed rate instead."""
         self.step_count += 1
         for shard in self.shards:
             for low, high in shard.balancing:  # by the sign of the load above the mean (arXiv:2408.15664, algorithm 1)

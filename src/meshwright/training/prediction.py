@@ -28,9 +28,9 @@ Found = TypeVar("Found")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
-    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: an unavailable
-    prediction is None plus a note. memory: measured resident memory of this process so far; None: process memory is
-    not predicted."""
+    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: an unavailable prediction
+    is None, with a note. memory: meter with the measured resident memory of this process; None: process memory is not
+    predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
@@ -89,7 +89,7 @@ def _count_local_devices(device: torch.device) -> int:
 
 
 def _devices_per_node(ranks: int, most: int) -> int:
-    """Return the largest number of devices per node, at most `most`, that divides the number of ranks."""
+    """Return the largest divisor of the number of ranks that is at most `most`: the number of devices per node."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
@@ -135,8 +135,9 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with "peak" and "unexplained"
-    (`share` of the peak, which finished runs used beyond their prediction). found: the predicted ledger."""
+    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with "peak" and "unexplained",
+    which is `share` x peak. found: predicted ledger; share: mean fraction by which finished runs exceeded their
+    predicted peak."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 
@@ -149,8 +150,8 @@ def _unexplained_share(machine: Cluster | None) -> float:
 
 def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
     """Predict the peak resident memory of this CPU process, in bytes by item. found: predicted memory of its tensors;
-    memory: measured so far; share: fraction of the peak that finished runs used beyond their prediction. `UserError` if
-    the process memory of this precision and thread count was never measured."""
+    memory: meter of its memory so far; share: fraction of the peak by which finished runs exceeded their prediction.
+    `UserError` if the process memory of this precision and thread count was never measured."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:

@@ -28,11 +28,11 @@ LIMIT_SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class ProcessConstants:
-    """Measured memory of a rank's process beyond tensors on this machine.
+    """Measured memory of a rank's process on this machine, in addition to its tensors.
 
-    first_use_bytes: library code and workspaces loaded by the first steps; heap_overhead_fraction: heap growth as a
-    fraction of the live tensors below malloc's mmap threshold; kernel_bytes: for each cached oneDNN kernel;
-    compiler_resident_bytes: kept by torch.compile; compiler_transient_bytes: in addition while it compiles.
+    first_use_bytes: library code and workspaces loaded by the first steps. heap_overhead_fraction: growth of malloc's
+    heap as a fraction of the live tensors below its mmap threshold. kernel_bytes: size of each cached oneDNN kernel.
+    compiler_resident_bytes: held by torch.compile permanently; compiler_transient_bytes: in addition while it compiles.
     """
 
     first_use_bytes: int
@@ -44,7 +44,8 @@ class ProcessConstants:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """Conditions under which process memory was measured: precision, threads per rank, blocks compiled or not."""
+    """Conditions under which process memory was measured. precision: such as "bf16"; threads: per rank; compiled: True
+    if blocks run under torch.compile."""
 
     precision: str
     threads: int

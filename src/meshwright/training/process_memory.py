@@ -86,8 +86,8 @@ def _import_step_modules(trainer: Trainer) -> None:
 
 
 def _heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the total bytes of a step's tensors so small that malloc takes them from its heap instead of mapping each
-    one. items: entries of the predicted memory ledger."""
+    """Return the total bytes of the tensors of a step that are so small that malloc allocates them on its heap instead
+    of mapping each one. items: entries of the predicted memory ledger."""
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):

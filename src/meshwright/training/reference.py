@@ -36,8 +36,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Log-probabilities (nats, float64) of all responses of one data split, concatenated over sequences. bounds
-    [sequences + 1]: those of sequence i are values[bounds[i] : bounds[i + 1]]."""
+    """Log-probabilities of all responses of one data split. values: in nats, float64, concatenated over sequences;
+    bounds [sequences + 1]: sequence i has values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
@@ -55,8 +55,8 @@ class Responses:
         return len(self.bounds) - 1
 
     def select_sequences(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D] with D = 2 ×
-        `most`, where `most` is the maximum number of pairs in a sequence; missing pairs and sequences are 0."""
+        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D] with D = 2 x
+        `most`. most: maximum number of pairs in a sequence. Missing pairs and sequences are 0."""
         found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
@@ -166,8 +166,9 @@ def load_or_compute(
     belong to the same data and weights; else compute them, and write them on the leader.
 
     pairs_by_row: split name -> number of pairs in each sequence. made_of: checksums of data and weights, and precision.
-    compute: returns the reference on this rank. agree: exchanges flags between ranks. leader: this rank writes the
-    file. Returns (reference, True if it was loaded). `UserError` if it cannot be written. Collective.
+    compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks. leader: True on
+    the rank that writes the file. Returns (reference, True if it was loaded). `UserError` if it cannot be written.
+    Collective.
     """
     earlier = None
     try:

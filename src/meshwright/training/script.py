@@ -22,8 +22,8 @@ from meshwright.terminal import print_message
 @dataclass(slots=True)
 class Launched:
     """State of a script's process that `meshwright run` started. place: its rank, and where the ranks meet. directory:
-    run directory, locked by the launcher. result: result document of the last `fit`. meetings: number of rendezvous so
-    far."""
+    run directory, locked by the launcher. result: result document of the last `fit`. meetings: number of times that
+    `next_rendezvous` has returned a rendezvous."""
 
     place: Place
     directory: Path
@@ -37,8 +37,8 @@ _launched: ContextVar[Launched | None] = ContextVar("launched", default=None)
 def next_rendezvous(rendezvous: str | None = None) -> Place:
     """Return this process's rank, world size and rendezvous; rank 0 of 1 if no launcher started it.
 
-    Each call returns a rendezvous that was not used before, so that a script can train several times. rendezvous: URL
-    such as "tcp://host:port" or "file:///path"; default: the launcher's.
+    Under `meshwright run` with a file rendezvous each call returns another file, so that a script can train several
+    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's.
     """
     launched = _launched.get()
     if launched is not None:
@@ -66,7 +66,7 @@ def record_result(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn exceptions inside the with block into one printed line and an exit code: 2 for a user error, 143 after
+    """Context manager that turns exceptions into one printed line and an exit code: 2 for a user error, 143 after
     SIGTERM and a save.
 
     Under `meshwright run`, exceptions propagate and that command prints them.
@@ -90,8 +90,9 @@ def run_script(
     """Run a script on `ranks` processes of this machine and return the result document (JSON dict of figures) of its
     last `fit` on rank 0, empty if it called none.
 
-    directory: run directory, locked meanwhile. restarts: maximum number of restarts after a rank was lost. aside: the
-    script's standard output goes to standard error. Raises as `meshwright.launcher.launcher.launch`.
+    arguments: of the script. directory: run directory, locked meanwhile. restarts: maximum number of restarts after a
+    rank was lost. aside: True: the script's standard output is written to standard error. Raises as
+    `meshwright.launcher.launcher.launch`.
     """
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")

@@ -28,9 +28,9 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
 
     restarts: maximum number of restarts from the newest complete checkpoint after a rank was lost. probe: measure this
     machine first (some 10 seconds), with the run directory locked, if predictions need it and it was never measured.
-    `options` go to `meshwright.training.loop.train`. Raises the ranks' exceptions (`UserError`, `CheckFailed` ...);
-    `RankLost` when one died; `RankFault` with its traceback; `Terminated` after SIGTERM and `KeyboardInterrupt` after
-    an interrupt, when all ranks have saved.
+    options: keyword arguments of `meshwright.training.loop.train` (`show_progress`). Raises the ranks' exceptions
+    (`UserError`, `CheckFailed` ...); `RankLost` when a rank died; `RankFault` with the traceback of an internal error;
+    after all ranks have saved, `Terminated` if SIGTERM came and `KeyboardInterrupt` after an interrupt.
     """
     from meshwright.data import prepare
 

@@ -32,11 +32,11 @@ class RunStart:
 
 
 class Task(Protocol):
-    """Model, data and loss of a training run on one rank.
+    """Interface of what a run trains: model, data and loss on one rank.
 
     layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
-    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. Micro-batches are
-    opaque to the trainer: `load_step` returns them, the other methods take them.
+    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. The trainer does not
+    look into micro-batches: `load_step` returns them, the other methods take them.
     """
 
     @property
@@ -62,12 +62,13 @@ class Task(Protocol):
         """Run forward and backward of this rank's micro-batches; the shards of `parallel` then hold the gradients of
         the loss sum divided by `divisor`.
 
-        Returns float64 [1 + metrics]: this rank's share of the divided loss, and of the undivided sums from which
-        `report` makes metrics. The shares of all ranks add up to the total.
+        Returns float64 [1 + metrics]: this rank's share of the divided loss, and of the metric sums, from which
+        `report` makes metrics and which are not divided. The shares of all ranks add up to the total.
         """
 
     def discard_step(self) -> None:
-        """Undo the changes that a skipped step has made beyond parameters and optimizer state: those of buffers."""
+        """Undo the changes that a skipped step has made to the buffers; it has not changed parameters and optimizer
+        state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks (those that
@@ -90,11 +91,11 @@ class Task(Protocol):
         """Return the entries of a checkpoint's `state.json` that identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: only those that this rank writes; else all,
-        to be read into."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes;
+        False: all, to be filled by loading."""
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of buffers and frozen parameters on this rank, by kind."""
+        """Return the bytes of buffers and frozen parameters on this rank, by kind (kind -> bytes)."""
 
     def predicted_traffic(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the

@@ -22,10 +22,11 @@ from meshwright.training.task import Task
 class StepOutcome:
     """Outcome of a step's forward and backward, all-reduced and so equal on all ranks.
 
-    loss: mean over the step's terms; gradient_norm: global L2 norm before clipping; both without the loss scale.
-    finite: both are finite, so the update takes place. stop: some rank received a stop request. save_failed: some rank
-    could not save. rank_seconds: working time of each rank, without waiting for others. loss_scale: factor on the loss
-    in this step. metrics: further means that the task reports.
+    loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
+    both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
+    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save. rank_seconds: working time of
+    each rank in seconds, without waiting for others. loss_scale: factor on the loss in this step. metrics: further
+    means that the task reports.
     """
 
     loss: float
@@ -61,10 +62,10 @@ class Trainer:
         """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
         Collective.
 
-        The loss is the sum of token losses over the target tokens of the whole step (of pairs of responses, over its
+        The loss is the sum of token losses divided by the target tokens of the whole step (of pair losses by its
         pairs), so that gradients are summed and never averaged. A step whose loss or gradient norm is not finite on any
-        rank is skipped on all. stop: this rank received a stop request; save_failed: it could not save; the outcome has
-        each flag if any rank has it.
+        rank is skipped on all. stop: this rank received SIGTERM or an interrupt; save_failed: it could not save a
+        checkpoint; the outcome has each flag if any rank has it.
         """
         task, clock = self.task, self.clock
         clock.start()
@@ -126,8 +127,8 @@ class Trainer:
         self.parallel.all_gather_parameters()
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return master weights, optimizer state and buffers as checkpoint slices. owned: only those that this rank
-        writes; else all that it must read."""
+        """Return master weights, optimizer state and buffers as checkpoint slices. owned: True: only those that this
+        rank writes; False: all that it must read."""
         slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
             slices += self.parallel.slices_like(kind, tensors, owned)
@@ -148,8 +149,8 @@ class Trainer:
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
         """All-reduce the step's results and return the outcome, equal on all ranks. shares [1 + metrics]: this rank's
-        shares of the scaled loss and of the metric sums; terms: number of loss terms over all ranks; stop: this rank
-        received a stop request; save_failed: it could not save."""
+        shares of the scaled loss and of the metric sums; terms: number of loss terms over all ranks; stop: True if this
+        rank received SIGTERM or an interrupt; save_failed: True if it could not save a checkpoint."""
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, device=self.device)
         values[0] = shares[0] / scale
@@ -178,6 +179,6 @@ class Trainer:
         return clipped / outcome.loss_scale
 
     def _discard_step(self) -> None:
-        """Restore the task's buffers after a step that is skipped; parameters and optimizer state are still
+        """Restore the module's buffers after a step that is skipped; parameters and optimizer state are still
         unchanged."""
         self.task.discard_step()

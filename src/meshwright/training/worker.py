@@ -58,8 +58,8 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     (JSON dict of figures, complete on rank 0 only).
 
     probe: let rank 0 measure this machine first if predictions need it and all ranks share the host; skipped if the
-    other ranks' wait, `run.collective_timeout`, is too short. `options` go to `meshwright.training.loop.train`. Rank 0
-    locks the run directory for all ranks. Collective.
+    other ranks' wait, `run.collective_timeout`, is too short. options: keyword arguments of
+    `meshwright.training.loop.train` (`show_progress`). Rank 0 locks the run directory for all ranks. Collective.
     """
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
@@ -84,9 +84,9 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
 def join_script(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Run `work(recipe, mesh, run directory, **options)` in a user's script as the rank that `start` names, and return
-    its result. start: rank, world size and rendezvous. locked: the run directory that this process's launcher already
-    holds."""
+    """Return the result of `work(recipe, mesh, run directory, **options)` on this rank, in a user's script that a
+    launcher started. start: rank, world size and rendezvous. locked: run directory that this process's launcher has
+    locked, None without one."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -102,10 +102,10 @@ def _run_as_rank(
     work: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Set up device, process group, threads and mesh of this rank, then return the result of `work(recipe, mesh,
-    directory, **options)`, by default `training.loop.train`.
+    directory, **options)`; work: None: `training.loop.train`.
 
-    start: rank, world size and rendezvous; threads: given by the launcher, None to resolve them; lock: rank 0 locks the
-    run directory.
+    start: rank, world size and rendezvous. threads: chosen by the launcher; None: chosen here. options: keyword
+    arguments of `work`. lock: True if rank 0 must lock the run directory.
     """
     import torch
     import torch.distributed as dist
@@ -160,8 +160,8 @@ def _run_as_rank(
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
     """Set torch's number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the rule
-    for ranks that other launchers started; a module's script keeps torch's current number. store: key-value store of
-    the rendezvous, None if the launcher has chosen the threads. note: print the reason."""
+    for ranks that other launchers started; a script's own module keeps torch's current number. store: key-value store
+    of the rendezvous, None if the launcher has chosen the threads. note: print the reason for the choice."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]

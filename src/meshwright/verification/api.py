@@ -96,8 +96,8 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """Return the first failure in a result document as one line: of the first layout that disagrees, else the first
-    missed fault; None if all passed."""
+    """Return the first failure in a result document as one line: that of the first layout that disagrees with one
+    device, else the first missed fault; None if all passed."""
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

@@ -19,7 +19,8 @@ from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence
 @dataclass(frozen=True, slots=True)
 class Case:
     """Named verification run. name: such as "updates". problem: model, data and optimizer that are trained.
-    resume_layout: layout that continues from the checkpoint; None: the same layout throughout."""
+    resume_layout: layout of the last steps, which resume from the checkpoint of the first ones; None: all steps run on
+    one layout."""
 
     name: str
     problem: Problem
@@ -31,8 +32,8 @@ class CaseBuilder:
     """Builder of the verification cases (named small training problems) of one layout and model.
 
     layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
-    response pairs; None: next-token loss. batch: global batch in sequences; if dp x micro-batches does not
-    divide it, 8 rounded up to a multiple.
+    response pairs; None: next-token loss. batch: global batch in sequences; if it is not a multiple of dp x
+    micro-batches, the smallest such multiple of at least 8 is taken instead.
     """
 
     layout: Layout
@@ -42,13 +43,13 @@ class CaseBuilder:
     batch: int = 8
 
     def default(self) -> list[Case]:
-        """Return the default cases: AdamW updates, SGD on sequences of several attention tiles, and parameters in a
-        narrower dtype than their master weights."""
+        """Return the cases that always run: AdamW updates, SGD on sequences of several attention tiles, and parameters
+        in a narrower dtype than their master weights."""
         return [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
 
     def thorough(self) -> list[Case]:
-        """Return all cases: the default ones, SGD without fused gradient accumulation, several loss chunks, bf16, and a
-        resume on another layout."""
+        """Return all cases: the default ones, SGD without fused gradient accumulation, a loss in several chunks, bf16,
+        and a resume on another layout."""
         return [
             *self.default(),
             Case("sgd", dataclasses.replace(self.plain(), training=SGD, fused_gradient_accumulation=False)),
@@ -58,16 +59,17 @@ class CaseBuilder:
         ]
 
     def plain(self, layers: int = 5) -> Problem:
-        """Return a problem of three steps of plain SGD on short sequences. layers: minimum number of layers."""
+        """Return a problem of three steps of plain SGD on short sequences. layers: minimum number of layers of the
+        model."""
         config = self._config(layers)
         sequence = choose_sequence_length(self.layout)
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, preference=self.preference))
 
     def updates(self, ranks: int = 1, layers: int = 5) -> Problem:
         """Return a problem of four steps with AdamW, weight decay, active clipping, a dynamic loss scale, one
-        non-finite step and two resumes: one right after the skipped step, one within the loss scale's count of finite
-        steps. In float32, SGD replaces AdamW, whose updates of near-zero gradients are decided by rounding. ranks: the
-        batch becomes a multiple of it; layers: minimum number of layers."""
+        non-finite step, and two resumes: one right after the skipped step, one before the loss scale has counted enough
+        finite steps to grow. In float32, SGD replaces AdamW, whose updates of near-zero gradients depend on rounding.
+        ranks: the batch becomes a multiple of this number; layers: minimum number of layers."""
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.plain(layers)
         batch = math.lcm(plain.batch, ranks)
@@ -108,20 +110,21 @@ class CaseBuilder:
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference))
 
     def _config(self, layers: int) -> ModelConfig:
-        """Return the model scaled down for the layout, with at least `layers` layers and one more than the pipeline
-        stages."""
+        """Return the model scaled down for the layout. layers: minimum number of layers; with pipeline stages there is
+        at least one layer more than stages."""
         layout = self.layout
         layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         return scale_down_config(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
     def _batch(self) -> int:
-        """Return the global batch in sequences, a multiple of dp x micro-batches."""
+        """Return the global batch in sequences: `batch` if it is a multiple of dp x micro-batches, else the smallest
+        such multiple of at least 8."""
         share = self.layout.dp * self.layout.micro_batches
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
     def _checked(self, problem: Problem) -> Problem:
-        """Return `problem` unchanged; `UserError` if the layout cannot run its model, batch and sequence."""
+        """Return `problem` unchanged; `UserError` if the layout cannot run its model, batch and sequence length."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)
         return problem
 

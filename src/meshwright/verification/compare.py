@@ -24,7 +24,7 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding sends tokens that are near to two exper
 
 
 def tolerance_of(problem: Problem) -> float:
-    """Return the largest relative error that passes for a problem, by its parameter dtype."""
+    """Return the largest relative error that passes for a problem, which depends on its parameter dtype alone."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
@@ -33,9 +33,10 @@ def tolerance_of(problem: Problem) -> float:
 class Comparison:
     """Result of comparing a layout's results with the single-device reference.
 
-    worst_name, worst_error: tensor with the largest relative error over gradients, updates and optimizer states.
-    loss_error, gradient_norm_error: largest relative errors. failure: line about the first difference beyond the
-    tolerance, None if all agree. step: in which that difference is, from 0; None if it belongs to no single step.
+    worst_name, worst_error: name and relative error of the tensor that differs most among gradients, updates and
+    optimizer states. loss_error, gradient_norm_error: largest relative errors. failure: line about the first difference
+    beyond the tolerance, None if all agree. step: number (from 0) of the step of that difference; None if it belongs to
+    no single step or there is none.
     """
 
     worst_name: str
@@ -53,7 +54,7 @@ class Comparison:
 
 def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
     """Compare every rank's losses, norms, gradients, updates, optimizer state, parameters and counters with the
-    reference. results: of each rank."""
+    single-device `reference`. results: one per rank. layout: of the ranks."""
     refused = next((result.refused for result in results if result.refused), None)
     if refused is not None:
         return Comparison("", math.inf, math.inf, math.inf, refused)
@@ -67,7 +68,7 @@ Difference = tuple[str, int | None]  # what differs, and in which step, from 0
 
 
 class _LayoutComparison:
-    """Comparison of the results of all ranks of one layout with the reference, in the order of computation; keeps the
+    """Comparison of the results of all ranks of one layout with the reference, in the order of computation; records the
     largest errors."""
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
@@ -127,8 +128,8 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield differences of the master weights' updates from the start to the end of a step (from 0), and replicas
-        of weights that are not bitwise equal."""
+        """Yield differences of the master weights' total updates from the start of the run to the end of step `step`
+        (from 0), and weights that are not bitwise equal on the ranks that hold copies of them."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
@@ -185,7 +186,7 @@ class _LayoutComparison:
         return result.steps[max(result.steps)].weights
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Update the largest error so far by `errors` (parameter -> relative error), and return them unchanged."""
+        """Update the largest error so far by `errors` (parameter -> relative error); return `errors` unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
@@ -202,11 +203,11 @@ class _LayoutComparison:
 def relative_errors(
     values: ParameterValues, truth: ParameterValues, grains: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return the relative error of each parameter: |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square over all of
-    `truth`), since some true gradients are zero (a key bias); infinite if a value is missing or not finite.
+    """Return the relative error of each parameter, |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square of all elements
+    of `truth`), where the second term covers true gradients of zero (a key bias); infinite if a value is not finite.
 
-    values, truth: parameter -> tensor (a, b); n: elements of b. grains: parameter -> rounding error (norm) that is
-    subtracted from |a - b| first.
+    values, truth: parameter -> tensor (a, b); n: elements of b. grains: parameter -> norm of the rounding error that is
+    subtracted from |a - b| first; None: nothing.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
@@ -222,10 +223,11 @@ def relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return the groups of ranks that together hold one full copy of gradients and master weights.
+    """Return the groups of ranks (tuples of global ranks) that together hold one full copy of gradients and master
+    weights.
 
-    A group is the ranks that share ZeRO's shards, each with its tp ranks (`part` "experts": its ep x etp block), on all
-    pipeline stages.
+    A group consists of the ranks among which ZeRO shards a buffer, on all pipeline stages, each with the other ranks of
+    its tp group or, for `part` "experts", of its ep x etp block. part: kind of flat buffer, "dense" or "experts".
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -245,10 +247,10 @@ def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
     """Assemble every full copy of all parameters (parameter -> values) from the ranks' slices; elements that no rank
-    holds are NaN. slices: those of each rank.
+    holds are NaN. slices: [rank][slice].
 
-    Values that several tp or pp ranks hold appear in one copy for each of them. Experts and all else may have different
-    numbers of copies; the shorter list repeats.
+    Values that several tp or pp ranks hold appear in one copy for each of them. If there are fewer copies of the
+    experts than of the other parameters, or the reverse, the shorter list repeats.
     """
     parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -261,7 +263,7 @@ def _assemble_copies_of(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: BufferKind
 ) -> list[ParameterValues]:
     """Assemble every full copy (parameter -> values) of the parameters in one kind of flat buffer (`part`: "dense" or
-    "experts") from the slices of each rank; elements that no rank holds are NaN."""
+    "experts") from the ranks' slices, [rank][slice]; elements that no rank holds are NaN."""
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
         return [{}]

@@ -20,7 +20,7 @@ MIXTURES = (
 
 def build_layout_grid() -> list[Layout]:
     """Return layouts of up to 8 ranks that cover every feature (axis, ZeRO stage, schedule ...) alone and every pair of
-    features, each on as few ranks as possible; and `MIXTURES`."""
+    features, each on as few ranks as possible, and the layouts in `MIXTURES`."""
     chosen = list(MIXTURES)
     brings = {layout: _features(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
@@ -51,8 +51,8 @@ def _features(layout: Layout) -> set[tuple[str, ...]]:
 
 
 def _candidates() -> list[Layout]:
-    """Return the layouts of up to 8 ranks from which the grid is chosen: dp x zero x micro-batches x recompute, and
-    tensor, context, pipeline and expert parallelism with them."""
+    """Return the layouts of up to 8 ranks from which the grid is chosen: dp x ZeRO stage x micro-batches x recompute,
+    alone and combined with tensor, context, pipeline and expert parallelism."""
     recomputes = ("none", "selective", "full")
     layouts = [Layout(micro_batches=2), Layout(recompute="selective"), Layout(recompute="full", micro_batches=4)]
     for dp in (2, 3, 4):

@@ -29,7 +29,7 @@ from meshwright.training.trainer import Trainer
 
 
 class FaultCounter:
-    """Counter of how often a planted fault changed a value on this rank."""
+    """Counter of how often a planted fault (deliberate bug) changed a value on this rank."""
 
     def __init__(self) -> None:
         """Start at a count of 0."""
@@ -37,7 +37,7 @@ class FaultCounter:
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def record_if(self, changed: bool) -> bool:
-        """Add 1 to the count if `changed`, that is, if the fault altered a value; return `changed`."""
+        """Add 1 to the count if `changed`, which says that the fault altered a value; return `changed`."""
         self.count += bool(changed)
         return bool(changed)
 
@@ -53,8 +53,8 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """Definition of a deliberate bug: the method or function `owner.name` is replaced by `wrong`, which gets a counter,
-    the original and its arguments. case: name of the verification case that exposes it."""
+    """Definition of a deliberate bug: the method or function `owner.name` is replaced by `wrong`, which is called with
+    a counter, the original, and the arguments of the call. case: name of the verification case that exposes it."""
 
     case: str
     owner: Any
@@ -64,7 +64,7 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """Deliberate bug in code without collectives, given by its name in `LOCAL_FAULTS`."""
+    """Deliberate bug in code without collectives. name: its key in `LOCAL_FAULTS`."""
 
     name: str
 
@@ -74,12 +74,13 @@ class LocalFault:
 
     @property
     def case(self) -> str:
-        """Name of the verification case that exposes the fault: updates, dtypes or long sequences."""
+        """Name of the verification case that exposes the fault: "updates", "dtypes" or "long sequences"."""
         return LOCAL_FAULTS[self.name].case
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Plant the fault in this process within the with block; yields the counter of changed values."""
+        """Context manager that replaces the function by its buggy version in this process; yields the counter of
+        changed values."""
         plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
         original = kind.__func__ if isinstance(kind, classmethod) else kind
@@ -132,8 +133,8 @@ def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trai
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    """Return a buggy `ZeroEngine._shard` in which weight decay applies to `by` more (below 0: fewer) elements of the
-    flat buffer."""
+    """Return a buggy version of `ZeroEngine._shard` in which weight decay applies to `by` more elements of the flat
+    buffer (by < 0: fewer)."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
         """Return the shard that `original` returns for an FSDP unit, with the weight-decay range moved. `counter`
@@ -225,7 +226,8 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
 
 
 def _restored_without(key: str) -> FaultyFunction:
-    """Return a buggy `Trainer.restore` that ignores the entry `key` of `state.json` and takes its initial value."""
+    """Return a buggy version of `Trainer.restore` that ignores the entry `key` of `state.json`, so that its initial
+    value remains."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
         """Restore the trainer from `state` with the initial value of the key. `counter` counts each changed call."""

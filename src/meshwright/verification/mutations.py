@@ -49,14 +49,15 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Plant every kind of fault at every call site of the layout, at all its calls and at a single one, and every local
-    fault that changes something there. Return {"planted", "caught", "neutral": numbers of faults, "missed":
+    """Plant every kind of fault at every collective call site of the layout, at all its calls and at a single one, and
+    every local fault that changes something there. Return {"planted", "caught", "neutral": numbers of faults, "missed":
     descriptions, "faults": one record each}.
 
     maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
-    that run them. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
+    that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
     planted: keys of faults that were already planted on this layout with another model, which are skipped; new ones are
-    added. Most faults show after one step; the others get all the steps of the problem.
+    added. Faults are first tried on a single training step, and only those that it does not show on all steps of the
+    problem.
     """
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
@@ -72,17 +73,17 @@ def plant_all(
 
 
 def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Return the reason why the fault cannot change a result on the layout; None if it must be detected. paired:
-    training is on preference pairs."""
+    """Return the reason why the fault cannot change a result on the layout; None if it must be detected. paired: True
+    if training is on preference pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _FaultRuns:
-    """Runs of one layout and model with planted faults. maker: builds the training problems. reference: returns the
-    single-device results of a problem. ranks: processes that run them. collectives: the recipe's choice of collective
-    algorithms. planted: keys of the faults run so far."""
+    """Training runs of one layout and model with planted faults. maker: builds the training problems. reference:
+    returns the single-device results of a problem. ranks: processes that train. collectives: the recipe's choice of
+    collective algorithms. Attribute `planted`: keys of the faults run so far that changed something."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Run every fault in a collective call; yield those that changed something, each with the comparison of its run
-        with one device. before: keys of faults to skip."""
+        """Train with every fault in a collective call, one at a time; yield (fault, comparison of its run with one
+        device) for those that changed something. before: keys of faults to skip."""
         problem = self.maker.plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -112,8 +113,8 @@ class _FaultRuns:
             self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Run every fault in local code; yield those that changed something, each with the comparison of its run with
-        one device. before: keys of faults to skip."""
+        """Train with every fault in local code, one at a time; yield (fault, comparison of its run with one device) for
+        those that changed something. before: keys of faults to skip."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
@@ -128,7 +129,7 @@ class _FaultRuns:
                 self.planted |= {(fault.name,) for fault in found}
 
     def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """Train the problem once with each fault; return fault -> comparison with one device, for the faults that
+        """Train the problem once with each fault; return {fault: comparison with one device} for the faults that
         changed something on any rank."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
@@ -153,14 +154,15 @@ def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
 
 
 def _fault_key(fault: Fault) -> tuple[str, ...]:
-    """Return the key of a fault, by which it is planted once: (site, operation, kind, "True" if it is at all calls)."""
+    """Return the key of a fault in a collective call, by which it is planted only once: (site, operation, kind, "True"
+    if the fault is at all calls of the site, else "False")."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
 def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Merge the ranks' records of collective calls: (records of the first step, records of all steps), one record for
-    each site and operation, of the rank with the most calls (other pipeline stages may make none). results: of each
-    rank."""
+    """Merge the ranks' records of collective calls; return (records of the first step, records of all steps), each with
+    one record per site and operation, taken from the rank with the most such calls (other pipeline stages may make
+    none). results: one per rank."""
     found: list[list[dict[str, Any]]] = []
     for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
         most: dict[tuple[str, str], dict[str, Any]] = {}
@@ -173,8 +175,8 @@ def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], l
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """Return all faults that a layout's collective calls can have: each site and operation, each kind, at all calls and
-    at one call in the middle of the first step. results: of each rank of a run without fault."""
+    """Return all faults that a layout's collective calls can have: each kind at each site and operation, once at all
+    calls and once at a single call in the middle of the first step. results: one per rank, of a run without fault."""
     faults = []
     calls_first_step, calls = _merge_calls(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
@@ -198,7 +200,8 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the (number of calls, payload bytes) pairs of the records that a rank has of this site and operation."""
+    """Return the (number of calls, payload bytes) pairs of the collective calls that a rank made at this site with this
+    operation."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -40,9 +40,9 @@ def list_in_backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """Return text on how the wrong gradient of the parameter `name` differs from the reference, such as "contribution
-    of rank 1 missing", by a least-squares fit of how often each rank's contribution is in it. slices: the gradients of
-    each rank. step: from 0."""
+    """Return text on how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference,
+    such as "contribution of rank 1 missing", by a least-squares fit of how often each rank's contribution is in it.
+    slices: gradients by rank, [rank][slice]."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -84,8 +84,8 @@ def describe_pattern(
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the ranks' gradients of the parameter `name` equal `truth` in sum over tp but not each alone.
-    slices: the gradients of each rank."""
+    """Return True if the ranks' gradients of the parameter `name` add up to `truth` over tp but none equals it alone.
+    slices: gradients by rank, [rank][slice]."""
     entry = reference.table.entry(name)
     if "tp" not in entry.gradient_axes(layout):
         return False
@@ -101,8 +101,8 @@ def _is_unsummed_over_tp(
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Return True if the gradients of the pipeline ranks that share a parameter (tied embeddings) equal `truth` in sum
-    but not each alone. slices: of the parameter, by rank."""
+    """Return True if the gradients of the pipeline ranks that share a parameter (tied embeddings) add up to `truth` but
+    none equals it alone. slices: gradients of the parameter by rank, [rank][slice]."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]
@@ -117,7 +117,7 @@ def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout
 
 
 def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Return "the gradient of NAME" if the slice `item` holds the gradient, at this step, of another parameter of the
+    """Return "the gradient of NAME" if the slice `item` holds the gradient, in step `step`, of another parameter of the
     same size; else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
@@ -134,9 +134,9 @@ def _describe_slice(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """Return text on the error pattern of one rank's slice. values [n]: its gradient; truth [n]: the right one; parts
-    [contributions, n]: the contribution of each (rank, micro-batch) in `labels`; before [n]: the gradient of the
-    previous step, if any."""
+    """Return text on the error pattern of one rank's gradient slice. values [n]: the rank's gradient; truth [n]: the
+    right one; parts [contributions, n]: contribution of each (rank, micro-batch) in `labels`; before [n]: the gradient
+    of the previous step, None without one."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -158,8 +158,8 @@ def _describe_slice(
 
 
 def _describe_counts(often: dict[tuple[int, int], float]) -> str:
-    """Return text on which contributions to a sum are missing or counted twice. often: (rank, micro-batch) -> how often
-    it is in the sum, 1 if right."""
+    """Return text on which contributions to a sum are missing or counted twice. often: (rank, micro-batch) -> how many
+    times the contribution is in the sum; 1 is right."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
     gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]

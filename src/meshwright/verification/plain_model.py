@@ -23,11 +23,10 @@ Weights = Mapping[str, torch.Tensor]  # engine tensor -> its values, [output, in
 
 
 class BatchLoss(NamedTuple):
-    """Losses of a batch, as sums.
+    """Losses of a batch, as sums over its terms (target tokens or pairs).
 
-    loss: reported loss (nats, summed over terms); objective: loss plus load-balancing loss, to be differentiated;
-    terms: number of loss terms (target tokens or pairs), by which to divide; excess_loads: router-bias name -> [E],
-    number of tokens of each expert above the mean.
+    loss: reported loss in nats; objective: loss plus load-balancing loss, to be differentiated; terms: number of terms,
+    by which to divide both; excess_loads: router-bias name -> [E], each expert's number of tokens minus the mean.
     """
 
     loss: torch.Tensor
@@ -69,8 +68,9 @@ def _preference_loss(
 ) -> torch.Tensor:
     """Return the loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17).
 
-    chosen_BS: log-probability of each target, 0 if ignored; ids_BS: document number of each token (documents 2 i and 2
-    i + 1 are pair i); pairs_B: number of pairs of each sequence; batch: has the reference log-probabilities.
+    chosen_BS: log-probability of each target token, 0 if ignored; ids_BS: document number of each token (documents 2 i
+    and 2 i + 1 of a sequence are pair i); pairs_B: number of pairs of each sequence; batch: has the reference
+    log-probabilities.
     """
     assert batch.reference is not None
     total = chosen_BS.new_zeros(())

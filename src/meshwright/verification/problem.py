@@ -20,9 +20,11 @@ MOST_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Optimizer settings of a verification problem: keys of a recipe's [train] table (clip: maximum gradient norm, 0:
-    none), and the dynamic loss scale. loss_scale: initial value, 1 for none; loss_scale_every: number of finite steps
-    after which it doubles."""
+    """Optimizer settings of a verification problem: keys of a recipe's [train] table, and the dynamic loss scale.
+
+    clip: maximum gradient norm, 0: no clipping. warmup: steps. minimum_learning_rate: fraction of the peak. loss_scale:
+    initial value, 1: none; loss_scale_every: number of finite steps in a row after which it doubles, 0: constant.
+    """
 
     optimizer: str = "sgd"
     learning_rate: float = 0.2
@@ -51,11 +53,11 @@ ADAMW = Training(
 class Problem:
     """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
 
-    config: the model. dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (default:
-    dtype). training: optimizer settings. seed: of initial values and data. preference: the loss of pairs of
-    responses; None: next-token prediction. nan_step: 0-based step in which the last rank produces NaN activations.
-    resumed_at: after these numbers of steps a checkpoint is saved and a new trainer resumes from it.
-    fused_gradient_accumulation: wgrad kernels accumulate directly into the gradient buffer, as in large models.
+    config: the model. dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (None:
+    dtype). training: optimizer settings. seed: of initial values and data. preference: loss of pairs of responses;
+    None: next-token prediction. nan_step: step (from 0) in which the last rank produces NaN activations; None: no such
+    step. resumed_at: after each of these numbers of steps a checkpoint is saved and a new trainer resumes from it.
+    fused_gradient_accumulation: True if wgrad kernels accumulate directly into the gradient buffer, as in large models.
     """
 
     config: ModelConfig
@@ -78,7 +80,7 @@ class Problem:
 
     @property
     def train_sequences(self) -> int:
-        """Number of sequences in the training split, so few that the third step crosses the end of an epoch."""
+        """Number of sequences in the training split, so small that the third step crosses the end of an epoch."""
         return 2 * self.batch + 3
 
     def recipe(self, layout: Layout) -> Recipe:
@@ -112,8 +114,8 @@ class Problem:
 
 
 def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """Return the shortest sequence length of at least `tokens` tokens that the layout's tp and cp ranks divide: odd if
-    possible."""
+    """Return the shortest sequence length of at least `tokens` tokens that is divisible as the layout's tp and cp
+    require (x 2 under ring attention)."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 
@@ -122,8 +124,8 @@ def scale_down_config(
     config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
     """Return a model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as
-    possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. layers: minimum number of
-    layers. With grouped-query attention, key-value heads are fewer than ranks from four ranks on."""
+    possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. layers: number of layers.
+    With grouped-query attention, key-value heads are fewer than ranks from four ranks on."""
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _choose_heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
@@ -158,8 +160,8 @@ def scale_down_config(
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """Return the smallest (heads, key-value heads), from (4, 2) on, that these numbers of tp and Ulysses ranks can
-    divide."""
+    """Return the smallest (heads, key-value heads), at least (4, 2), that `tp` tensor-parallel and `ulysses`
+    context-parallel ranks can divide."""
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)
@@ -193,9 +195,9 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
 
 
 def scale_down_layout(layout: Layout) -> Layout:
-    """Return the layout on at most `MOST_RANKS` ranks with its features kept: several stages, replicas, sharding
-    groups, tp and cp ranks. A schedule from a file is unchanged. The precision is dropped: the problem sets the
-    dtypes."""
+    """Return the layout scaled down to at most `MOST_RANKS` ranks with its features kept: several stages, replicas,
+    sharding groups, tp and cp ranks. With a pipeline schedule from a file the number of ranks stays. The precision is
+    dropped: the problem sets the dtypes."""
     layout = layout.with_(precision=None)
     if layout.schedule.startswith("@"):
         return layout

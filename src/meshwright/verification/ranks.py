@@ -38,8 +38,8 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """Results of one step on one rank. loss, norm: the global loss and gradient norm. scale: the loss scale. gradients:
-    this rank's slices, before clipping. weights: its slices of the master weights after the update."""
+    """Results of one step on one rank. loss, norm: global loss and gradient norm. scale: loss scale. gradients: this
+    rank's slices, before clipping. weights: this rank's slices of the master weights after the update."""
 
     loss: float
     norm: float
@@ -52,11 +52,11 @@ class StepResult:
 class RankResult:
     """All results of one rank's run.
 
-    steps: by step number, from 0. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
+    steps: step number, from 0 -> results. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
     validation loss after the last step. counters: number of steps done -> checkpoint counters. not_restored:
     differences between the checkpoint state of a trainer and of the one resumed from it. calls_first_step, calls:
-    records of the collective calls of the first step and of all. struck: number of times that the planted fault changed
-    something. refused: error with which the ranks themselves detected a fault.
+    records of the collective calls of the first step and of all steps. struck: number of times that the planted fault
+    changed something. refused: message of the error by which the ranks themselves detected a fault; None without one.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -73,8 +73,9 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range [first, stop) of a run's steps, from 0. first: the checkpoint of this step is loaded unless it is 0. stop:
-    a checkpoint is saved there; None: run to the end, saving none."""
+    """Range [first, stop) of a run's steps, from 0. first: unless 0, the run begins by loading the checkpoint of this
+    number of steps. stop: a checkpoint is saved after this number of steps; None: run to the end without saving there.
+    """
 
     first: int = 0
     stop: int | None = None
@@ -91,10 +92,10 @@ def run_rank(
     directory: str | None = None,
     span: StepRange = WHOLE,
 ) -> list[RankResult]:
-    """Train on this rank once for each of `faults` (None: no fault), all over one mesh; return one result for each.
+    """Train on this rank once for each of `faults` (None: no fault), all in one mesh; return one result for each.
 
-    layout_text: layout notation. collectives: the recipe's choice of collective algorithms. directory: for checkpoints,
-    if the problem or `span` needs them. span: the steps to run.
+    problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
+    algorithms. directory: for checkpoints, if the problem or `span` needs them. span: range of steps to run.
     """
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
@@ -127,8 +128,9 @@ class _RecordingTrainer(Trainer):
     gradients: list[TensorSlice]
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's outcome and copy the gradients, divided by the loss scale; arguments as in
-        `Trainer._agree`."""
+        """All-reduce the step's outcome as `Trainer._agree` does, and copy the gradients, divided by the loss scale.
+        shares [1 + metrics]: of the loss and metric sums; terms: number of loss terms; stop, save_failed: flags of this
+        rank."""
         verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
@@ -174,8 +176,8 @@ class _VerificationRun:
         return result
 
     def _make_trainer(self, initialise: bool = True) -> _RecordingTrainer:
-        """Return a trainer for the problem. initialise: draw the weights from the seed; else a checkpoint will be
-        loaded."""
+        """Return a trainer for the problem. initialise: True: draw the weights from the seed; False: a checkpoint will
+        be loaded."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
         # 0: as in large models, whose wgrad kernels accumulate into the gradient buffer themselves.
@@ -216,7 +218,7 @@ class _VerificationRun:
 
 @contextmanager
 def _inject_nan(model: Transformer) -> Iterator[None]:
-    """Make the output of the first layer on this rank NaN within the with block."""
+    """Context manager in which the output of the model's first layer on this rank is NaN."""
     block = next(block for block in model.layers if block is not None)
     hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
     try:

@@ -25,10 +25,11 @@ SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that ar
 class Reference:
     """Expected results of a problem, computed on one device at construction.
 
-    losses, norms, gradients: of every step. weights: master weights before each step and after the last. optimizer:
-    state by kind ("exp_avg" ...) after the last step. scales, finite_steps: loss scale and its count of finite steps,
-    before each step and after the last. updates: number of updates made. final_loss: validation loss after the last
-    step. The step with NaN activations makes no update.
+    losses, norms: of every step. gradients: of every step, by parameter. weights: master weights by parameter, before
+    each step and after the last. optimizer: state by kind ("exp_avg" ...) and parameter, after the last step. scales,
+    finite_steps: loss scale and the number of finite steps since it last changed, before each step and after the last.
+    updates: number of updates made (the step with NaN activations makes none). final_loss: validation loss after the
+    last step.
     """
 
     problem: Problem
@@ -80,8 +81,8 @@ class Reference:
         self.final_loss = self._loss(weights, batch)
 
     def samples(self, step: int) -> Batch:
-        """Return the batch of sequences that training reads in a step (from 0), in the sample order of the training
-        split."""
+        """Return the batch of sequences that training reads in step `step` (from 0), in the sample order of the
+        training split."""
         problem = self.problem
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
         return make_sequences(
@@ -89,8 +90,8 @@ class Reference:
         )
 
     def share_gradients(self, step: int, count: int) -> list[ParameterValues]:
-        """Return the contribution to a step's gradient of each of `count` equal consecutive shares of the batch: one
-        dict from parameter to gradient for each share."""
+        """Return the contribution to the gradient of step `step` (from 0) of each of `count` equal consecutive shares
+        of the batch: one dict, parameter -> gradient, for each share."""
         if (step, count) not in self._parts:
             batch = self.samples(step)
             rows = self.problem.batch // count
@@ -100,7 +101,7 @@ class Reference:
         return self._parts[step, count]
 
     def _record_scale(self, scale: float, finite_steps: int) -> None:
-        """Append the loss scale and its count of finite steps to the results."""
+        """Append the loss scale and the number of finite steps since its last change to the results."""
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
@@ -123,8 +124,8 @@ class Reference:
     def _differentiate(
         self, weights: ParameterValues, batch: Batch, terms: int | None = None
     ) -> tuple[float, ParameterValues]:
-        """Return (mean loss, gradients by parameter) of a batch at the parameters that these master weights round to.
-        terms: number of loss terms that both are divided by (default: the batch's own)."""
+        """Return (mean loss, gradients by parameter) of a batch at the master weights `weights`, rounded to the
+        parameter dtype. terms: number of loss terms by which both are divided (None: that of the batch)."""
         problem = self.problem
         tensors = self._engine_tensors(self.parameters(weights))
         for leaf in tensors.values():
@@ -164,7 +165,7 @@ class Reference:
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
     def _split_batch(self, batch: Batch) -> list[Batch]:
-        """Split a batch into batches of fewer sequences whose attention scores and logits fit into memory."""
+        """Split a batch into batches of fewer sequences, whose attention scores and logits fit into memory."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
         return [batch.slice_sequences(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
@@ -191,9 +192,9 @@ class Reference:
     # --- update
 
     def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
-        """Return the master weights after an update: SGD with momentum and coupled decay, or AdamW (arXiv:1711.05101,
-        algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm: global norm of the
-        gradients. step: from 0. Only matrices have weight decay."""
+        """Return the master weights after an update, by parameter: SGD with momentum and coupled decay, or AdamW
+        (arXiv:1711.05101, algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm:
+        global norm of the gradients. step: from 0. Only matrices have weight decay."""
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -239,9 +240,9 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
 
 
 def shuffled_sample_index(number: int, sequences: int, seed: int) -> int:
-    """Return the index in the split of the sample that training reads as number `number` (from 0, over all epochs), as
-    docs/data.md defines it: for every epoch of `sequences` samples a permutation by a Feistel network of eight rounds
-    with cycle walking."""
+    """Return the index in the training split of the sample that training reads as number `number` (from 0, over all
+    epochs), as docs/data.md defines it: for every epoch of `sequences` samples a permutation by a Feistel network of
+    eight rounds with cycle walking, seeded by `seed`."""
     epoch, place = divmod(number, sequences)
     digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]

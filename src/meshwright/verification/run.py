@@ -52,7 +52,10 @@ def run_verification(
 ) -> dict[str, Any]:
     """Compare layouts with one device on small models and return the document of `meshwright verify --json`.
 
-    Arguments and errors as in `meshwright.verify`.
+    layout: layout, notation, recipe or its file; None: a grid of layouts. model: preset, path, configuration or recipe;
+    None: representative models. dtype: "float64" or "float32". mutate: plant faults, each of which must be detected.
+    thorough: run the slow cases, too. log: called with a line for each layout. `UserError` if a name is unknown or the
+    layout cannot run.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
@@ -89,10 +92,10 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local ranks, which are reused for layouts of equal size; caches the single-device
-    references.
+    """Runner of verification cases on local ranks, which are reused for layouts with equally many ranks; caches the
+    single-device references.
 
-    many: a whole grid is verified, so each layout runs only its most relevant cases.
+    Attribute `many`: True if a whole grid is verified, so that each layout runs only its most relevant cases.
     """
 
     many = False
@@ -127,10 +130,10 @@ class _Verifier:
             self._ranks.close()
 
     def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
-        """Run all cases of one layout, scaled down, and return its entry of the result document: passed, worst error,
-        cases, seconds; it is also logged.
+        """Run all cases of one layout, scaled down; log and return its entry of the result document (JSON dict):
+        passed, worst error, cases, seconds.
 
-        wanted: the layout as named by the user; model: name of `config` in the entry.
+        wanted: the layout as the user named it; model: name of `config` in the entry.
         """
         begun = time.monotonic()
         layout = scale_down_layout(wanted)
@@ -203,7 +206,8 @@ class _Verifier:
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
-        """Return the cases to run. wanted: the user's layout; layout: the same scaled down; config: the model."""
+        """Return the cases to run. wanted: the user's layout; layout: the same scaled down to few ranks; config: the
+        model."""
         # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
@@ -212,7 +216,8 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
-        """Return `world_size` running local rank processes; those of another number are stopped."""
+        """Return `world_size` running local rank processes; if there are ranks of another number, they are
+        ended first."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()
@@ -229,8 +234,8 @@ class _Verifier:
 def _resolve_arguments(
     layout: Any, model: Any
 ) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
-    """Return (layouts, [(model name, configuration)] or [], choice of collective algorithms, preference loss or None)
-    from the arguments of `verify`."""
+    """Return from the arguments of `verify`: (layouts, [(model name, configuration)], choice of collective algorithms,
+    preference loss or None). The list of models is empty if none was named."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -252,8 +257,8 @@ def _resolve_arguments(
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
-    """Return the (name, configuration) pairs of the models to verify a layout on if none is named. mixture: take models
-    with experts; one: return only one pair."""
+    """Return the (name, configuration) pairs of the models to verify a layout on if none is named. mixture: choose
+    models with experts; one: return only one pair."""
     experts = layout.expert_parallel or mixture
     names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
     if one:

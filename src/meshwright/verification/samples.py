@@ -24,10 +24,9 @@ MOST_PAIRS = 2  # of responses in a sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of sequences. tokens, targets (-100: ignored), document_ids (a document number per token): all [B, S]
-    int64. reference: reference log-probabilities of paired responses, float64 [B, 2 x MOST_PAIRS]; None without
-    pairs.
-    """
+    """Batch of sequences. tokens, targets (-100: ignored), document_ids (number of each token's document): [B, S]
+    int64. reference: reference log-probabilities of paired responses in nats, float64 [B, 2 x MOST_PAIRS]; None without
+    pairs."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -41,8 +40,9 @@ class Batch:
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """Generate the sequences with these numbers as a batch, each a function of (seed, number) alone; the numbers of the
-    training split come first, then those of the validation split. problem: gives seed, length, vocabulary and loss."""
+    """Generate the sequences with these numbers as a batch, each a function of (seed, number) alone; the training split
+    has the first numbers, from 0, the validation split the following. problem: gives seed, length, vocabulary and loss.
+    """
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -98,8 +98,8 @@ def _count_pairs(number: int) -> int:
 
 
 class SyntheticSplit:
-    """Data split with the interface of `PackedDataset`: the generated sequences numbered [first, first + sequences) of
-    a problem."""
+    """Data split with the interface of `PackedDataset`: the `sequences` generated sequences of a problem from number
+    `first` on."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         """Define the split; sequences are generated when read. first: number of its first sequence in the problem's
@@ -119,11 +119,11 @@ class SyntheticSplit:
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """Number of pairs of responses in each sequence: int64 [sequences]."""
+        """Number of preference pairs in each sequence: int64 [sequences]."""
         return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """Return the reference log-probabilities of all responses of the split."""
+        """Return the reference log-probabilities of all responses of the split, in nats."""
         found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None

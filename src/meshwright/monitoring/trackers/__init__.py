@@ -31,9 +31,9 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 class TrackedRun:
     """Facts about the run, given to a tracker when it starts.
 
-    fresh: not resumed. step: last step of which the tracker has all values; later ones are sent again and should appear
-    once. kept: strings that the tracker stores in the run directory for a resume, such as the id of the run on a
-    server.
+    name: of the run. directory: run directory. fresh: True if the run is not resumed. step: last step of which the
+    tracker has all values; later ones are sent again and should appear once. kept: strings that the tracker stores in
+    the run directory for a resume, such as the id of the run on a server.
     """
 
     name: str
@@ -51,10 +51,11 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Begin or resume the run. recipe: its values by dotted key, "train.steps". Called again if it raises."""
+        """Begin or resume the run at the tracker. recipe: dotted key -> value, such as "train.steps". Called again if
+        it raises."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Record the values of a step by name: numbers, and sometimes texts. Called again with the same values if it
+        """Record values of a step: name -> number, or sometimes text. Called again with the same values if it
         raises."""
 
     def finish(self, status: str) -> None:
@@ -75,7 +76,8 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
-    """Load and return the class of the tracker called `name` in `track.to`. `UserError` as `check_trackers`."""
+    """Load and return the class of the tracker called `name` in `track.to`. `UserError` if it is unknown, is not
+    trusted, cannot be loaded, is not a tracker, or does not accept its `track.options`."""
     where = f"{recipe.where('track.to')}: track.to"
     known = BUILT_IN | _entry_points()
     if name not in known and ":" not in name:
@@ -144,7 +146,8 @@ def _names_server(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """Return an instance of the tracker called `name` with its `track.options`. `UserError` as `check_trackers`."""
+    """Return an instance of the tracker called `name`, made with its `track.options`. `UserError` if its class cannot
+    be loaded or does not accept them."""
     return load_tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 

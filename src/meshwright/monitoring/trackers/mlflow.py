@@ -17,9 +17,10 @@ _RUN_ID = "run_id"
 
 
 class MLflowTracker:
-    """Logs a run to MLflow. uri: tracking server or database (default: MLFLOW_TRACKING_URI or MLflow's default).
+    """Tracker that logs a run to MLflow. uri: tracking server or database; None: MLFLOW_TRACKING_URI or MLflow's
+    default.
 
-    experiment: created if missing. run_name: the recipe's run.name unless given.
+    experiment: its name, created if missing. run_name: None: the recipe's run.name.
     """
 
     packages = ("mlflow", "sqlalchemy", "alembic")
@@ -37,8 +38,8 @@ class MLflowTracker:
         self._has: dict[str, int] = {}  # of a run that goes on: the last step of each of its figures
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Create the MLflow run, or resume it. A recipe value that has changed since is logged as a tag, as MLflow's
-        parameters are immutable."""
+        """Create the MLflow run, or resume it. recipe: dotted key -> value, logged as parameters; a value that has
+        changed since is logged as a tag, because MLflow's parameters are immutable."""
         self._client = client = self._make(tracking_uri=self._uri)
         if not self._run:
             before = run.kept.get(_RUN_ID)
@@ -60,7 +61,7 @@ class MLflowTracker:
         client.set_tag(self._run, "directory", str(run.directory.resolve()))
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Send the values of a step in one request, except those that the MLflow run already has."""
+        """Send the values of a step (name -> value) in one request, except those that the MLflow run already has."""
         figures = {key: value for key, value in values.items() if step > self._has.get(key, -1)}
         self._send(step, figures)
 
@@ -74,7 +75,8 @@ class MLflowTracker:
         figures: Mapping[str, float | str] | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> None:
-        """Send values of a step (numbers as metrics, texts as tags) and parameters to the server."""
+        """Send values to the server: `figures` (name -> value) of the step `step`, numbers as metrics and texts as
+        tags, and `parameters` (key -> text) of the run."""
         from mlflow.entities import Metric, Param, RunTag
 
         now = int(1000 * time.time())

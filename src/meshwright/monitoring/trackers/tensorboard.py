@@ -9,10 +9,10 @@ from meshwright.monitoring.trackers import TrackedRun
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard event files: scalars, and the recipe as text and hyperparameters.
+    """Tracker that writes TensorBoard event files: metrics as scalars, the recipe as text and hyperparameters.
 
-    directory: the run directory's `tensorboard` unless given. A resumed run hides the steps after its checkpoint that
-    an earlier start had logged.
+    directory: of the event files; None: `tensorboard` in the run directory. After a resume the steps behind the
+    checkpoint that an earlier start had logged are hidden.
     """
 
     packages = ("tensorboard",)

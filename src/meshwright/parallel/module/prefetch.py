@@ -31,8 +31,8 @@ HELD_SITE = "module.units"
 
 class ModulePrefetcher:
     """ZeRO-3 prefetcher (`ParameterPrefetcher`) for the FSDP units of a user-defined module. `units`: their names in
-    declaration order; `needs`: the flat buffers of each. `held`: units that stay unsharded for a whole pass, because
-    they are used outside of their modules or more than once; detected in the first forward."""
+    declaration order; `needs`: unit name -> its flat buffers. Attribute `held`: names of units that stay unsharded for
+    a whole pass, because they are used outside of their modules or more than once; found in the first forward."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -48,8 +48,8 @@ class ModulePrefetcher:
         self._storages = {unit.parameters.untyped_storage()._cdata: name for name, unit in self._units.items()}
 
     def attach(self, modules: Mapping[str, nn.Module], parameters: Mapping[int, str]) -> None:
-        """Register forward hooks on the submodules that are FSDP units, `modules` by unit name. `parameters`: unit name
-        of each parameter, by `id(parameter)`."""
+        """Register forward hooks on the submodules that are FSDP units. `modules`: unit name -> submodule;
+        `parameters`: `id(parameter)` -> name of its unit."""
         self._unit_of = parameters
         if not self.sharded:
             return
@@ -61,7 +61,7 @@ class ModulePrefetcher:
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
         """Context manager around a micro-batch's forward pass. `axis`: ranks that run the same passes;
-        `backward_follows`: False in evaluation."""
+        `backward_follows`: False if no backward pass follows (evaluation)."""
         self._backward = False
         if not self.sharded:
             for unit in self._units.values():
@@ -103,7 +103,7 @@ class ModulePrefetcher:
         self._backward = False
 
     def on_complete(self, name: str) -> None:
-        """Reshard the FSDP unit `name`, all of whose gradients the running pass has."""
+        """Reshard the FSDP unit `name` when the running backward pass has computed all of its gradients."""
         if self._backward and name not in self.held:
             self._units[name].reshard()
 
@@ -113,7 +113,7 @@ class ModulePrefetcher:
             self._gather_through(self._following(name))
 
     def reshard(self) -> None:
-        """Reshard all units at the end of a pass."""
+        """Reshard all FSDP units at the end of a pass."""
         if self.sharded:
             for unit in self._units.values():
                 unit.reshard()
@@ -130,19 +130,20 @@ class ModulePrefetcher:
         self._gather_through(self._following(name))
 
     def _stays(self, name: str) -> bool:
-        """Return True if the FSDP unit `name` stays unsharded from forward to backward: a `held` one, and the last one,
-        with which backward begins."""
+        """Return True if the FSDP unit `name` stays unsharded from forward to backward: it is in `held`, or is the last
+        unit, with which backward begins."""
         others = [each for each in self._order if each not in self.held]
         return name in self.held or (self._keeps_last and others[-1:] == [name])
 
     def _following(self, name: str) -> str | None:
-        """Return the name of the FSDP unit after `name` in the pass that is not `held`; None after the last."""
+        """Return the name of the FSDP unit that follows `name` in the running pass, skipping units in `held`; None
+        after the last."""
         here = self._order.index(name)
         after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
         return next((each for each in after if each not in self.held), None)
 
     def _gather_through(self, name: str | None) -> None:
-        """Start the all-gathers of all units up to `name` that have not been started."""
+        """Start the all-gathers of this pass, in its order, up to and including the FSDP unit `name`; None: none."""
         while name in self._to_gather:
             self._units[self._to_gather.popleft()].start_all_gather()
 
@@ -154,8 +155,8 @@ class ModulePrefetcher:
     # --- the units that are held
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook of the submodule that is FSDP unit `name`: unshard it; mark it to be held if it is entered a
-        second time."""
+        """Forward pre-hook of the submodule that is FSDP unit `name`: unshard the unit. If it is entered a second time
+        in a pass, mark it to stay unsharded for whole passes. `inputs`: ignored."""
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -164,8 +165,8 @@ class ModulePrefetcher:
         self._unshard(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook of the submodule that is FSDP unit `name`: reshard it; mark it to be held if its outputs contain
-        its parameters."""
+        """Forward hook of the submodule that is FSDP unit `name`: reshard the unit. If its `outputs` contain its
+        parameters, mark it to stay unsharded for whole passes."""
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
@@ -175,16 +176,16 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def _use(self, parameter: torch.Tensor) -> None:
-        """Unshard the FSDP unit of a parameter that is read outside of its unit, and mark the unit to be held
-        unsharded."""
+        """Unshard the FSDP unit of a parameter that is read outside of its unit's module, and mark the unit to stay
+        unsharded for whole passes."""
         name = self._unit_of.get(id(parameter))
         if name is not None and not self._units[name].is_unsharded:
             self._found.add(name)
             self._unshard(name)
 
     def _settle(self, axis: Axis) -> bool:
-        """Agree over the ranks of `axis` on the FSDP units to be held unsharded from now on: those that any rank
-        marked. Return True if any rank entered a unit in this pass."""
+        """Add to `held`, on all ranks of `axis`, the FSDP units that any rank marked to stay unsharded for whole
+        passes. Return True if any rank entered a unit in this pass. Collective."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -216,15 +217,15 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """View of an FSDP unit's memory that autograd saves for backward; the memory itself is resharded meanwhile. unit:
-    its name."""
+    """View of an FSDP unit's memory that autograd saves for backward, without keeping the memory, which is resharded
+    meanwhile. unit: name of the unit; tensor: the view."""
 
     unit: str
     tensor: torch.Tensor
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Torch function mode that calls `use` with every parameter whose values a torch function reads."""
+    """Torch function mode that calls the function `use` with every parameter whose values a torch function reads."""
 
     def __init__(self, use: Callable[[torch.Tensor], None]) -> None:
         super().__init__()

@@ -28,8 +28,9 @@ LARGE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
-    """Parameter table of a user-defined module; `units`: the submodules that are FSDP units, by path; `kept`: name,
-    shape and dtype of its persistent buffers and frozen parameters, which checkpoints store."""
+    """Description of a user-defined module for ZeRO. `table`: its parameter table; `units`: path -> submodule that is
+    an FSDP unit; `kept`: name, shape and dtype of its persistent buffers and frozen parameters, which checkpoints
+    store."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
@@ -41,9 +42,9 @@ def describe_module(
     choose: ChooseUnit | None = None,
     decays: Callable[[str, nn.Parameter], bool] | None = None,
 ) -> ModuleDescription:
-    """Derive the parameter table and FSDP units of a module. `choose`: returns True for submodules that are units
-    (default: by size); `decays`: returns True for parameters with weight decay (default: those of two or more dims).
-    Raises UserError if the module cannot be trained."""
+    """Derive the parameter table and FSDP units of a module. `choose`: function of a submodule's path and the
+    submodule, True if it is a unit (None: by size); `decays`: function of a parameter's name and the parameter, True if
+    it has weight decay (None: if it has two or more dims). Raises UserError if the module cannot be trained."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -96,9 +97,9 @@ def check_values(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """Collect in `found`, by path, the outermost submodules of `module` (at path `prefix`) that are FSDP units.
-    `total`: elements of all trained parameters; `choose`: as for `describe_module`. A ModuleList is never called, so it
-    is never a unit."""
+    """Collect in `found` (path -> submodule) the outermost submodules of `module`, itself at path `prefix`, that are
+    FSDP units. `total`: elements of all trained parameters; `choose`: function of path and submodule, True if it is a
+    unit (None: by size). A ModuleList is never called, so it is never a unit."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -114,8 +115,8 @@ def _find_units(
 
 
 def _by_size(module: nn.Module, total: int, listed: bool) -> bool:
-    """Return True if a module is large enough to be an FSDP unit and not a large container of others. `total`: elements
-    of all trained parameters; `listed`: its parent is a ModuleList."""
+    """Return True if a module is large enough to be an FSDP unit and not a large container of other units. `total`:
+    number of elements of all trained parameters; `listed`: True if its parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:

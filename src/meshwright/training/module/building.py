@@ -19,7 +19,8 @@ from meshwright.training.module.values import broadcast_values, make_buffers_con
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
     """Build this rank's training task from the script's `build` function, with rank 0's initial values on every rank.
-    Collective. spec: the arguments of `fit`; recipe: settings of the run; mesh: process groups of the layout."""
+    Collective. spec: module, loss and data that the script gave to `fit`; recipe: settings of the run; mesh: process
+    groups of the layout."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     derived = describe_module(module, spec.units, spec.decays)
@@ -32,8 +33,8 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
     """Call the script's `build` and return its module on the device in training mode. Frozen parameters are cast to the
-    run's dtype; trained ones keep theirs until they are sharded. seed: of the run, for the module's random initial
-    values."""
+    run's compute dtype; trained ones keep theirs until they are sharded. spec: arguments of `fit`. seed: of the run,
+    for the module's random initial values."""
     seed_generators(derive_seed(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):

@@ -49,8 +49,8 @@ def check_samples(data: Any, what: str) -> int:
 
 
 def derive_seed(seed: int, *what: object) -> int:
-    """Return a 63-bit seed for one purpose, derived by hash from the run's seed. what: values that name the purpose,
-    such as ("sample", 17)."""
+    """Return a 63-bit seed derived by hash from the run's `seed` for one purpose. what: values that name the purpose,
+    such as "sample", 17."""
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -81,8 +81,9 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Share of one dp rank in the `batch` samples of a step: consecutive shares go to consecutive dp ranks. ranks:
-    number of dp ranks; rank: this one's; micro_batches: number into which a rank's share is split."""
+    """Share of one data-parallel (dp) rank in the `batch` samples of a step; consecutive shares go to consecutive dp
+    ranks. ranks: number of dp ranks; rank: this dp rank, from 0; micro_batches: number into which the share is split.
+    """
 
     batch: int
     ranks: int
@@ -101,10 +102,10 @@ class BatchShare:
 
 
 class TrainingSamples:
-    """Loader of this rank's micro-batches.
+    """Loader of this rank's micro-batches for a user's module.
 
-    data: map-style data set. seed: of the sample order. share: samples of a step that this rank reads. collate: turns a
-    list of samples into a batch. workers: number of `DataLoader` processes.
+    data: map-style data set. seed: of the sample order. share: samples of a step that this rank reads. collate:
+    function from a list of samples to a batch. workers: number of `DataLoader` processes, 0: load in this process.
     """
 
     def __init__(self, data: Samples, seed: int, share: BatchShare, collate: Collate, workers: int) -> None:
@@ -132,8 +133,8 @@ class TrainingSamples:
             yield part[0][0], len(part), next(self._loaded)
 
     def _numbered_samples(self, step: int) -> list[list[tuple[int, int]]]:
-        """Return, for each of this rank's micro-batches of a step, the list of its samples as (global sample number,
-        index in the data set) pairs."""
+        """Return, for each of this rank's micro-batches of step `step` (from 0), the list of its samples as (global
+        sample number over all steps, index in the data set) pairs."""
         numbers = self._share.numbers(step)
         samples = self._order.sample(numbers)
         pairs = list(zip(numbers.tolist(), samples.tolist(), strict=True))
@@ -142,8 +143,9 @@ class TrainingSamples:
 
 
 class _EndlessBatches:
-    """`DataLoader` batch sampler that yields the batches of step `step` and of all later ones, without end. numbers:
-    function from a step to its micro-batches, each a list of keys (global sample number, index in the data set)."""
+    """`DataLoader` batch sampler that yields the batches of step `step` (from 0) and of all later ones, without end.
+    numbers: function from a step to its micro-batches, each a list of keys (global sample number, index in the data
+    set)."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
         """Make the first batch that of step `step`."""

@@ -45,7 +45,7 @@ def fit(
         loss: `loss(module, batch)`, a scalar tensor: the mean over the batch's items.
         data: A map-style data set: anything with a length and integer indexing.
         recipe: The tables `layout`, `[run]`, `[train]`, `[checkpoint]` and `[collectives]` of a recipe, or a file of
-            them. A run's name is the script's unless given.
+            them. The default of `run.name` is the name of the script.
         overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, or texts as on the command line.
         trust: Allow a recipe's file to run code that it names, such as a tracker's class.
         show_progress: Print a line for each logged step.

@@ -31,8 +31,8 @@ from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module: it all-gathers by module
-    hooks."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module, which it all-gathers by hooks on
+    submodules."""
 
     prefetcher_class = ModulePrefetcher
 
@@ -40,9 +40,10 @@ class _ModuleEngine(ZeroEngine):
 class ModuleTask:
     """A user's own torch module with its data and loss on one rank of a training run; implements `Task`.
 
-    spec: the arguments of `fit`. recipe: the run's recipe. layout: with an explicit precision. mesh: of the run.
-    module: on the mesh's device, with initial values; its trained parameters become views of flat buffers. derived:
-    its parameter table and FSDP units, from `parallel.module.table.describe_module`.
+    spec: module, loss and data that the script gave to `fit`. recipe: settings of the run. layout: with an explicit
+    precision. mesh: process groups of this rank. module: on the mesh's device, with initial values; its trained
+    parameters become views of flat buffers. derived: its parameter table and FSDP units, from
+    `parallel.module.table.describe_module`.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class ModuleTask:
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
         """Run forward and backward of this rank's micro-batches, then average the module's changed buffers (such as
-        running statistics) over ranks; gradients stay local. divisor: number by which the loss sum is divided. Returns
-        float64 [1]: this rank's share of the divided loss."""
+        running statistics) over ranks; parameter gradients stay in the ZeRO shards. divisor: number by which the sum of
+        the loss is divided. Returns float64 [1]: this rank's share of the divided loss."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
@@ -161,12 +162,12 @@ class ModuleTask:
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: only those that this rank writes, which is
-        all on rank 0 and none elsewhere."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes (all
+        on rank 0, none elsewhere); False: all."""
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of buffers and frozen parameters on this rank, by kind."""
+        """Return the bytes of buffers and frozen parameters on this rank, by kind (kind -> bytes)."""
         return {"buffers": self.values.nbytes()}
 
     def predicted_traffic(self) -> dict[str, int]:

@@ -27,9 +27,9 @@ class Batch(NamedTuple):
 
 
 class ModulePasses:
-    """Forward and backward passes of a user's own torch module under ZeRO. module: its parameters are sharded. spec:
-    the arguments of `fit`. parallel: the ZeRO engine. seed: of the module's random draws (dropout). mark: called with
-    the name of each phase of a step when it has ended: "forward", "backward", "reduce"."""
+    """Forward and backward passes of a user's own torch module under ZeRO. module: the module, whose parameters are
+    sharded. spec: arguments of `fit` (loss, counts). parallel: the ZeRO engine. seed: of the module's random draws
+    (dropout). mark: called with the name of each phase of a step when it has ended: "forward", "backward", "reduce"."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class ModulePasses:
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
         """Run forward and backward of all micro-batches of a step and reduce the gradients, which are then in the
-        shards of the ZeRO engine. targets: divisor of the loss sum, the number of items over all ranks. Returns this
-        rank's share of the loss, a float64 scalar."""
+        shards of the ZeRO engine. targets: number by which the summed loss is divided, the items of all ranks. Returns
+        this rank's share of the loss, a float64 scalar."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)

@@ -15,8 +15,8 @@ from meshwright.toml import parse_toml, read_toml
 
 
 class ModuleRecipe(Recipe):
-    """Recipe (settings) of a run that trains a user's module: layout, [run], [train], [collectives] and
-    [checkpoint]."""
+    """Recipe (settings) of a run that trains a user's module: layout, [run], [train], [collectives] and [checkpoint].
+    It has no [model] and [data], which the script provides."""
 
     model: None = None  # type: ignore[assignment]
     data: None = None  # type: ignore[assignment]
@@ -35,8 +35,8 @@ class ModuleRecipe(Recipe):
 
     @property
     def objective(self) -> str:
-        """Always "next-token", by which other code knows that there are no preference pairs; the script defines the
-        loss."""
+        """Always "next-token", which tells other code that there are no preference pairs; the script defines
+        the loss."""
         return "next-token"
 
 
@@ -51,9 +51,10 @@ def make_module_recipe(
     directory: str = "",
     trust: bool = False,
 ) -> ModuleRecipe:
-    """Return a validated recipe from its tables or from a TOML file, with overrides such as `train.steps=100`.
+    """Return a validated recipe from its tables (nested dicts) or from a TOML file, with overrides such as
+    "train.steps=100".
 
-    `name`, `directory`: defaults of `run.name` and `run.directory`. `trust`: allow code that a file names to run;
+    `name`, `directory`: defaults of `run.name` and `run.directory`. `trust`: allow a file to run code that it names;
     tables are always trusted. `UserError` in one line for an invalid key or value.
     """
     if isinstance(recipe, (str, Path)):

@@ -32,14 +32,16 @@ def train_module(
     recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
     """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
-    measured figures, complete on rank 0 only. spec: the arguments of `fit`. Raises as
+    measured figures, complete on rank 0 only. recipe: settings. mesh: process groups of the layout. run_directory:
+    already locked. spec: arguments of `fit`. show_progress: print a line for each logged step. Raises as
     `meshwright.training.loop.train`."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
-    """Training run of a user's module on one rank: a `Run` that builds the module and takes the script's data."""
+    """Training run of a user's module on one rank: a `Run` with the script's module and data in place of a language
+    model's."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
@@ -69,12 +71,12 @@ class ModuleRun(Run):
             self.resumed_from = checkpoint.name
 
     def _predict(self) -> Prediction:
-        """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
+        """Return a prediction of traffic alone, since the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again: only
-        training has shown which buffers change."""
+        """Return the result document (JSON dict of figures and checkpoint paths). The traffic prediction is made anew:
+        only training has shown which buffers change and are synchronized."""
         prediction = self._predict() if self.journal.leader else None
         return self.journal.make_result(self._run_end(), self.checkpointer, prediction)
 

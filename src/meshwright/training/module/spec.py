@@ -19,7 +19,8 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Arguments of `fit`, documented there and in `FitOptions`."""
+    """Arguments of `fit`: what a script trains. `build` returns the module; `loss(module, batch)` a scalar; `data`:
+    map-style data set. The other fields are those of `FitOptions`."""
 
     build: Callable[[], nn.Module]
     loss: Loss
@@ -42,8 +43,8 @@ class FitOptions(TypedDict, total=False):
         count: Function from a batch to the number of items that the loss averages over, such as labels that are not
             ignored; default: number of samples. The step's loss is the sum over all items of all ranks, divided by
             their number, whatever the layout.
-        reduction: `"mean"`, or `"sum"` if the loss is the sum over the batch's items; mean unless given.
-        validation: Validation data, as `data`.
+        reduction: `"mean"` if `loss` returns the mean over the batch's items, `"sum"` if their sum; mean unless given.
+        validation: Validation data, a map-style data set; None: no validation.
         measures: `{"accuracy": f}`: `f(module, batch)` is a sum over the batch's items; its mean over the validation
             data goes into metrics.jsonl and the result.
         units: Function of a module's name and the module; True makes it one FSDP unit (all-gathered together by

@@ -43,8 +43,8 @@ class KeptValues:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Snapshot the buffers that are known to change; in the steps 1, 2, 4, 8 ... of this process all buffers, to
-        find others that change."""
+        """Snapshot the buffers that are known to change in a step; in the steps number 1, 2, 4, 8 ... of this process
+        all buffers, to find others that change."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -82,7 +82,7 @@ class KeptValues:
 
     def count_compared(self) -> int:
         """Return the number of buffers that the last step compared with their snapshots to find those that change: all
-        or 0."""
+        buffers or 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
@@ -90,8 +90,8 @@ class KeptValues:
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return all buffers and frozen parameters as checkpoint slices. owned: only those that this rank writes, which
-        is all on rank 0 and none elsewhere."""
+        """Return all buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes
+        (all on rank 0, none elsewhere); False: all."""
         if owned and self._mesh.rank:
             return []
         slices = []
@@ -105,8 +105,8 @@ class KeptValues:
         return dict(self._module.named_buffers())
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
-        """Replace each of the buffers `values`, in place, by its mean over the data-parallel ranks (`real`: they are
-        floating point) or by rank 0's values (integers). Collective."""
+        """Replace each of the buffers `values`, in place: if `real` (floating point) by its mean over the data-parallel
+        ranks, else (integers) by rank 0's values. Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
