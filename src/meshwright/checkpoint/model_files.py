@@ -58,8 +58,8 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Plan of the model's safetensors files. places: location of each parameter entry by name. index: content of the
-    index file (`model.safetensors.index.json`) if there are several files, else None."""
+    """Plan of the model's safetensors files. files: one plan per file. places: name of a parameter entry -> its
+    location. index: content of `model.safetensors.index.json`, None if there is only one file."""
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]

@@ -28,9 +28,12 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Target of all saves of a run. directory: that of the checkpoints. rank, ranks: this rank's number, and the number
-    of ranks. table: parameter table. files: plan of the model files. small_files: other files, content by name. log:
-    receives lines for the user. outcomes: "done" or the error of each save so far, by id (rank 0)."""
+    """Destination and shared settings of all saves of a run, as one rank has them.
+
+    directory: the run's checkpoints/. rank, ranks: this rank's number, and the number of ranks. table: parameter table.
+    files: plan of the model files. small_files: name -> content of configuration and tokenizer files. log: called with
+    lines for the user. outcomes: on rank 0, save id -> "done" or the error of each save so far.
+    """
 
     directory: Path
     rank: int

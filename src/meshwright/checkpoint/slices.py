@@ -86,11 +86,12 @@ class Read:
 
     @property
     def count(self) -> int:
-        """Number of elements of the source."""
+        """Number of elements that this read takes from the file."""
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> Range:
-        """Return the range of `count` consecutive elements of the source from its element number `first` on."""
+        """Return the range of the matrix that `count` consecutive elements of this read cover, from its element number
+        `first` (from 0) on."""
         start = self.source.start + first
         return Range(start, start + count, self.source.first, self.source.width)
 
@@ -110,7 +111,7 @@ def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Colu
 
 
 def serialize_index(slices: Iterable[Slice]) -> bytes:
-    """Serialize the index of all ranks' slices to JSON."""
+    """Serialize the index of a checkpoint's training state, the locations of all ranks' slices, to JSON."""
     files: dict[str, list[Any]] = {}
     for part in slices:
         entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
@@ -131,8 +132,8 @@ def read_index(path: Path) -> list[Slice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> Slice:
-    """Build a Slice from one entry of the index, whose fields the arguments are. columns: empty, or (first, end, number
-    of columns). Raises `ValueError` for invalid values."""
+    """Build a Slice from one row of the JSON index; the arguments are the fields of `Slice`. columns: nothing, or
+    (first, end (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
     part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -155,7 +156,8 @@ def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
-    """Assert that every kind of state covers every element of every parameter entry exactly once."""
+    """Raise `AssertionError` unless every kind of state (master weights, each optimizer moment) covers every element of
+    every parameter entry exactly once."""
     parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -184,8 +186,11 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
 def plan_reads(
     slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
 ) -> dict[str, list[Read]]:
-    """Plan the reads, by file name, that fetch the wanted elements. slices: those on disk. wanted: (kind, name of the
-    parameter entry, start, stop, columns) of each destination. Raises `Damaged` if an element is in no file."""
+    """Plan the reads from files that fetch the wanted elements; return file name -> reads.
+
+    slices: locations on disk. wanted: (kind, name of the parameter entry, start, stop (exclusive), columns) of each
+    destination. Raises `Damaged` if an element is in no file.
+    """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
         by_entry.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
@@ -238,13 +243,13 @@ def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int
 
 
 def list_kinds(slices: Iterable[Slice]) -> set[str]:
-    """Return the kinds of state in the slices, such as {"master", "exp_avg"}."""
+    """Return the kinds of training state in the slices, such as {"master", "exp_avg"}."""
     return {part.kind for part in slices}
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split reads at the boundaries of blocks of `block_bytes`. Returns by block number the pieces (read, first element
-    of the read, number of elements, byte in the block at which they begin)."""
+    """Split reads at the boundaries of file blocks of `block_bytes`. Returns block number -> pieces, tuples (read,
+    first element within the read, number of elements, byte in the block at which they begin)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0
