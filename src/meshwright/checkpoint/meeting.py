@@ -57,7 +57,7 @@ class SaveMarkers:
         return json.loads((self.partial / f".{what}-{rank}").read_bytes())
 
     def ranks_with(self, what: str) -> set[int]:
-        """Return the set of ranks that have written a marker file of the kind `what` ("written", "hashed" or "failed")."""
+        """Return the ranks that have written a marker file of the kind `what` ("written", "hashed" or "failed")."""
         prefix = f".{what}-"
         names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}

@@ -100,7 +100,8 @@ class Save:
     # --- the four parts
 
     def _begin(self) -> None:
-        """Rank 0: create the hidden directory into which the checkpoint is written. Other ranks: wait until it exists."""
+        """Rank 0: create the hidden directory into which the checkpoint is written. Other ranks: wait until
+        it exists."""
         target = self.target
         if target.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -300,7 +301,8 @@ class Save:
         return None if outcome in (None, "done") else outcome
 
     def _wait_for_reason(self) -> str:
-        """Return the reason of failure that rank 0 records after it has removed the directory; waits about 2 s for it."""
+        """Return the reason of failure that rank 0 records after it has removed the directory; waits up to
+        about 2 s."""
         for _ in range(100):
             if (outcome := self.markers.read_outcome()) is not None:
                 return outcome
