@@ -67,10 +67,11 @@ class Steps(StepColumns):
 
     @classmethod
     def from_unsorted(cls, **columns: ArrayLike) -> Steps:
-        """Build the columns from steps of the ranks in any order, sorted and with group numbers from 0 on each rank.
+        """Build the columns from steps of all ranks in any order: sorts them by rank and group, and numbers each rank's
+        groups from 0.
 
-        columns: one array [steps] for each field; group numbers need only increase on a rank. Steps of a group keep
-            their order.
+        columns: one array [steps] for each field of `Steps`; group numbers need only increase on a rank. Steps of one
+            group keep their order.
         """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
@@ -105,7 +106,7 @@ class CollectiveProgram:
 
     @property
     def has_output(self) -> bool:
-        """True if the operation writes its result to separate `output` slots instead of in place."""
+        """True if the operation writes its result to separate `output` slots (all-to-all) instead of in place."""
         return self.operation == "all-to-all"
 
     @property
@@ -124,7 +125,7 @@ class CollectiveProgram:
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the rank whose share of the vector has each chunk of `chunk` (any shape); shares are contiguous, in
+        """Return the rank that owns each chunk of `chunk` (any shape), as ranks own contiguous shares of the vector in
         rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 

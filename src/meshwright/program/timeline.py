@@ -25,12 +25,13 @@ ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Box on a track of a drawn timeline: one step, from time `start` to `end` (any unit, as in the simulation).
+    """Box on a track of a drawn timeline: one step of a program, from time `start` to `end` (any unit, as in the
+    simulation).
 
     track: index of the track. kind: word that decides the colour, such as `forward`. label: a few letters to write on
-        it. name: full description.
-    shade: 0 for the first model chunk of a rank to 1 for its last. mirrored: True for the second replica.
-    lane, lanes: position of this span among those that overlap, and their number; they share the track's height.
+        it. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last. mirrored:
+        True for the second replica. lane, lanes: index of this span among those that overlap in time, and their number;
+        they share the track's height.
     """
 
     track: int
@@ -63,8 +64,8 @@ class Arrow:
 class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
-    tracks: their titles. levels: track index -> curve of a quantity, as (time, value from then on) pairs. level_name:
-        the quantity, such as `activations`. notes: one text per track, drawn beside it.
+    tracks: their titles. levels: track index -> curve of a quantity over time, as (time, value from that time on)
+        pairs. level_name: the quantity, such as `activations`. notes: one text per track, drawn beside it.
     """
 
     title: str
@@ -156,7 +157,8 @@ class StepNames:
             self._chunks.append(number)
 
     def find_chunk(self, stage: int, replica: int) -> int:
-        """Return the index of a stage among the stages of the same replica on its rank (model chunk, from 0)."""
+        """Return the index, from 0, of a stage among the stages of the same replica on its rank: the number of the
+        model chunk."""
         return self._chunks[replica][stage]
 
     def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
