@@ -29,7 +29,8 @@ def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None
 
 
 def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the transfers of the round before `frame` as lines of text, wrapped to `_WIDTH` characters."""
+    """Return the transfers that lead to `frame` (those of its round) as lines of text, wrapped to `_WIDTH`
+    characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]

@@ -177,8 +177,8 @@ def draw_lines(
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
-    """Return vertical positions of labels, in pixels: at least `LINE` apart, as close as possible to the wanted
-    positions `places` (ascending), and none above the value `limit`."""
+    """Return vertical positions of labels, in pixels: ascending, at least `LINE` apart, close to the wanted positions
+    `places` (ascending), and none greater than `limit`."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)

@@ -117,10 +117,10 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a program so that all transfers of one round share one level.
+    """Renumber the dependency levels of a program so that all transfers of one round have the same level.
 
-    Returns the new posting order, and the number of levels per round: local copies and reductions take all but the last
-    one, the round's transfers the last.
+    Returns the new posting order, and the number of levels per round: local copies and reductions have the first ones,
+        the round's transfers the last one.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

@@ -23,7 +23,12 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 class Kind(IntEnum):
-    """Kind of a step of a pipeline program. BACKWARD computes input gradient and weight gradient in one step."""
+    """Kind of a step of a pipeline program: a compute pass, an optimizer step (UPDATE), or one end of a transfer.
+
+    BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients up to the step's
+    micro-batch; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD transfer an activation to the next
+    stage, SEND_BACKWARD and RECEIVE_BACKWARD a gradient to the previous one.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -55,9 +60,10 @@ ARRIVING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 class Component(IntEnum):
-    """Component of transformer layers that a step computes, in schedules that overlap it with all-to-all (DualPipe).
+    """Part of transformer layers that a step computes, in schedules that overlap computation with all-to-all
+    (DualPipe): WHOLE (the step computes its whole stage), ATTENTION, DISPATCH, MLP or COMBINE.
 
-    WHOLE: the step computes its whole stage. DISPATCH and COMBINE are the all-to-alls of mixture-of-experts layers.
+    DISPATCH and COMBINE are the all-to-alls of mixture-of-experts layers.
     """
 
     WHOLE = 0

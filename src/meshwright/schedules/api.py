@@ -31,9 +31,9 @@ class StepDurations(TypedDict, total=False):
 
 
 def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given for a schedule other than `auto`. option: its name in the message.
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, which alone can respect one.
 
-    name: name of the schedule. memory: the limit, None if not given.
+    name: name of the schedule. memory: the limit, None if not given. option: name of the option in the error message.
     """
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto looks for a program that fits")

@@ -109,10 +109,10 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return a rank's forwards and backwards in depth-first order, each as a list of (micro-batch, stage).
+    """Return (forwards, backwards) of a rank in depth-first order, each a list of (micro-batch, stage). Each round of
+    micro-batches runs through all stages of the rank before the next round starts.
 
-    Each round runs through every stage of the rank before the next round. stages: stages of the rank, ascending.
-    rounds: consecutive micro-batches of each round.
+    stages: stages of the rank, ascending. rounds: consecutive micro-batches of each round.
     """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]

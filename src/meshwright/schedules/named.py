@@ -51,9 +51,9 @@ def generate_named(name: str, ranks: int | None, micro_batches: int | None, chun
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Return (ranks, micro-batches, chunks) if the named schedule accepts them, else raise UserError.
+    """Return (ranks, micro-batches, chunks) if the named schedule accepts these numbers, else raise UserError.
 
-    chunks: stages per rank; None gives the schedule's default.
+    chunks: stages per rank; None: the schedule's default, which is returned.
     """
     ranks = _check_positive(name, "ranks", "on", ranks)
     micro_batches = _check_positive(name, "micro-batches", "with", micro_batches)
