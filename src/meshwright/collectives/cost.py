@@ -19,9 +19,10 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Parameters of one kind of links in a closed form.
+    """Parameters of one class of links (such as inside or between nodes) in the closed form of an algorithm's time.
 
-    alpha: seconds per message. beta: seconds per byte. gap: fraction of alpha between messages of a rank on one link.
+    alpha: latency in seconds per message. beta: seconds per byte. gap: least time between the starts of two messages of
+        a rank on one link, as a fraction of alpha.
     """
 
     alpha: float
@@ -77,11 +78,11 @@ class Inputs:
 
     @property
     def extra(self) -> int:
-        """Number of ranks beyond `core`."""
+        """Number of ranks beyond `core`, the largest power of two up to the number of ranks."""
         return self.ranks - self.core
 
     def get_node_shape(self) -> tuple[int, int]:
-        """Return (number of nodes, ranks per node)."""
+        """Return (number of nodes, ranks per node) of a hierarchical algorithm."""
         size = resolve_ranks_per_node("hierarchical", self.ranks, self.groups)
         return self.ranks // size, size
 

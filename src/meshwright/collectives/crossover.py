@@ -14,7 +14,8 @@ _CLOSE = 1.02  # relative precision of a crossover
 
 @dataclass(frozen=True)
 class Crossover:
-    """Size of the vector in bytes from which on algorithm `after` is faster than `before`, which is faster below it."""
+    """Point at which the fastest algorithm changes: for vectors smaller than `size` bytes algorithm `before` is the
+    fastest, from `size` bytes on algorithm `after`."""
 
     size: int
     before: str
@@ -23,9 +24,10 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Simulated time of all algorithms of an operation over the size of the vector, on one network.
+    """Simulated times of all algorithms of one operation on one network, over the size of the vector.
 
-    sizes: bytes. seconds: algorithm -> seconds at each size. bound: lower bound of the seconds at each size.
+    sizes: sizes in bytes, ascending. seconds: algorithm -> seconds at each size, infinite where it was not simulated.
+        bound: lower bound of the seconds at each size.
     """
 
     chooser: Chooser
@@ -84,9 +86,10 @@ class Curves:
         return found
 
     def _bisect(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Return the crossovers between two sizes, found by bisection.
+        """Return the crossovers between two sizes of the vector, found by bisection.
 
-        low, high: (size in bytes, name of the fastest algorithm there). names: algorithms to simulate in between.
+        low, high: (size in bytes, name of the fastest algorithm at that size). names: algorithms to simulate in
+            between.
         """
         if low[1] == high[1]:
             return []

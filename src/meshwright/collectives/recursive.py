@@ -46,7 +46,7 @@ def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Round
 
 
 def list_powers_of_two(n: int) -> list[int]:
-    """Return the powers of two below n: 1, 2, 4 ..."""
+    """Return the powers of two smaller than n: 1, 2, 4 ..."""
     return [1 << bit for bit in range((n - 1).bit_length())]
 
 
@@ -178,7 +178,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in has its extra rank's share too.
+    """Return the slot bounds of the core ranks' shares: [2^k + 1], the i-th core rank has slots bounds[i] to bounds[i +
+    1] - 1. A stand-in (core rank that acts for an extra rank beyond the power of two) has the extra rank's share too.
 
     ranks: all ranks of the algorithm, in order.
     """

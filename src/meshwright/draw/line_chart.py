@@ -23,8 +23,8 @@ STRIP = 20
 class Series:
     """One curve of a line chart: `points` (x, y) joined by a line.
 
-    name: label of the curve. colour: style-sheet colour, such as "blue". kind: line style, "" (normal), "thin",
-        "thick", "named" (normal with an emphasized label; so has "thick") or "dashed". dots: True to mark the points.
+    name: label of the curve. colour: style-sheet colour, such as "blue". kind: line style, "" (default), "thin",
+        "thick", "named" or "dashed"; "thick" and "named" emphasize the name too. dots: True to mark the points.
     """
 
     name: str
