@@ -32,11 +32,19 @@ class MatchedCollective(Protocol):
     """
 
     @property
-    def program(self) -> CollectiveProgram: ...
+    def program(self) -> CollectiveProgram:
+        """The collective program."""
+        ...
+
     @property
-    def sends(self) -> Integers: ...
+    def sends(self) -> Integers:
+        """Step index of the send of each transfer: [transfers]."""
+        ...
+
     @property
-    def receives(self) -> Integers: ...
+    def receives(self) -> Integers:
+        """Step index of the receive of each transfer, in the order of `sends`: [transfers]."""
+        ...
 
 
 @dataclass(frozen=True)
