@@ -24,7 +24,8 @@ _READ_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
-    """Error: a checkpoint cannot be used; the message names the file and the reason."""
+    """Error: a checkpoint cannot be used, as a file is missing or altered; the message names the file and the
+    reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class ModelFiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each file in bytes, by name."""
+        """File name -> size in bytes, for each of the model's safetensors files."""
         return {file.name: file.size for file in self.files}
 
 
@@ -177,7 +177,7 @@ def write_slice(
 
 
 def _numel(shape: Iterable[int]) -> int:
-    """Return the number of elements of a shape."""
+    """Return the number of elements of a tensor of shape `shape`."""
     count = 1
     for extent in shape:
         count *= extent

@@ -146,7 +146,8 @@ class Save:
         ]
 
     def _write_model(self) -> None:
-        """Write this rank's elements of the exported model files at their offsets."""
+        """Write this rank's elements of the exported model files, converted to the export dtype, at their
+        byte offsets."""
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
@@ -373,7 +374,7 @@ class Save:
         return f"the newest whole checkpoint is {newest.name}" if newest else "there is no whole checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:
-        """Return the error message for a rank that failed without leaving a reason."""
+        """Return the error message for the failure of rank number `rank`, if it left no reason."""
         return f"checkpoint of step {self.step} not written: rank {rank} could not go on; {self._describe_newest()}"
 
 

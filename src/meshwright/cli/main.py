@@ -49,7 +49,7 @@ class Commands(Group):
     """Top-level click group: it lists all commands, but imports only the module of the command that runs."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands."""
+        """Return the names of all commands, for --help and suggestions."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:

@@ -54,7 +54,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
 
 
 def _format_result(result: Mapping[str, Any]) -> str:
-    """Format the result document of a training run as text for the terminal."""
+    """Format the result of a training run (the document of `train --json`) as text for the terminal."""
     lines = [f"done: step {result['step']}"]
     if result["loss"] is not None:
         lines[0] += f", loss {result['loss']:.4f}"

@@ -158,7 +158,7 @@ class Chooser:
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
     def generate_program(self, candidate: Candidate) -> CollectiveProgram:
-        """Generate the program of a candidate's algorithm with its options."""
+        """Generate the collective program of a candidate: its algorithm, with its options, for the network's ranks."""
         return self._generate_program(candidate.algorithm, candidate.settings)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
@@ -201,7 +201,7 @@ class Chooser:
 
     @staticmethod
     def _with_segments(settings: Settings, segments: int) -> Settings:
-        """Return a copy of the options with another number of segments."""
+        """Return a copy of `settings` with the number of segments replaced by `segments`."""
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:

@@ -63,17 +63,17 @@ class Inputs:
 
     @property
     def share(self) -> float:
-        """Bytes of one rank's share of the vector."""
+        """Size in bytes of one rank's equal share of the vector."""
         return self.size / self.ranks
 
     @property
     def levels(self) -> int:
-        """log2 of the number of ranks, rounded up."""
+        """log2 of the number of ranks, rounded up: rounds of a tree or of recursive doubling."""
         return (self.ranks - 1).bit_length()
 
     @property
     def core(self) -> int:
-        """Largest power of two up to the number of ranks."""
+        """Largest power of two that is not greater than the number of ranks."""
         return 1 << (self.ranks.bit_length() - 1)
 
     @property

@@ -102,7 +102,7 @@ class CollectiveReport:
         return to_json_dict(document)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the figures of the report as (label, value) pairs of text."""
+        """Return the figures of the report (times, bytes, bounds) as pairs of texts (label, value), for printing."""
         timing = self.timing
         least, most = float(timing.bytes_sent.min()), float(timing.bytes_sent.max())
         if round(least) == round(most):

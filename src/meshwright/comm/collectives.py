@@ -266,7 +266,7 @@ def barrier(axis: Axis, site: str) -> None:
 
 
 def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `output` unless both are the same memory."""
+    """Copy `source` to `output`, unless both are views of the same memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
 
@@ -324,7 +324,7 @@ class _RecordedCall:
 
     @property
     def skipped(self) -> bool:
-        """True if the injected fault is to skip the call."""
+        """True if the fault injected at this call is "skip": the call must not be made."""
         return self.fault is not None and self.fault.kind == "skip"
 
     @property

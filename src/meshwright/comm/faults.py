@@ -43,11 +43,11 @@ class Fault:
 
 
 class NamedAxis(Protocol):
-    """Interface of a mesh axis, as far as fault injection needs it."""
+    """Interface of a mesh axis that fault injection needs: its name."""
 
     @property
     def name(self) -> str:
-        """Name of the axis, such as "dp"."""
+        """Name of the mesh axis, such as "dp"."""
 
 
 AxisType = TypeVar("AxisType", bound=NamedAxis)

@@ -83,7 +83,7 @@ class LocalRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process IDs by rank."""
+        """Process IDs of the pool's processes, by rank."""
         return tuple(self._pids)
 
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -154,7 +154,7 @@ class LocalRanks:
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
 
     def _start_ranks(self) -> None:
-        """Fork the rank processes and connect to them; raises RankLost if they do not start."""
+        """Fork the pool's rank processes and connect to them; raises RankLost if they do not start."""
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         for rank in range(self.world_size):
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
@@ -191,7 +191,7 @@ class LocalRanks:
         self._connections = [connections[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the rank processes; the next `run` starts new ones."""
+        """End the pool's rank processes; the next `run` starts new ones."""
         for connection in self._connections:
             connection.close()
         for pid in self._pids:
@@ -369,7 +369,7 @@ def _serve_calls(connection: Connection) -> None:
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Import the function named "package.module:function"."""
+    """Import and return the function named "package.module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):

@@ -231,7 +231,7 @@ def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tenso
 
 
 def _view_rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Return the view of this rank's equal share of the vector."""
+    """Return the view of this rank's share of the vector, the rank-th of as many equal parts as there are ranks."""
     return vector.view(executable.program.ranks, -1)[executable.rank]
 
 
@@ -261,7 +261,7 @@ def _all_gather(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's broadcast from the root in place."""
+    """Run torch.distributed's broadcast from the root into the vector in place."""
     dist.broadcast(vector, group_src=e.program.root, group=e.group)
 
 
@@ -293,7 +293,7 @@ def _send_receive(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _barrier(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's barrier; the vector is unused."""
+    """Run torch.distributed's barrier over the program's process group; the vector is unused."""
     dist.barrier(group=e.group)
 
 

@@ -109,7 +109,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of ranks along the axis."""
+        """Number of ranks along the mesh axis."""
         return len(self.ranks)
 
     @property
@@ -127,7 +127,7 @@ class Axis:
 
     @cached_property
     def backends(self) -> dict[str, str]:
-        """Backend of this axis's process group by device type, such as {"cpu": "gloo"}."""
+        """Device type -> torch.distributed backend of this axis's process group, such as {"cpu": "gloo"}."""
         return group_backends(self.group)
 
     @cached_property

@@ -103,7 +103,7 @@ class Executable:
 
     @property
     def name(self) -> str:
-        """Operation and algorithm, such as "all-reduce ring"."""
+        """Operation and algorithm of the collective program, such as "all-reduce ring"."""
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:

@@ -40,11 +40,11 @@ class Record:
         entry.sent_bytes += sent_bytes
 
     def clear(self) -> None:
-        """Reset all counters."""
+        """Reset all counters of collective calls to zero."""
         self.sites.clear()
 
     def sent_bytes(self) -> int:
-        """Return the bytes this rank has sent since the last `clear`."""
+        """Return the total bytes that this rank has sent in collective calls since the last `clear`."""
         return sum(entry.sent_bytes for entry in self.sites.values())
 
     def sent_by_site(self) -> dict[str, int]:

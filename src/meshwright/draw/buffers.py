@@ -157,7 +157,7 @@ class _FramePicture:
         return picture.svg(width, self.height, title)
 
     def _rank_left(self, rank: int) -> int:
-        """Return the left edge in pixels of a rank's cells."""
+        """Return the x coordinate, in pixels, of the left edge of the column of rank number `rank`."""
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
@@ -205,7 +205,7 @@ class _FramePicture:
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
     def _slots_middle(self, slot: int, count: int) -> float:
-        """Return the vertical middle, in pixels, of `count` consecutive slots from `slot` on."""
+        """Return the y coordinate, in pixels, of the middle of `count` consecutive slot rows from row `slot` on."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 

@@ -156,7 +156,7 @@ class _Chart:
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
-        """Draw a step as a rectangle, with its label if that fits into it."""
+        """Draw one step as a rectangle in its track's row, with its label if that fits into it."""
         height = ROW / span.lanes
         x, width = self.x(span.start), (span.end - span.start) * self.scale
         y = self.y(span.track) + span.lane * height

@@ -117,7 +117,7 @@ class Plot:
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
-        """Draw a vertical line with its text, on the side of the line that has more space."""
+        """Draw the vertical line of a mark, with its text on the side of the line that has more space."""
         x = self.x(mark.x)
         self.picture.line((x, self.top), (x, self.bottom), "mark")
         if mark.y is not None:

@@ -58,7 +58,7 @@ def _holds_quantities(column: Sequence[Content]) -> bool:
 
 
 def paragraph(*words: Content, muted: bool = False) -> Markup:
-    """Return an HTML paragraph; `muted` sets it in a paler colour."""
+    """Return an HTML paragraph with the content `words`; muted=True sets it in a paler colour."""
     return element("p", *words, class_="muted" if muted else None)
 
 

@@ -53,7 +53,8 @@ class CheckedCollective:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds: length of the longest chain of dependent transfers."""
+        """Number of rounds of the collective program: number of transfers in its longest chain of dependent
+        transfers."""
         return self.order.depth
 
     def bytes_sent(self, total_bytes: float) -> NDArray[np.float64]:

@@ -111,7 +111,8 @@ class CollectiveProgram:
 
     @property
     def output(self) -> int:
-        """Index of the first slot of the result: 0 if the operation works in place."""
+        """Index of the first slot that holds the operation's result: 0 if it works in place, else the first `output`
+        slot."""
         return self.chunks if self.has_output else 0
 
     @property
@@ -280,7 +281,7 @@ class Builder:
             raise self._make_size_error(f"more than {MAX_STEPS:,} steps")
 
     def build(self) -> CollectiveProgram:
-        """Return the program of all steps added so far."""
+        """Return the collective program of all rounds and steps added so far."""
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.concatenate([np.zeros((len(names), 0), np.int64), *self._columns], axis=1)
         steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))

@@ -46,7 +46,7 @@ class StepColumns:
 
     @cached_property
     def group_rank(self) -> Integers:
-        """Rank of each group, indexed as in `group_index`: [groups]."""
+        """Rank of each group of steps, with groups numbered over all ranks as in `group_index`: [groups]."""
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:

@@ -59,7 +59,7 @@ class SlotMoves:
     writer: Integers  # index of the step that writes
 
     def select(self, index: Integers | Mask | slice) -> SlotMoves:
-        """Return the moves selected by an index array, a mask or a slice."""
+        """Return the subset of the slot moves that an index array, a mask or a slice selects."""
         return SlotMoves(**{name: column[index] for name, column in vars(self).items()})
 
 
@@ -244,7 +244,7 @@ class ContributionTracker:
         self._sets[moves.target] = held | sets
 
     def _format_slot(self, slot: np.int64) -> str:
-        """Return text such as `data[3]` for a slot numbered rank x slots per rank + slot."""
+        """Return text such as `data[3]` for a slot, given its number over all ranks: rank x slots per rank + slot."""
         return self.program.format_slots(int(slot) % self.program.slots)
 
 

@@ -106,12 +106,12 @@ class PipelineProgram:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas: 1, or 2 for a bidirectional schedule."""
+        """Number of model replicas in the pipeline: 1, or 2 for a bidirectional schedule."""
         return len(self.placement)
 
     @property
     def stages(self) -> int:
-        """Number of stages of one replica."""
+        """Number of pipeline stages of one replica, over all ranks."""
         return len(self.placement[0])
 
     @property

@@ -62,7 +62,7 @@ def format_pipeline(program: PipelineProgram) -> str:
 
 
 def _format_name(name: str) -> str:
-    """Return a program's name on one line without `#`, as the text form needs it."""
+    """Return a program's name on one line and without `#` (comment character), as the text form requires."""
     return " ".join(name.replace("#", " ").split()) or "unnamed"
 
 
@@ -190,7 +190,7 @@ class _Parser:
             raise self._make_error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
 
     def _finish_header(self) -> None:
-        """Raise `UserError` if the header lacks a line."""
+        """Raise `UserError` if the program's header lacks a required line, such as `ranks`."""
         for name in _HEADER:
             there = {"pipeline": self.name, "placement": self.placement}.get(name, self.numbers.get(name))
             if not there:

@@ -33,7 +33,7 @@ class MatchedCollective(Protocol):
 
     @property
     def program(self) -> CollectiveProgram:
-        """The collective program."""
+        """The collective program whose sends and receives are matched."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class CollectiveTiming:
 
     @cached_property
     def link_busy(self) -> Floats:
-        """Seconds that each link would need for its bytes at full bandwidth: [links]."""
+        """Seconds that each link would need to transmit the bytes sent over it at its full bandwidth: [links]."""
         return self.link_bytes / self.network.bandwidth
 
     @property
@@ -153,7 +153,8 @@ class CollectiveSimulator:
         return place
 
     def run(self, total_bytes: float) -> CollectiveTiming:
-        """Simulate the program for a full vector of `total_bytes` bytes; return the times."""
+        """Simulate the collective program for a full vector of `total_bytes` bytes; return start and end of every
+        transfer."""
         chunk_bytes = total_bytes / self.chunks
         message_bytes = self._send_chunks * chunk_bytes
         start, end, seconds = _SimulationState(self, message_bytes, self._local_chunk_seconds * chunk_bytes).simulate()

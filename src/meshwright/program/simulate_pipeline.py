@@ -109,7 +109,7 @@ class PipelineTiming:
 
     @cached_property
     def messages_sent(self) -> Integers:
-        """Number of messages that each rank sends to other ranks: [ranks]."""
+        """Number of messages (activations and gradients) that each rank sends to other ranks: [ranks]."""
         needs, rank = self.flow.reads, self.program.steps.rank
         maker = needs.maker[needs.between_stages]
         crossing = rank[maker] != rank[needs.reader[needs.between_stages]]

@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """Latest end time of a span, 0.0 without spans."""
+        """Latest end time of a span of the timeline; 0.0 without spans."""
         return max((span.end for span in self.spans), default=0.0)
 
 
@@ -87,11 +87,11 @@ class Timed(Protocol):
 
     @property
     def start(self) -> Reals:
-        """Start of each step, [steps]."""
+        """Start time of each step of the program: [steps], in the unit of the durations."""
 
     @property
     def end(self) -> Reals:
-        """End of each step, [steps]."""
+        """End time of each step of the program: [steps], in the unit of the durations."""
 
 
 def build_pipeline_timeline(
@@ -143,7 +143,7 @@ def build_pipeline_timeline(
 
 
 class StepNames:
-    """Names of the compute steps of a pipeline program for drawings and traces."""
+    """Generates names of the compute steps of a pipeline program, for drawings and traces."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas

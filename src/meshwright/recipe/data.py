@@ -158,12 +158,13 @@ class DataRecipe(Table):
         return self
 
     def _is_set(self, key: str) -> bool:
-        """Return True if the value of `key`, such as "pack", differs from its default."""
+        """Return True if the value of the field `key`, such as "pack", differs from the field's default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
     def template_name(self) -> str | None:
-        """Name of the chat template for the records; None for text."""
+        """Name (or .jinja file) of the chat template for the records, with the default resolved; None for
+        plain text."""
         if self.records == "text":
             return None
         return self.template or ("instruction" if self.records == "instruction" else "model")

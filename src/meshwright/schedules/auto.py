@@ -87,7 +87,7 @@ class SearchResult:
 
     @property
     def makespan(self) -> float:
-        """Makespan (total time) of the winner."""
+        """Makespan (total time) of the winning program, in the unit of the durations."""
         return self.winner.makespan
 
     @property

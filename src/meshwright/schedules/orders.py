@@ -89,7 +89,7 @@ class Problem:
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Stages of each rank, ascending: [ranks][chunks]."""
+        """Stages on each rank, ascending: indexed [ranks][chunks]."""
         return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
 
     @cached_property
