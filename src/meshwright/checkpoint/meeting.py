@@ -44,7 +44,8 @@ class SaveMarkers:
             return set()
 
     def marker_name(self, what: str) -> str:
-        """Return the file name of this rank's marker of the kind `what`: for "written" on rank 3 ".written-3"."""
+        """Return the file name of this rank's marker of the kind `what` ("written", "hashed" or "failed"), such as
+        ".written-3" on rank 3."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:

@@ -169,9 +169,12 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of the parameter entry at `place` by calls of `write(file name, bytes, byte offset)`. values: its
-    elements, or those of its `columns`, from element `start` on, flattened in engine orientation, in the dtype on
-    disk."""
+    """Write a slice of the parameter entry located at `place` to the model files, by calls of `write(file name, bytes,
+    byte offset)`.
+
+    values: its elements, or those of its `columns`, from element `start` on, flattened in engine orientation ([outputs,
+    inputs]), in the dtype on disk.
+    """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 

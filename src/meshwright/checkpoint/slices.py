@@ -25,10 +25,10 @@ INDEX = "training/index.json"
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry `name`, or of
-    its `columns`, flattened in engine orientation.
+    its `columns`, flattened in engine orientation ([outputs, inputs]).
 
-    kind: "master" (weights), "exp_avg" ... file: file name; offset: byte in it at which the elements begin; code: their
-    safetensors dtype, such as "F32".
+    kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte in it at
+    which the elements begin. code: their safetensors dtype, such as "F32".
     """
 
     kind: str
@@ -43,8 +43,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A part of a matrix: elements [start, stop) of its columns [first, first + width), flattened row-major. The whole
-    matrix's width need not be known."""
+    """A part of a matrix: the elements with index [start, stop) of its columns [first, first + width), flattened
+    row-major (all from 0). The whole matrix's width need not be known."""
 
     start: int
     stop: int
@@ -74,9 +74,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read from a file. source: range of the matrix to read; offset: byte in the file at which it begins; code: its
-    safetensors dtype. wanted: range that the slice with index `destination` holds; the elements common to both are
-    copied there."""
+    """One read from a file, of which a destination needs some elements.
+
+    source: range of the matrix that the read covers. offset: byte in the file at which it begins. code: its safetensors
+    dtype, such as "F32". destination: index of the slice to fill. wanted: range of the matrix in that slice; the
+    elements that source and wanted have in common are copied.
+    """
 
     offset: int
     code: str

@@ -27,7 +27,8 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Host memory that is reused for all snapshots of a run, since new pages cost more than the copy itself."""
+    """Host buffers that are reused for all snapshots of a run, since the allocation of new memory pages takes longer
+    than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}

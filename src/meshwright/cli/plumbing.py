@@ -239,7 +239,7 @@ def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` to a file atomically, as UTF-8. Raises `UserError` if that fails."""
+    """Write `text` to the file `path` atomically, as UTF-8. Raises `UserError` if that fails."""
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
     beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -38,7 +38,7 @@ class Tier:
         return self.alpha + max(waits, default=0.0)
 
     def time_rounds(self, count: float, size: float) -> float:
-        """Return the seconds of `count` messages of `size` bytes, one after the other."""
+        """Return the seconds of `count` messages of `size` bytes each over one link, one after the other."""
         return count * (self.alpha + size * self.beta)
 
 

@@ -19,7 +19,8 @@ Rounds: TypeAlias = Iterator[None]
 
 
 def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
-    """Run generators of rounds one after the other, each round as one round of `program`; return the finished program.
+    """Run the generators `parts` one after the other, turn each of their rounds into one round of `program`, and return
+    the finished program.
 
     parts: generators that add the steps of one round to `program` before each `yield`.
     """

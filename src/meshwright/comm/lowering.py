@@ -203,12 +203,11 @@ def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Assign staging slots to messages that will be reduced, and add the waits and reductions after arrival to each
-    group.
+    """Assign staging slots to received messages that will be reduced, and add to each group the waits and reductions
+    that follow their arrival. Returns the number of staging slots.
 
-    groups: schedule, changed in place. arriving: for each group, the received transfers; reductions run in step order.
-        Even and odd groups have separate staging slots, as two groups may be in flight. Returns the number of staging
-        slots.
+    groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
+        Even and odd groups have separate staging slots, as two groups may be in flight.
     """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
@@ -239,7 +238,8 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Add waits for sends before their slots change, and post receives one group early where possible.
+    """Add waits for sends, before the slots that they read are overwritten, and post receives one group early where
+    possible.
 
     groups: schedule of a rank, changed in place.
     """

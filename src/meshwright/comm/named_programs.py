@@ -83,7 +83,8 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the executable program that replaces a call of the backend, or None if none is named for it.
+        """Return the executable program that replaces a call of the backend; None if the backend's own call is to be
+        used.
 
         axis: name of the mesh axis. operation: such as "all_reduce". ranks, group: global ranks of the axis and their
             process group. size: bytes of the vector.

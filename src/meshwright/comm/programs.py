@@ -38,10 +38,10 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of the vector on which the whole collective program runs by itself.
+    """Part of the vector on which the whole collective program runs by itself, so that parts can run concurrently.
 
-    plan: schedule of this rank. n: elements of a chunk. data, output: functions that return the memory of slots.
-        finish: called after the run.
+    plan: schedule of this rank. n: elements of a chunk. data, output: functions (first slot, number of slots) -> memory
+        of these slots. finish: called after the run, None: nothing.
     """
 
     plan: RankProgram
@@ -138,8 +138,8 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run the program on the 1-D `vector`, in memory that the backend can send. output: gets the result; None: in
-        place."""
+        """Run the program on the 1-D `vector`, whose memory the backend can send. output: receives the result of an
+        all-to-all; None: the program works in place."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
@@ -390,7 +390,7 @@ def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return the function (slot, 1) -> view, where slot i is elements start .. start + length of chunk i of `n`
+    """Return the function (slot, 1) -> view, where slot i is the elements [start, start + length) of chunk i of `n`
     elements."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -252,8 +252,8 @@ def _check_races(program: CollectiveProgram) -> None:
 
 
 def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
-    """Raise `ProgramError` unless every slot that the operation defines holds its chunk with exactly the right
-    contributions.
+    """Raise `ProgramError` unless, after the last step, every slot that the operation's result covers holds its chunk
+    with exactly the required contributions.
 
     memory: chunk and contributing ranks of every slot after the last step.
     """

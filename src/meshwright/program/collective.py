@@ -231,11 +231,11 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Add a send of slots chunk .. chunk + count on rank `source`, and its receive on rank `target`; arrays
+        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays
         broadcast.
 
         into: first slot written on the target (default: `chunk`). reduce: add to those slots instead of overwriting
-            them. Transfers from a rank to itself and those of 0 slots are dropped.
+            them. Transfers from a rank to itself and transfers of 0 slots are dropped.
         """
         columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
@@ -252,10 +252,10 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a copy of slots source .. source + count to the slots from `into` on, within rank `rank`; arrays
+        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays
         broadcast.
 
-        combine: add to those slots instead of overwriting them.
+        combine: add to the target slots instead of overwriting them.
         """
         self._append_steps(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
 

@@ -37,7 +37,8 @@ _STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3,
 
 
 def format_pipeline(program: PipelineProgram) -> str:
-    """Return the text form of a pipeline program, from which `parse_pipeline` builds an equal program."""
+    """Return the text form of a pipeline program (header, then lines such as `0F3`, stage 0 forward micro-batch 3, by
+    rank), from which `parse_pipeline` builds an equal program."""
     s = program.steps
     lines = [
         f"pipeline {_format_name(program.name)}",
@@ -67,10 +68,11 @@ def _format_name(name: str) -> str:
 
 
 def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
-    """Parse the text form of a pipeline program and return it. where: prefix of error messages, such as the file's
-    name.
+    """Parse the text form of a pipeline program (header, then lines such as `0F3`, stage 0 forward micro-batch 3, by
+    rank).
 
-    Raises `UserError` with the line number, the invalid text, and a valid alternative.
+    where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
+        and a valid alternative.
     """
     return _Parser(where).parse(text)
 

@@ -192,10 +192,11 @@ def resolve_recipe(
 def _override(
     tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Return the validated recipe of `tables` (changed in place) with overrides such as "train.steps=100" applied.
+    """Return the validated recipe of `tables` (nested dictionaries, changed in place) after applying overrides such as
+    "train.steps=100".
 
-    said_by: overrides that are in the tables already, by dotted key; path: the recipe's file, None without; trust:
-    allow code that it names to run.
+    said_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
+    there is none; trust: allow code that the recipe names to run.
     """
     said_by = dict(said_by)
     for override in overrides:

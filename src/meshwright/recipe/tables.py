@@ -237,7 +237,7 @@ class TrackRecipe(Table):
     @field_validator("to")
     @classmethod
     def _check_unique(cls, names: list[str]) -> list[str]:
-        """Return the names of trackers if none is listed twice; else raise ValueError."""
+        """Return `names` (of trackers) unchanged if none is listed twice; else raise ValueError."""
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'names "{name}" twice')

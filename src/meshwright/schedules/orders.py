@@ -102,7 +102,8 @@ class Problem:
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time from the task that produces the input of each task to that task: [tasks]; 0 on one rank."""
+        """Transfer time from the task that produces the input of each task to that task: [tasks]; 0 if both are on one
+        rank."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
