@@ -40,9 +40,11 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One block of a file to read and verify, and the elements to copy from it. file: name. block: number of the block,
-    `BLOCK_BYTES` each. copies: tuples (read, first element of the read, number of elements, byte in the block at which
-    they begin)."""
+    """One block of a file to read and verify, with the elements to copy from it.
+
+    file: file name. block: number of the block (from 0, `BLOCK_BYTES` each). copies: tuples (read, first element within
+    the read, number of elements, byte in the block at which they begin).
+    """
 
     file: str
     block: int

@@ -158,7 +158,7 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 
 def block_count(size: int) -> int:
-    """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes, the last one perhaps shorter."""
+    """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes; the last block may be shorter."""
     return -(-size // BLOCK_BYTES)
 
 

@@ -12,10 +12,14 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Settings of the saves of a run. dtype: dtype of the exported weights ("float32", "bfloat16"). keep: number of
-    newest checkpoints to retain; keep_best: retain the one with the lowest validation loss too. background: write in a
-    thread beside training. tokenizer_directory: directory whose tokenizer files each checkpoint includes. shard_bytes:
-    maximum tensor bytes per model file. timeout_seconds: how long a save waits for other ranks."""
+    """Settings of all checkpoint saves of a run.
+
+    dtype: of the exported model weights ("float32", "bfloat16"). keep: number of newest checkpoints to retain.
+    keep_best: retain the one with the lowest validation loss too. background: True to write in a thread while training
+    continues. tokenizer_directory: directory whose tokenizer files each checkpoint includes, None for none.
+    shard_bytes: maximum bytes of tensors per model file. timeout_seconds: maximum time that a save waits for other
+    ranks.
+    """
 
     dtype: str = "float32"
     keep: int = 2

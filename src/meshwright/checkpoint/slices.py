@@ -236,8 +236,8 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) of each of two column ranges (None: all columns) of one matrix; equal ranges are
-    treated as a matrix of one column."""
+    """Return (first column, width) of each of two column ranges of one matrix (None: all columns). If both ranges are
+    equal, the result is (0, 1) for both: the elements are then treated as a matrix of one column."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of

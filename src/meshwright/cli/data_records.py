@@ -273,7 +273,8 @@ def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, An
 
 
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:
-    """Format a result summary as a rich table with one line for each key; zero counts inside a value are left out."""
+    """Format a command's result (a JSON object) as a rich table with one line for each key; counts of 0 inside a value
+    are left out."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)

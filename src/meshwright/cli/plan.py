@@ -274,11 +274,8 @@ def _run_serve(
 
 
 def _run_jobs(path: str) -> None:
-    """Run `plan --jobs`: predict time and memory for each request, a line of a JSON Lines file (`-`: standard input),
-    and print one JSON answer a line, in the same order.
-
-    A request for which this fails is answered by {"error": ...}.
-    """
+    """Run `plan --jobs`: predict time and memory for each request, one line of a JSON Lines file (`-`: standard input),
+    and print one JSON object per line, in the same order. A request that fails is answered by {"error": message}."""
     from meshwright.planner.jobs import answer
 
     for line in _read_lines(path):

@@ -39,9 +39,11 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Simulate all algorithms at sizes from `least` to `most` bytes, each size about four times the one before.
+        """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each size about four times the
+        one before.
 
-        within: skip an algorithm at a size (infinite seconds) if its closed form exceeds the best time by this factor.
+        within: skip an algorithm at a size (infinite seconds) if its closed form exceeds the best time so far by more
+            than this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -68,7 +70,8 @@ class Curves:
         return cls.simulate(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
-        """Return the name of the fastest algorithm at sizes[index]; of equals, the first in the library."""
+        """Return the name of the fastest algorithm at the size sizes[index]; of equally fast ones, the first in the
+        library's order."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:
@@ -102,6 +105,6 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equals, the first. seconds: algorithm -> seconds."""
+    """Return the algorithm with the lowest time; of equal times, the first one. seconds: algorithm -> seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

@@ -84,7 +84,8 @@ def named_programs(
 
 
 def _find_main_axis(layout: Layout, key: str) -> str:
-    """Return the name of the axis on which an operation moves gradients or parameters. key: such as "all_reduce"."""
+    """Return the name of the axis ("data", "shard" or "replica") on which an operation moves gradients or parameters in
+    this layout. key: the operation, such as "all_reduce"."""
     if key != "all_reduce":
         return "shard"
     return "data" if layout.zero == 0 else "replica"

@@ -38,10 +38,8 @@ class MakespanCache:
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the program under several sets of durations together, and cache the makespans for `get`.
-
-        Faster than one simulation per set.
-        """
+        """Simulate the program under several sets of durations at once, which is faster than one by one, and cache the
+        makespans for `get`."""
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))

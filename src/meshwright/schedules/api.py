@@ -56,7 +56,7 @@ def schedule(
         stages: Pipeline ranks; a file has its own.
         micro_batches: Micro-batches of a step, both directions counted; a file has its own.
         chunks: Stages per rank, where the schedule leaves that open.
-        memory: For `"auto"`: most activations of whole micro-batches on a rank.
+        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches.
         parts: Durations of attention, dispatch, MLP and combine of a forward, in place of those of whole passes; the
             program is then simulated part by part, with the all-to-alls on a stream of their own.
         **durations: Fields of `StepDurations`.

@@ -252,9 +252,10 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
 
 
 def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, stages per rank) of the named synchronous schedules to try.
+    """Yield (name, stages per rank) of the named synchronous schedules that are to be tried.
 
-    counts: numbers of stages per rank to try. weight_copies: 2 to include schedules with two replicas.
+    counts: numbers of stages per rank to try. weight_copies: 2 to include schedules with two replicas of the model, 1
+        to exclude them.
     """
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
         if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
@@ -329,9 +330,10 @@ def _get_makespan(timed: Timed) -> float:
 
 
 def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
-    """Build orders by list scheduling with up to `trials` parameter sets; return (makespan, orders by rank) of each.
+    """Build orders by greedy list scheduling with up to `trials` parameter sets; return (makespan, orders by rank) of
+    each.
 
-    The most successful parameters come first. Ends early when a makespan reaches the lower bound.
+    Parameter sets that are usually the best are tried first. Ends early when a makespan reaches the lower bound.
     """
     s, ranks = problem.stages, range(problem.ranks)
     found = []

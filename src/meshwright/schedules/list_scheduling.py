@@ -17,12 +17,12 @@ from meshwright.schedules.orders import Order, Problem
 
 @dataclass
 class PartialOrders:
-    """State of all ranks during list scheduling, which a rule reads to choose a rank's next task.
+    """State of all ranks during list scheduling, which a scheduling rule reads to choose a rank's next task.
 
-    A task is one pass on one stage, numbered kind x stages + stage, with kinds forward, input gradient, weight
+    A task is one pass on one stage, numbered kind x stages + stage, with kind 0 forward, 1 input gradient, 2 weight
     gradient; its k-th run is that of micro-batch k. ends: [tasks + 1], list of the end times of each task's runs so
-    far; the last list is zeros, the predecessor of the first forward. used: [ranks], activations held, in units of one
-    stage.
+    far; the last list is all zeros and serves as input of the first stage's forward. used: [ranks], saved activations
+    on each rank, in units of one stage and micro-batch.
     """
 
     problem: Problem
