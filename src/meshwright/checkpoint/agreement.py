@@ -13,7 +13,8 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """Small decisions on which all ranks of `mesh` agree, by all-reduces. Collective: all ranks call every method."""
+    """Collective calls (all-reduces over all ranks of `mesh`) by which ranks agree on small values. All ranks call
+    every method, in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -23,8 +24,8 @@ class Agreement:
         return self._sum([int(not mine)]) == [0]
 
     def broadcast_numbers(self, values: Sequence[int], *, count: int) -> list[int]:
-        """Return, on every rank, the first `count` of rank 0's `values`, non-negative integers; other ranks' `values`
-        are ignored."""
+        """Return, on every rank, rank 0's `values` (non-negative integers), at most the first `count` of them; the
+        `values` of other ranks are ignored. `count` must be equal on all ranks."""
         mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
         return [value for value in self._sum(mine) if value >= 0]
 
@@ -42,7 +43,7 @@ class Agreement:
         return speaker, everything.rstrip(b"\0").decode(errors="replace")
 
     def _sum(self, values: list[int]) -> list[int]:
-        """Return the integers `values`, each summed over the ranks."""
+        """Return `values` summed elementwise over all ranks: one integer for each entry."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
         collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
         return tensor.tolist()

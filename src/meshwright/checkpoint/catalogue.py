@@ -30,8 +30,8 @@ LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells th
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A checkpoint directory (`path`) that was intact when opened. step: optimizer steps done. validation_loss: in nats
-    per token, None if not measured."""
+    """A checkpoint directory (`path`) whose manifest and file sizes were correct when it was opened. step: optimizer
+    steps done. validation_loss: in nats per token, None if not measured."""
 
     path: Path
     step: int
@@ -39,14 +39,15 @@ class CheckpointPath:
 
     @property
     def name(self) -> str:
-        """Directory name."""
+        """Name of the checkpoint's directory, such as "step-000020"."""
         return self.path.name
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Load the training loop's state from `training/state.json`: step, layout, recipe and more, by name."""
+        """Load and return the training loop's state of this checkpoint, the JSON object in `training/state.json`: step,
+        layout, recipe and more, by name. Raises `UserError` if it cannot be read."""
         return read_state(self.path)
 
 
@@ -56,7 +57,8 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Return the hidden directory name of the checkpoint of `step` while it is being written."""
+    """Return the hidden directory name under which the checkpoint of `step` is written until it is complete, such as
+    ".step-000020.partial"."""
     return f".{step_name(step)}.partial"
 
 
@@ -78,7 +80,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
-    """Open the checkpoint at `path`: read its manifest and check file sizes. Raises `Damaged`."""
+    """Open the checkpoint directory `path`: read its manifest and check its files' sizes (the contents of tensors are
+    not read); return checkpoint and manifest. Raises `Damaged`."""
     manifest = read_manifest(path)
     if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
         raise Damaged(f"its manifest is that of step {manifest.step}")
@@ -87,19 +90,21 @@ def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
 
 
 def open_model(path: Path) -> CheckpointPath:
-    """Open the checkpoint at `path` for its model alone: every byte outside training/ is verified. Raises `Damaged`."""
+    """Open the checkpoint at `path` to use its model without the optimizer state: the hash of every file outside
+    training/ is verified. Raises `Damaged`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
     return checkpoint
 
 
 def _open_unverified(path: Path) -> CheckpointPath:
-    """Open a checkpoint without verifying the hashes of its tensors. Raises `Damaged`."""
+    """Open the checkpoint directory `path`, checking file sizes but not the hashes of its tensors. Raises `Damaged`."""
     return open_checkpoint(path)[0]
 
 
 def list_candidates(directory: Path) -> list[Path]:
-    """List the directories named like a checkpoint, intact or not, newest first."""
+    """List the subdirectories of `directory` that are named like a checkpoint ("step-000020"), intact or not, highest
+    step first."""
     if not directory.is_dir():
         return []
     found = [
@@ -109,7 +114,8 @@ def list_candidates(directory: Path) -> list[Path]:
 
 
 def list_intact(directory: Path, log: Callable[[str], None] = lambda line: None) -> list[CheckpointPath]:
-    """List the intact checkpoints in `directory`, newest first; `log` receives a line for each damaged one."""
+    """List the checkpoints in `directory` with a valid manifest and correct file sizes, highest step first; `log` is
+    called with a line about each damaged one."""
     checkpoints = []
     for path in list_candidates(directory):
         try:
@@ -124,8 +130,8 @@ def newest(
     log: Callable[[str], None] = lambda line: None,
     open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
-    """Return the newest intact checkpoint in `directory` (the checkpoints/ of a run), or None; `log` receives a line
-    for each newer damaged one.
+    """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run), or None; `log` is
+    called with a line about each damaged one of a higher step.
 
     open_it: opens and checks a checkpoint directory; raises `Damaged` if it is not intact.
     """
@@ -140,9 +146,9 @@ def newest(
 def find_checkpoint(
     path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
 ) -> Path:
-    """Return the Hugging Face model directory that `path` means: `path` itself if it is a checkpoint or has a
-    config.json, or the newest intact checkpoint of a run directory or of its checkpoints/; `log` receives a line for
-    each newer damaged one.
+    """Return the Hugging Face model directory to load for `path`: `path` itself if it is a checkpoint or has a
+    config.json; for a run directory (or its checkpoints/) the newest intact checkpoint, where `log` is called with a
+    line about each newer damaged one.
 
     check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. Raises `UserError` if
     there is none, or if a checkpoint given by its own path is damaged.
@@ -166,13 +172,14 @@ def find_checkpoint(
 
 
 def best(directory: Path | str) -> CheckpointPath | None:
-    """Return the intact checkpoint in `directory` with the lowest validation loss (the newer one of equals); None if
-    none has a validation loss."""
+    """Return the intact checkpoint in `directory` with the lowest validation loss (of equal losses the one of the
+    higher step); None if none has a validation loss."""
     return _best(list_intact(Path(directory)))
 
 
 def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
-    """Return the checkpoint with the lowest finite validation loss, or None."""
+    """Return the checkpoint with the lowest finite validation loss (of equal losses the one of the higher step), or
+    None."""
 
     def loss(checkpoint: CheckpointPath) -> float:
         value = checkpoint.validation_loss
@@ -183,11 +190,11 @@ def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
 
 
 def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
-    """Delete all intact checkpoints in `directory` but the newest `keep` and, with `keep_best`, the one with the lowest
-    validation loss.
+    """Delete the intact checkpoints in `directory`, except the newest `keep` and, with `keep_best`, the one with the
+    lowest validation loss.
 
-    saved: step of the checkpoint just saved. Checkpoints of later steps stay and do not count: the run found them
-    damaged and trained past them.
+    saved: step of the checkpoint just saved; checkpoints of higher steps are neither deleted nor counted (the run found
+    them damaged, resumed from an earlier one, and will overwrite them). None: all count.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
@@ -213,7 +220,8 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the leftovers of killed saves in `directory`; to be called only while no rank saves."""
+    """Remove what interrupted saves left in `directory`: hidden directories of unfinished, replaced or deleted
+    checkpoints, and the file of save outcomes. To be called only while no rank saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

@@ -43,10 +43,10 @@ _DEFAULT_OPTIONS = SaveOptions()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What all checkpoints of a model contain beside optimizer state.
+    """Parts that all checkpoints of a run share, beside the tensors' values.
 
-    table: the model's parameter table. small_files: configuration and tokenizer files, content by name. check: called
-    with a checkpoint directory; raises `UserError` if it holds another model.
+    table: the model's parameter table. small_files: file name -> content of configuration and tokenizer files. check:
+    called with a checkpoint directory; raises `UserError` if it holds another model.
     """
 
     table: ParameterTable
@@ -96,18 +96,19 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory for snapshots of `slices` (this rank's master weights and optimizer state) now
-        instead of in the first save."""
+        """Allocate the host memory for snapshots of `slices` (this rank's master weights and optimizer state) now, so
+        that the first `save` need not."""
         self._buffers.reserve(slices)
 
     def save(
         self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Copy `slices` (the master weights and optimizer state that this rank owns; over all ranks the whole state) to
-        host memory and write the checkpoint of `step` in the background.
+        """Copy `slices` (the master weights and optimizer state that this rank owns; all ranks' slices together are the
+        whole state) to host memory and write the checkpoint of `step`, in a background thread unless options say
+        otherwise.
 
-        state: content of state.json, of which rank 0's is written. validation_loss: in nats per token, if measured.
-        Waits for an earlier save first. `failed` reports the outcome.
+        state: content of training/state.json (rank 0's is written). validation_loss: nats per token, None if not
+        measured. Waits for an earlier save first. `failed` reports the outcome.
         """
         self.wait()
         self.failed()
@@ -126,7 +127,7 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - begun
 
     def _run(self, save: Save) -> None:
-        """Run a save and record its failure."""
+        """Run `save` to its end and store its failure, if any, for `failed` to report."""
         try:
             save.run()
         except SaveFailed as failure:
@@ -138,8 +139,8 @@ class Checkpointer:
             self._fault = fault
 
     def failed(self) -> str | None:
-        """Return the reason why the last save failed; None while it runs or if it succeeded. Reset by `abandon` and the
-        next save."""
+        """Return the error message of the last save; None while it runs or if it succeeded. Raises an unexpected
+        exception of the background thread. Reset by `abandon` and the next save."""
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
@@ -147,18 +148,18 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """True while this rank writes or waits for other ranks' writes."""
+        """True while the background save of this rank runs, which includes waiting for other ranks' writes."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until no save is in progress, whether it succeeds or fails."""
+        """Wait until the background save of this rank, if any, has ended in success or failure."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def abandon(self, step: int | None = None) -> None:
-        """Cancel the save in progress (only that of `step`, if given) after a failure on some rank, and remove its
-        files. Older checkpoints stay. Every rank calls this."""
+        """Cancel the save in progress after a failure on some rank, and remove its files; older checkpoints stay. Every
+        rank calls this. step: cancel only a save of this step (None: any)."""
         if self._save is not None and step in (None, self._save.step):
             self._save.cancelled.set()
             self.wait()
@@ -167,16 +168,17 @@ class Checkpointer:
     # --- loading
 
     def newest(self) -> CheckpointPath | None:
-        """Return the newest intact checkpoint, or None; each newer damaged one is logged once."""
+        """Return the intact checkpoint of the highest step in the run's directory, or None; each damaged one of a
+        higher step is logged once."""
         return catalogue.newest(self.directory, self._log_once)
 
     def best(self) -> CheckpointPath | None:
-        """Return the intact checkpoint with the lowest validation loss, or None."""
+        """Return the intact checkpoint of the run with the lowest validation loss, or None if none has one."""
         return catalogue.best(self.directory)
 
     def load(self, path: CheckpointPath | Path | str, slices: Sequence[TensorSlice]) -> dict[str, Any]:
-        """Load a checkpoint into the tensors of `slices` (all that this rank needs) and return the content of its
-        state.json. Not collective; `load_newest` is for all ranks together.
+        """Load the checkpoint at `path` into the tensors of `slices` (all that this rank needs) and return the content
+        of its training/state.json: step, layout, recipe and more, by name. Not collective, unlike `load_newest`.
 
         Raises `UserError` if it is damaged or holds another model.
         """
@@ -190,11 +192,11 @@ class Checkpointer:
         self, slices: Sequence[TensorSlice], agree: Callable[[bool], bool] | None = None
     ) -> tuple[CheckpointPath, dict[str, Any]] | None:
         """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`; return it and the
-        content of its state.json, or None if there is no checkpoint.
+        content of its training/state.json, or None if there is no checkpoint. All ranks call this together.
 
-        agree: called with this rank's outcome; returns True if that of all ranks is True (default: by an all-reduce).
-        Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none
-        is overwritten.
+        agree: function from this rank's success to True if all ranks succeeded (default: an all-reduce). Each damaged
+        checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none is
+        overwritten.
         """
         agree = agree or self._agreement.all_true
         steps = [
@@ -225,14 +227,16 @@ class Checkpointer:
         return None
 
     def _load(self, path: Path, slices: Sequence[TensorSlice]) -> dict[str, Any]:
-        """Load a checkpoint into `slices` on this rank. Raises `Damaged`, or `UserError` for another model."""
+        """Load the checkpoint directory `path` into the tensors of `slices` on this rank; return the content of its
+        training/state.json: step, layout, recipe and more, by name. Raises `Damaged`, or `UserError` for another model.
+        """
         catalogue.open_checkpoint(path)
         self._contents.check(path)
         load_slices(path, slices, self._mesh.rank, self._mesh.world_size)
         return read_state(path)
 
     def _log_once(self, line: str) -> None:
-        """Log a line about a checkpoint unless it was logged before."""
+        """Log a line about a damaged checkpoint, unless a line about the same checkpoint was logged before."""
         key = line.partition(" is damaged")[0]
         if key not in self._logged:
             self._logged.add(key)
@@ -241,8 +245,8 @@ class Checkpointer:
     # --- the start
 
     def _prepare_directory(self) -> int:
-        """Remove leftovers of killed saves (rank 0) and check that all ranks see the same directory; return a random
-        number that identifies the run's saves."""
+        """Remove files of interrupted saves (rank 0) and check that all ranks see the same checkpoint directory, else
+        raise `UserError`; return a random number, equal on all ranks, that identifies the saves of this run."""
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
@@ -273,7 +277,8 @@ class Checkpointer:
         return token
 
     def _wait_for_file(self, marker: Path) -> bool:
-        """Return True if the file `marker` appears on this rank's file system within `_SHARED_SECONDS`."""
+        """Wait for the file `marker`, which rank 0 writes; return True as soon as this rank sees it, False after
+        `_SHARED_SECONDS`."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
@@ -285,7 +290,8 @@ class Checkpointer:
 
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
-    """Return the checkpoint contents of a model that Meshwright built."""
+    """Return parameter table, small files and model check for the checkpoints of a model with the architecture
+    `config`, built by Meshwright."""
     small_files = _make_small_files(config, options.dtype, options.tokenizer_directory)
     return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
@@ -308,8 +314,8 @@ def _check_config(config: ModelConfig, path: Path) -> None:
 
 
 def _make_small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
-    """Return the configuration and tokenizer files of a Hugging Face directory, content by name. dtype: of the exported
-    weights. tokenizer_directory: directory from which tokenizer files are copied, None for none."""
+    """Return file name -> content of the configuration and tokenizer files of a Hugging Face directory. dtype: of the
+    exported weights. tokenizer_directory: directory from which tokenizer files are copied, None for none."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

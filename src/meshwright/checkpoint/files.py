@@ -33,15 +33,15 @@ def open_descriptor(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write `data` to a file and flush it to disk."""
+    """Write `data` to the file `path` (replacing its content) and flush it to disk."""
     with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         os.fsync(descriptor)
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace the content of the file at `path` by `data` atomically: readers, also after a crash, see the old or the
-    new content. sync: flush to disk."""
+    """Replace the content of the file at `path` by `data` atomically: readers see either the old or the new content,
+    even after a crash. sync: flush to disk."""
     fresh = path.with_name(f".{path.name.lstrip('.')}.new-{os.getpid()}")
     try:
         with open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:

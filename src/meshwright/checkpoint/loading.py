@@ -40,9 +40,11 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One block of a file to read and verify, and the elements to copy from it. file: name. block: number of the block,
-    `BLOCK_BYTES` each. copies: tuples (read, first element of the read, number of elements, byte in the block at which
-    they begin)."""
+    """One block of a file to read and verify, with the elements to copy from it.
+
+    file: file name. block: number of the block (from 0, `BLOCK_BYTES` each). copies: tuples (read, first element within
+    the read, number of elements, byte in the block at which they begin).
+    """
 
     file: str
     block: int
@@ -50,10 +52,11 @@ class _Task:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Load the checkpoint directory `path` into the tensors of `slices`. Verifies the hashes of the blocks read and of
-    this rank's share of all others. rank, ranks: this rank's number, and the number of ranks.
+    """Load the checkpoint directory `path` into the tensors of `slices`. Verifies the hash of each file block that this
+    rank reads, and of this rank's share of the blocks of the exported model files.
 
-    Raises `Damaged` (slices are then partly overwritten), `UserError` for a kind of state that the checkpoint lacks.
+    rank, ranks: this rank's number, and the number of ranks. Raises `Damaged` (the tensors may then be partly
+    overwritten), and `UserError` for a kind of state, such as "momentum", that the checkpoint lacks.
     """
     _, manifest = open_checkpoint(path)
     index = read_index(path)
@@ -97,8 +100,8 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
-    """Copy the elements that two 1-D tensors have in common, which hold parts of the same matrix. has: range of the
-    matrix in `source`; wants: range of it in `destination`."""
+    """Copy the elements that two 1-D tensors have in common; each tensor holds one range of the same matrix. has: range
+    that `source` holds; wants: range that `destination` holds."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))

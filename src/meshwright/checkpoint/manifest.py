@@ -24,7 +24,8 @@ _READ_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
-    """Error: a checkpoint cannot be used; the message names the file and the reason."""
+    """Error: a checkpoint cannot be used, as a file is missing or altered; the message names the file and the
+    reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """List of a checkpoint's files. step: optimizer steps done. validation_loss: nats per token at this step, None if
-    not measured. files: expected size and hashes by file name."""
+    """List of a checkpoint's files, with hashes. step: optimizer steps done. validation_loss: nats per token at this
+    step, None if not measured. files: file name -> expected size and hashes."""
 
     step: int
     validation_loss: float | None
     files: Mapping[str, FileRecord]
 
     def to_json(self) -> bytes:
-        """Serialize the manifest with its own hash."""
+        """Serialize the manifest to JSON, with a SHA-256 over its own content."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -62,7 +63,8 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if it is missing or altered."""
+    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if the manifest is missing, or differs
+    from its own hash."""
     try:
         content = read_json(path / MANIFEST, "checkpoint_bytes")
     except FileNotFoundError:
@@ -130,8 +132,8 @@ def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Read every byte of the checkpoint directory `path`; return one line per problem, an empty list if it is
-    intact."""
+    """Read every byte of the checkpoint directory `path` and compare hashes; return one line of text per problem, an
+    empty list if it is intact."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -156,7 +158,7 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 
 def block_count(size: int) -> int:
-    """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes, the last one perhaps shorter."""
+    """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes; the last block may be shorter."""
     return -(-size // BLOCK_BYTES)
 
 
@@ -232,7 +234,7 @@ def _read_chunks(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _format_block_range(block: int, size: int) -> str:
-    """Return the byte range of block number `block` in a file of `size` bytes as text."""
+    """Return the byte range of block number `block` (from 0) in a file of `size` bytes as text for messages."""
     return f"between bytes {block * BLOCK_BYTES} and {min((block + 1) * BLOCK_BYTES, size)}"
 
 

@@ -20,34 +20,37 @@ _BEGIN = ".begin"
 
 
 class SaveMarkers:
-    """Marker files by which the ranks of one save synchronize, in the checkpoint's directory, as written and read by
-    one rank.
+    """Marker files, in the directory of an unfinished checkpoint, by which the ranks of one save synchronize; written
+    and read by one rank.
 
-    partial: the hidden directory of the unfinished checkpoint. attempt: unique id of the save. rank, ranks: this rank's
-    number, and the number of ranks. outcomes: on rank 0, "done" or the error of each earlier save of the run, by id;
-    `record_outcome` extends it. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
+    partial: that hidden directory. attempt: unique id of the save. rank, ranks: this rank's number, and the number of
+    ranks. outcomes: on rank 0, save id -> "done" or the error of each earlier save of the run; `record_outcome` extends
+    it. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
     """
 
     def __init__(self, partial: Path, attempt: str, rank: int, ranks: int, outcomes: dict[str, str]) -> None:
         self.partial, self.attempt, self.rank, self.ranks, self.outcomes = partial, attempt, rank, ranks, outcomes
 
     def begin(self) -> None:
-        """Write the marker that lets the other ranks write their files (rank 0 alone calls this)."""
+        """Write the marker file that allows the other ranks to write into the checkpoint's directory (only rank 0 calls
+        this)."""
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has begun the save of this id, else an empty set. Never raises."""
+        """Return {0} if rank 0 has written the marker of `begin` for this save, else an empty set. Never raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
             return set()
 
     def marker_name(self, what: str) -> str:
-        """Return the file name of this rank's marker of the kind `what`: for "written" on rank 3 ".written-3"."""
+        """Return the file name of this rank's marker of the kind `what` ("written", "hashed" or "failed"), such as
+        ".written-3" on rank 3."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
-        """Write this rank's marker of the kind `what` ("written", "hashed"). content: JSON value for rank 0."""
+        """Write this rank's marker file of the kind `what` ("written" or "hashed": its part of the save is). content:
+        JSON value for rank 0 to read."""
         replace_file(self.partial / self.marker_name(what), json.dumps(content).encode(), sync=False)
 
     def read(self, what: str, rank: int) -> Any:
@@ -55,7 +58,7 @@ class SaveMarkers:
         return json.loads((self.partial / f".{what}-{rank}").read_bytes())
 
     def ranks_with(self, what: str) -> set[int]:
-        """Return the ranks that have written a marker of the kind `what` ("written", "hashed", "failed")."""
+        """Return the ranks that have written a marker file of the kind `what` ("written", "hashed" or "failed")."""
         prefix = f".{what}-"
         names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
@@ -79,16 +82,16 @@ class SaveMarkers:
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Publish for the other ranks how this save ended, "done" or the reason of failure, beside the outcomes of the
-        last saves (rank 0 alone calls this)."""
+        """Publish for the other ranks how this save ended, "done" or the reason of failure, in a file that also has the
+        outcomes of the last few saves (only rank 0 calls this)."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}
             replace_file(self.partial.parent / LAST_SAVE, to_json_bytes(last), sync=False)
 
     def read_outcome(self) -> str | None:
-        """Return the outcome of this save that rank 0 has recorded: "done" or the reason of failure; None if it has not
-        yet. Never raises."""
+        """Return the outcome of this save, "done" or the reason of failure; None if rank 0 has not recorded it yet.
+        Never raises."""
         try:
             outcomes: dict[str, str] = read_json(self.partial.parent / LAST_SAVE)
         except (OSError, ValueError):

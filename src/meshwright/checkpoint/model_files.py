@@ -58,8 +58,8 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Plan of the model's safetensors files. places: location of each parameter entry by name. index: content of the
-    index file (`model.safetensors.index.json`) if there are several files, else None."""
+    """Plan of the model's safetensors files. files: one plan per file. places: name of a parameter entry -> its
+    location. index: content of `model.safetensors.index.json`, None if there is only one file."""
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -67,7 +67,7 @@ class ModelFiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each file in bytes, by name."""
+        """File name -> size in bytes, for each of the model's safetensors files."""
         return {file.name: file.size for file in self.files}
 
 
@@ -169,15 +169,18 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of the parameter entry at `place` by calls of `write(file name, bytes, byte offset)`. values: its
-    elements, or those of its `columns`, from element `start` on, flattened in engine orientation, in the dtype on
-    disk."""
+    """Write a slice of the parameter entry located at `place` to the model files, by calls of `write(file name, bytes,
+    byte offset)`.
+
+    values: its elements, or those of its `columns`, from element `start` on, flattened in engine orientation ([outputs,
+    inputs]), in the dtype on disk.
+    """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
 
 
 def _numel(shape: Iterable[int]) -> int:
-    """Return the number of elements of a shape."""
+    """Return the number of elements of a tensor of shape `shape`."""
     count = 1
     for extent in shape:
         count *= extent

@@ -44,18 +44,20 @@ _CAST_ELEMENTS = 4 * 2**20
 
 
 class SaveFailed(Exception):
-    """Error: this rank's part of a save failed; the message is shown to the user."""
+    """Error: the save failed because of an error on this rank; the message is shown to the user."""
 
 
 class SaveCancelled(Exception):
-    """Error: the save was cancelled by another rank's failure or the training loop; the message says why."""
+    """Error: the save on this rank was cancelled by another rank's failure or by the training loop; the message says
+    why."""
 
 
 class Save:
-    """One save in progress on one rank; `run` returns when the checkpoint is complete on all ranks.
+    """One save of a checkpoint, as executed by one rank; `run` returns when the checkpoint is complete on all ranks.
 
-    attempt: unique id of the save. step: optimizer steps done. snapshot: copy of this rank's training state in host
-    memory. state: content of state.json. validation_loss: in nats per token, None if not measured.
+    target: directory, parameter table and settings of the run's saves. attempt: unique id of the save. step: optimizer
+    steps done. snapshot: copy of this rank's training state in host memory. state: content of training/state.json.
+    validation_loss: nats per token, None if not measured.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class Save:
         self._writing = ""  # the file at work, for the error line
 
     def run(self) -> None:
-        """Write the checkpoint. Raises `SaveFailed` or `SaveCancelled`; its files are then removed."""
+        """Write the checkpoint, together with the other ranks. Raises `SaveFailed` or `SaveCancelled`; the files of the
+        unfinished checkpoint are then removed."""
         try:
             self._begin()
             self._write()
@@ -97,7 +100,8 @@ class Save:
     # --- the four parts
 
     def _begin(self) -> None:
-        """Create the hidden directory (rank 0), or wait for it."""
+        """Rank 0: create the hidden directory into which the checkpoint is written. Other ranks: wait until
+        it exists."""
         target = self.target
         if target.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -108,8 +112,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "begun to write")
 
     def _write(self) -> None:
-        """Write this rank's slices and its slices of the model files, mark them written, and wait for the other
-        ranks."""
+        """Write this rank's slices of the training state and its elements of the model files, announce that by a marker
+        file, and wait until all ranks have done so."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -142,7 +146,8 @@ class Save:
         ]
 
     def _write_model(self) -> None:
-        """Write this rank's elements of the exported model files at their offsets."""
+        """Write this rank's elements of the exported model files, converted to the export dtype, at their
+        byte offsets."""
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
@@ -173,13 +178,14 @@ class Save:
                 os.close(descriptor)
 
     def _write_small_files(self) -> None:
-        """Write configuration, tokenizer and state files (rank 0)."""
+        """Write the configuration, tokenizer and training-state JSON files (called on rank 0 only)."""
         for name, data in (*self.target.small_files.items(), (catalogue.STATE, self.state)):
             self._writing = name
             write_file(self.partial / name, data)
 
     def _hash(self) -> None:
-        """Hash this rank's slice file and its share of the model files, and mark them hashed."""
+        """Hash this rank's slice file and its share of the model files, and announce the hashes by a marker file; rank
+        0 waits for all ranks."""
         target = self.target
         records: dict[str, Any] = {}
         own = hash_file(self.partial / slice_file_name(target.rank, target.ranks), self._check_cancelled)
@@ -192,7 +198,8 @@ class Save:
             self._wait_for(lambda: self.markers.ranks_with("hashed"), set(range(target.ranks)), "hashed its part")
 
     def _finish(self) -> None:
-        """Write index and manifest, rename the directory and delete old checkpoints (rank 0), or wait for that."""
+        """Rank 0: write index and manifest, rename the hidden directory to its final name, and delete old checkpoints.
+        Other ranks: wait until rank 0 has done that."""
         target = self.target
         if target.rank:
             self._wait_for_outcome()
@@ -223,7 +230,7 @@ class Save:
             self.markers.record_outcome("done")
 
     def _collect_records(self) -> dict[str, FileRecord]:
-        """Combine the hashes that all ranks computed into a record of each file, by name."""
+        """Combine the hashes that all ranks computed; return file name -> record of size and hashes."""
         sizes: dict[str, int] = {}
         whole: dict[str, str] = {}
         blocks: dict[str, dict[int, str]] = {}
@@ -244,13 +251,15 @@ class Save:
     # --- meeting the other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        """Write this rank's marker file of the kind `what` ("written", "hashed") with JSON content for rank 0."""
+        """Write this rank's marker file of the kind `what` ("written" or "hashed": its part of the save is). content:
+        JSON value for rank 0 to read."""
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait until `there()`, the ranks that are ready, contains all ranks of `all_of_them`. what: the awaited act,
-        for the time-out message, such as "written its part"."""
+        """Poll until `there()`, the set of ranks that are ready, contains all ranks of `all_of_them`; raise
+        `SaveFailed` at the time-out, `SaveCancelled` if the save is cancelled. what: the awaited act, for the time-out
+        message, such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -267,7 +276,8 @@ class Save:
         self._check_cancelled()
 
     def _wait_for_outcome(self) -> None:
-        """Wait until rank 0 has recorded the outcome. Raises `SaveCancelled` if the save failed."""
+        """Wait until rank 0 has recorded the outcome of this save. Raises `SaveCancelled` with the reason if the save
+        failed."""
         self._wait_for(lambda: {0} if self.markers.read_outcome() is not None else set(), {0}, "completed it")
         if (outcome := self.markers.read_outcome()) != "done":
             raise SaveCancelled(outcome or "")
@@ -278,13 +288,13 @@ class Save:
             raise SaveCancelled(f"checkpoint of step {self.step} given up by the training loop")
 
     def _check_failures(self) -> None:
-        """Raise `SaveCancelled` if another rank has failed."""
+        """Raise `SaveCancelled`, with the reason, if another rank has failed in this save."""
         reason = self._find_other_failure()
         if reason is not None:
             raise SaveCancelled(reason)
 
     def _find_other_failure(self) -> str | None:
-        """Return the reason why another rank failed, or None."""
+        """Return the reason why this save failed on another rank, or None if no other rank has failed."""
         if failure := self.markers.find_failure():
             rank, why = failure
             return why or self._format_unexplained(rank)
@@ -292,7 +302,8 @@ class Save:
         return None if outcome in (None, "done") else outcome
 
     def _wait_for_reason(self) -> str:
-        """Wait for the reason, which rank 0 records shortly after it has removed the directory, and return it."""
+        """Return the reason of failure that rank 0 records after it has removed the directory; waits up to
+        about 2 s."""
         for _ in range(100):
             if (outcome := self.markers.read_outcome()) is not None:
                 return outcome
@@ -302,8 +313,8 @@ class Save:
     # --- when it cannot be done
 
     def _clean_up(self, line: str) -> None:
-        """Remove this rank's files and report the failure `line` to the other ranks; rank 0 removes the whole
-        directory."""
+        """Rank 0: remove the whole unfinished checkpoint and record the failure `line` for the other ranks. Other
+        ranks: remove their slice file and write a failure marker with `line`."""
         if self.target.rank:
             with suppress(OSError):  # rank 0 was faster, or the disk takes nothing: the training loop tells the others
                 (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
@@ -321,7 +332,7 @@ class Save:
             self.cancelled.wait(0.05)  # a full disk has room again when the others have closed their files
 
     def _check_space(self) -> None:
-        """Raise `SaveFailed` if the disk has too little free space."""
+        """Raise `SaveFailed` if the disk's free space is less than the size of the whole checkpoint."""
         self.target.directory.mkdir(parents=True, exist_ok=True)
         need, free = self._needed_bytes(), self._free_bytes()
         if free is not None and free < need:
@@ -337,7 +348,7 @@ class Save:
         return sum(self.target.files.sizes.values()) + self.target.table.numel * sum(widths.values())
 
     def _free_bytes(self) -> int | None:
-        """Return the free space of the disk in bytes, or None if unknown."""
+        """Return the free space, in bytes, of the disk with the checkpoint directory; None if unknown."""
         try:
             disk = os.statvfs(self.target.directory)
         except OSError:
@@ -345,7 +356,8 @@ class Save:
         return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) if disk.f_blocks else None
 
     def _format_error(self, error: OSError) -> str:
-        """Return a line for the user about an `OSError`: rank, file, reason, space, newest checkpoint."""
+        """Return a line for the user about an `OSError`: rank, file, reason, needed and free space, newest intact
+        checkpoint."""
         where = f"rank {self.target.rank} could not write {self.partial / self._writing}"
         space = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -357,17 +369,17 @@ class Save:
         return f"checkpoint of step {self.step} not written: {where}: {reason}{space}; {self._describe_newest()}"
 
     def _describe_newest(self) -> str:
-        """Return a clause that names the newest intact checkpoint."""
+        """Return a clause for error messages that names the newest intact checkpoint, or says that there is none."""
         newest = catalogue.newest(self.target.directory)
         return f"the newest whole checkpoint is {newest.name}" if newest else "there is no whole checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:
-        """Return the error message for a rank that failed without leaving a reason."""
+        """Return the error message for the failure of rank number `rank`, if it left no reason."""
         return f"checkpoint of step {self.step} not written: rank {rank} could not go on; {self._describe_newest()}"
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes as a memoryview."""
+    """Return a view of a tensor's bytes, without a copy."""
     return tensor.view(torch.uint8).numpy().data
 
 

@@ -12,10 +12,14 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Settings of the saves of a run. dtype: dtype of the exported weights ("float32", "bfloat16"). keep: number of
-    newest checkpoints to retain; keep_best: retain the one with the lowest validation loss too. background: write in a
-    thread beside training. tokenizer_directory: directory whose tokenizer files each checkpoint includes. shard_bytes:
-    maximum tensor bytes per model file. timeout_seconds: how long a save waits for other ranks."""
+    """Settings of all checkpoint saves of a run.
+
+    dtype: of the exported model weights ("float32", "bfloat16"). keep: number of newest checkpoints to retain.
+    keep_best: retain the one with the lowest validation loss too. background: True to write in a thread while training
+    continues. tokenizer_directory: directory whose tokenizer files each checkpoint includes, None for none.
+    shard_bytes: maximum bytes of tensors per model file. timeout_seconds: maximum time that a save waits for other
+    ranks.
+    """
 
     dtype: str = "float32"
     keep: int = 2
@@ -28,9 +32,12 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Target of all saves of a run. directory: that of the checkpoints. rank, ranks: this rank's number, and the number
-    of ranks. table: parameter table. files: plan of the model files. small_files: other files, content by name. log:
-    receives lines for the user. outcomes: "done" or the error of each save so far, by id (rank 0)."""
+    """Destination and shared settings of all saves of a run, as one rank has them.
+
+    directory: the run's checkpoints/. rank, ranks: this rank's number, and the number of ranks. table: parameter table.
+    files: plan of the model files. small_files: name -> content of configuration and tokenizer files. log: called with
+    lines for the user. outcomes: on rank 0, save id -> "done" or the error of each save so far.
+    """
 
     directory: Path
     rank: int

@@ -25,10 +25,10 @@ INDEX = "training/index.json"
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry `name`, or of
-    its `columns`, flattened in engine orientation.
+    its `columns`, flattened in engine orientation ([outputs, inputs]).
 
-    kind: "master" (weights), "exp_avg" ... file: file name; offset: byte in it at which the elements begin; code: their
-    safetensors dtype, such as "F32".
+    kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte in it at
+    which the elements begin. code: their safetensors dtype, such as "F32".
     """
 
     kind: str
@@ -43,8 +43,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A part of a matrix: elements [start, stop) of its columns [first, first + width), flattened row-major. The whole
-    matrix's width need not be known."""
+    """A part of a matrix: the elements with index [start, stop) of its columns [first, first + width), flattened
+    row-major (all from 0). The whole matrix's width need not be known."""
 
     start: int
     stop: int
@@ -74,9 +74,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read from a file. source: range of the matrix to read; offset: byte in the file at which it begins; code: its
-    safetensors dtype. wanted: range that the slice with index `destination` holds; the elements common to both are
-    copied there."""
+    """One read from a file, of which a destination needs some elements.
+
+    source: range of the matrix that the read covers. offset: byte in the file at which it begins. code: its safetensors
+    dtype, such as "F32". destination: index of the slice to fill. wanted: range of the matrix in that slice; the
+    elements that source and wanted have in common are copied.
+    """
 
     offset: int
     code: str
@@ -86,11 +89,12 @@ class Read:
 
     @property
     def count(self) -> int:
-        """Number of elements of the source."""
+        """Number of elements that this read takes from the file."""
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> Range:
-        """Return the range of `count` consecutive elements of the source from its element number `first` on."""
+        """Return the range of the matrix that `count` consecutive elements of this read cover, from its element number
+        `first` (from 0) on."""
         start = self.source.start + first
         return Range(start, start + count, self.source.first, self.source.width)
 
@@ -110,7 +114,7 @@ def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Colu
 
 
 def serialize_index(slices: Iterable[Slice]) -> bytes:
-    """Serialize the index of all ranks' slices to JSON."""
+    """Serialize the index of a checkpoint's training state, the locations of all ranks' slices, to JSON."""
     files: dict[str, list[Any]] = {}
     for part in slices:
         entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
@@ -131,8 +135,8 @@ def read_index(path: Path) -> list[Slice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> Slice:
-    """Build a Slice from one entry of the index, whose fields the arguments are. columns: empty, or (first, end, number
-    of columns). Raises `ValueError` for invalid values."""
+    """Build a Slice from one row of the JSON index; the arguments are the fields of `Slice`. columns: nothing, or
+    (first, end (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
     part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -155,7 +159,8 @@ def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
-    """Assert that every kind of state covers every element of every parameter entry exactly once."""
+    """Raise `AssertionError` unless every kind of state (master weights, each optimizer moment) covers every element of
+    every parameter entry exactly once."""
     parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -184,8 +189,11 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
 def plan_reads(
     slices: Sequence[Slice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
 ) -> dict[str, list[Read]]:
-    """Plan the reads, by file name, that fetch the wanted elements. slices: those on disk. wanted: (kind, name of the
-    parameter entry, start, stop, columns) of each destination. Raises `Damaged` if an element is in no file."""
+    """Plan the reads from files that fetch the wanted elements; return file name -> reads.
+
+    slices: locations on disk. wanted: (kind, name of the parameter entry, start, stop (exclusive), columns) of each
+    destination. Raises `Damaged` if an element is in no file.
+    """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
         by_entry.setdefault((part.kind, part.name), {}).setdefault(part.columns, []).append(part)
@@ -228,8 +236,8 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) of each of two column ranges (None: all columns) of one matrix; equal ranges are
-    treated as a matrix of one column."""
+    """Return (first column, width) of each of two column ranges of one matrix (None: all columns). If both ranges are
+    equal, the result is (0, 1) for both: the elements are then treated as a matrix of one column."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -238,13 +246,13 @@ def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int
 
 
 def list_kinds(slices: Iterable[Slice]) -> set[str]:
-    """Return the kinds of state in the slices, such as {"master", "exp_avg"}."""
+    """Return the kinds of training state in the slices, such as {"master", "exp_avg"}."""
     return {part.kind for part in slices}
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split reads at the boundaries of blocks of `block_bytes`. Returns by block number the pieces (read, first element
-    of the read, number of elements, byte in the block at which they begin)."""
+    """Split reads at the boundaries of file blocks of `block_bytes`. Returns block number -> pieces, tuples (read,
+    first element within the read, number of elements, byte in the block at which they begin)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

@@ -27,13 +27,14 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Host memory that is reused for all snapshots of a run, since new pages cost more than the copy itself."""
+    """Host buffers that are reused for all snapshots of a run, since the allocation of new memory pages takes longer
+    than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the memory for a snapshot of `slices` and touch its pages."""
+        """Allocate the host buffers for snapshots of `slices` and touch their memory pages, so that `take` need not."""
         for dtype, group in _group_by_dtype(slices).items():
             self._get_buffer(dtype, group).fill_(0)  # pages are made when they are first written
 

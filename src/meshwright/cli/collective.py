@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option's text with the function `parser` of `collectives.quantities`,
-    which is imported on use."""
+    """Return a click callback that parses an option's text with the function of `collectives.quantities` named
+    `parser`, such as "parse_bytes" (imported when it is first needed); None (option not given) stays None."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         """Parse the option's text; None (not given) stays None."""
@@ -115,13 +115,12 @@ def command(
     names rank, step and reason.
 
     \f
-    ranks: None for a program file. total_bytes: of the full vector. topology, root, reduction: as in
-        `comm.api.collective`.
-    latency: seconds for each link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per
-        second.
-    segments: pieces of a pipelined vector. groups: ranks of a node. dims: sides of the grid. run: also execute the
-        program.
-    svg, html, trace, program_file: files to write. text: print the buffers. as_json: print the report as JSON.
+    ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology, root, reduction: as
+    in `comm.api.collective`. latency: seconds for each link. bandwidth: bytes per second for each link and direction.
+    reduce_rate: bytes per second that a rank adds, None for no cost. segments: number of pieces of a pipelined vector.
+    groups: ranks per node. dims: sides of the grid. run: also execute the program on local processes. svg, html, trace,
+    program_file: files to write, None for none. text: print the buffers after each round. as_json: print the report as
+    JSON.
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with result_printer(as_json) as answer:

@@ -134,10 +134,10 @@ for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
 
 
 def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
-    """Return the recipe's prepared data (prepared now if missing), and the number of samples that its training run
-    reads.
+    """Return (prepared data of the recipe, number of samples that its training run reads). Data that are not prepared
+    yet are prepared first.
 
-    overrides: KEY=VALUE for fields of the recipe. check: verify the prepared files byte by byte.
+    recipe: path. overrides: KEY=VALUE for fields of the recipe. check: verify existing prepared files byte by byte.
     """
     from meshwright.data import prepare as prepare_data
     from meshwright.recipe import load_recipe
@@ -184,8 +184,8 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Format the data sources of `PreparedData.summary` as a rich table with one line for each: size, share of the
-    samples, epochs. Returns [] if there is only one source."""
+    """Format the data sources of `PreparedData.summary` as a rich table, one line per source: size, share of the
+    samples, epochs. Returns a list with the table, or an empty list if there is only one source."""
     from rich.table import Table
 
     if len(summary["sources"]) == 1:
@@ -243,8 +243,11 @@ def _make_sample_table(row: Mapping[str, Any]) -> Any:
 
 
 def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
-    """Return an instruction example as lines of text, with the tokens that are trained on between ⟦ and ⟧; the middle
-    of a long one is left out. document: with "parts", each with "text" and "trained"."""
+    """Return an instruction example as lines of text, with the tokens that are trained on between ⟦ and ⟧; a long
+    example is shortened in the middle.
+
+    document: a document of `describe_samples`; its "parts" each have "text" and "trained".
+    """
     from rich.text import Text
 
     whole = Text()
@@ -258,7 +261,7 @@ def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
 
 
 def _shorten_lines(text: str) -> list[str]:
-    """Return the lines of `text`; the middle of a long text is left out."""
+    """Return the lines of `text`, with lines in the middle of a long text left out."""
     lines = text.split("\n")
     if len(lines) <= _LINES:
         return lines

@@ -22,15 +22,15 @@ _FILE = click.Path(path_type=Path)
 
 
 def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the required option --output to a click command."""
+    """Decorator that adds the required option --output (a file path) to a click command."""
     return click.option("--output", required=True, type=_FILE, metavar="F", help="The JSON Lines file to write.")(
         function
     )
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the options of a served model to a click command: URL, name, key, journal, retries, seed,
-    prices."""
+    """Decorator that adds the options of a served model to a click command: URL, name, key, journal of answers,
+    concurrency, time-out, retries, seed, prices."""
     options = (
         click.option(
             "--url",
@@ -250,8 +250,11 @@ COMMANDS = (label, balance, export, import_, vary)
 
 
 def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
-    """Return a client of the served model. served: values of `_served_model_options`. output: file of the command; the
-    default journal of answers is named after it."""
+    """Return a client of the served model that the options describe.
+
+    served: option name -> value of the options that `_served_model_options` adds. output: output file of the command;
+    the default journal of answers is named after it.
+    """
     from meshwright.synthesis.asking import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
 
@@ -262,12 +265,16 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
 
 
 def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens that the client's requests used, and their price. served: values of `_served_model_options`."""
+    """Return the token counts of all requests that the client has made, and their price, as JSON values by name.
+
+    served: option name -> value of the options that `_served_model_options` adds.
+    """
     return asker.summarize_usage(served["price_in"], served["price_out"])
 
 
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:
-    """Format a result summary as a rich table with one line for each key; zero counts inside a value are left out."""
+    """Format a command's result (a JSON object) as a rich table with one line for each key; counts of 0 inside a value
+    are left out."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -285,8 +292,8 @@ def _make_summary_table(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
-    """Format one group of the balance report as rich text: counts and shares by speech act, and refusals. name: of the
-    group."""
+    """Format one group of records of the balance report as rich text: counts and shares by speech act, and refusals.
+    name: of the group, such as its file."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -53,8 +53,10 @@ def command(
     KEY=VALUE overrides one field of the recipe that --data names.
 
     \f
-    data: a recipe, or text (path or glob). sequence: tokens of context. xz: also compress the text with `xz -9`.
-        layout: local ranks that share the model. as_json: print JSON.
+    data: a recipe (its validation split), or text (path or glob). overrides: KEY=VALUE for that recipe. sequence:
+    tokens of context, None for the recipe's or the model's. xz: also compress the text with `xz -9`, for comparison.
+    device: "auto", "cpu" or "cuda". layout: evaluate on local ranks with this layout, such as "tp2 pp2", None for one
+    process. as_json: print JSON.
     """
     from meshwright.evaluation.api import evaluate
 
@@ -68,7 +70,8 @@ def command(
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Print on one terminal line the share of an evaluation that is done. done, total: sequences."""
+    """Print the progress of an evaluation as a percentage on one line of the terminal, if there is one. done, total:
+    sequences."""
     if sys.stderr.isatty():
         print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 

@@ -48,9 +48,10 @@ def command(
     Face directory. The text is printed as it is generated.
 
     \f
-    prompt: "-" for standard input. chat: the prompt is a user's turn. max_tokens: new tokens. temperature, top_k,
-        top_p, seed: of sampling; temperature 0 is greedy. layout: local ranks that share the model. as_json: print
-        JSON.
+    prompt: text to continue, "-" for standard input. chat: format the prompt as a user's turn. max_tokens: maximum
+    number of new tokens. temperature, top_k, top_p, seed: of sampling; temperature 0 is greedy, top_k 0 means all
+    tokens. device: "auto", "cpu" or "cuda". layout: run on local ranks with this layout, None for one process. as_json:
+    print JSON.
     """
     from meshwright.serving.api import load
     from meshwright.serving.sampling import Sampling

@@ -41,8 +41,9 @@ def command(
     directory, or one file of it. Tensors are read one at a time and in blocks.
 
     \f
-    names: globs of tensor names. layout: show which rank holds what. sequence: tokens, for which stages are balanced.
-        values: first values of each tensor to show. statistics: read all values. as_json: print JSON.
+    names: globs of tensor names to show, empty for all. layout: also show which rank of this layout would hold what.
+    sequence: tokens per sequence, for which its pipeline stages are balanced. values: number of first values of each
+    tensor to show. statistics: read all values (else the headers only). as_json: print JSON.
     """
     from meshwright.inspection.report import inspect_model
 
@@ -58,7 +59,8 @@ def command(
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Print on one terminal line the share of bytes that has been read. done, total: bytes."""
+    """Print the progress of reading tensors as a percentage on one line of the terminal, if there is one. done, total:
+    bytes."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\rreading {done / max(1, total):.0%} of {_format_bytes(total)}", end=end, file=sys.stderr, flush=True)
@@ -145,8 +147,8 @@ def _make_placement_table(placement: Mapping[str, Any]) -> Any:
 
 
 def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
-    """Return a rank's contents in a placement: layers, other modules, bytes of parameters, bytes in training with
-    AdamW."""
+    """Return what a rank holds under a layout: (layers, other modules, bytes of its parameters, bytes in training with
+    AdamW). rank: its entry in the placement of `inspect_model`."""
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:
         also.append(f"experts {_format_ranges(rank['experts'])}")
@@ -161,7 +163,7 @@ def _format_ranges(numbers: Sequence[int]) -> str:
 
 
 def _format_number(value: float | int | bool | None) -> str:
-    """Format a statistic with four significant digits; None as `-`."""
+    """Format a statistic of a tensor with four significant digits; None as `-`."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

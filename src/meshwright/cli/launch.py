@@ -55,10 +55,10 @@ def command(
     is lost, and forwards a stop signal so that ranks save. It uses this working directory and this Python.
 
     \f
-    overrides: KEY=VALUE for the recipe. kind: launcher of the ranks. nodes, devices_per_node: None to follow from the
-        layout.
-    restarts: after a lost rank. cpus_per_device: cores of each rank. time: SLURM limit, such as "24:00:00". sbatch:
-        more options for sbatch. trust: the recipe may run code that it names. as_json: print JSON.
+    overrides: KEY=VALUE for fields of the recipe. kind: "torchrun" or "slurm", by which the ranks are started. nodes,
+    devices_per_node: None to derive them from the layout. restarts: maximum number of restarts after a lost rank.
+    cpus_per_device: CPU cores of each rank. time: SLURM time limit, such as "24:00:00". sbatch: more options for
+    sbatch. trust: the recipe may run code that it names. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launch_script import Resources, launch_script

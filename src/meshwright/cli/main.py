@@ -41,14 +41,15 @@ LONGEST_LINE = 2000  # characters of an error
 
 
 class _Interrupted(Exception):
-    """Ctrl-C inside a command. Its text is the message to print."""
+    """Error: Ctrl-C inside a command; its text is the message to print. Replaces KeyboardInterrupt, for which click
+    prints an empty line."""
 
 
 class Commands(Group):
-    """Top-level click group: lists all commands, and imports only the one that runs."""
+    """Top-level click group: it lists all commands, but imports only the module of the command that runs."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands."""
+        """Return the names of all commands, for --help and suggestions."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
@@ -59,15 +60,15 @@ class Commands(Group):
         return command
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command. KeyboardInterrupt is replaced by `_Interrupted`, since click would print an empty line for
-        it."""
+        """Run the command that the arguments name. KeyboardInterrupt becomes `_Interrupted`, since click would print an
+        empty line for it."""
         try:
             return super().invoke(context)
         except KeyboardInterrupt as error:  # click would answer it with an empty line
             raise _Interrupted(str(error)) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for --help, from `COMMANDS` and without importing them."""
+        """Write the list of commands for --help from the table `COMMANDS`, without importing the commands."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -82,8 +83,8 @@ def meshwright() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (default: sys.argv) and return the exit code. Errors for the user are printed as
-    one line; internal errors keep their traceback."""
+    """Run the command line `arguments` (default: sys.argv without the program's name) and return the exit code. Errors
+    for the user are printed as one line; internal errors keep their traceback."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
         for argument in given:
@@ -156,7 +157,7 @@ def _print_model_warnings() -> Iterator[None]:
 
 
 def _print_error(reason: str, code: int, kind: str = "error: ") -> int:
-    """Print `reason` as one line on standard error, after `kind`, and return the exit code `code`."""
+    """Print `reason` as one line on standard error, with the prefix `kind`, and return the exit code `code`."""
     line = escape_control_characters(" ".join(reason.split()))  # it may quote a file that holds anything
     line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
     click.echo(f"meshwright: {kind}{line}", err=True)

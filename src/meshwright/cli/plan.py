@@ -93,12 +93,13 @@ def command(
     the memory of a server instead.
 
     \f
-    names: MODEL, then overrides; run directories with `calibrate`. cluster: device count and kind, a cluster file, or
-        "this". sequence: tokens. batch: sequences per step over all devices. layout: to price instead of a search.
-    top: how many layouts to show. engine: whose kernels are priced. compiled: with torch.compile. documents: per
-        sequence, on average. explained: add operation times. every_tensor: add the memory ledger. html: page to write.
-    jobs: JSON Lines file of requests. serves: plan a server, of `memory`, `dtype` and `max_length` (tokens). as_json:
-        print JSON.
+    names: MODEL, then overrides; with `calibrate` run directories. cluster: device count and kind, a cluster file, or
+    "this". sequence: tokens. batch: sequences per step over all devices. layout: the one to predict, None to search.
+    top: number of layouts to show. engine: framework whose kernels and buffers are priced. compiled: blocks run under
+    torch.compile. precision: where the layout names none. documents: average number of documents packed into a
+    sequence. explained: add the time of each operation. every_tensor: add the memory ledger of all tensors. html: page
+    to write. jobs: JSON Lines file of requests, "-" for standard input. serves: predict a server with `memory`, `dtype`
+    and `max_length` (tokens). as_json: print JSON.
     """
     if calibrate:
         context = click.get_current_context()
@@ -188,10 +189,11 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
 
 
 def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """Run `plan --calibrate`: compute factors measured / predicted from finished runs, write them into the cluster
+    """Run `plan --calibrate`: compute factors (measured / predicted) from finished runs, write them into the cluster
     file, and print them.
 
-    runs: run directories. where: cluster file; None or "this" for the one of this machine.
+    runs: run directories. where: path of the cluster file; None or "this" for that of this machine. as_json: print
+    JSON.
     """
     from meshwright.planner.calibrate import cluster_file_with, read_run
     from meshwright.planner.cluster import this_machine
@@ -217,7 +219,8 @@ _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences
 
 
 def _parse_layout(text: str | None) -> Any:
-    """Parse the text of --layout into a `Layout`; None (not given) stays None. `UserError` names the option."""
+    """Parse the text of the option --layout into a `Layout`; None (option not given) stays None. Raises `UserError`
+    that names the option."""
     from meshwright.layout import Layout
 
     if text is None:
@@ -229,8 +232,8 @@ def _parse_layout(text: str | None) -> Any:
 
 
 def _refuse_others(allowed: set[str], option: str) -> None:
-    """Raise `UserError` if the command line has an option that cannot be combined with `option`. allowed: parameter
-    names that can."""
+    """Raise `UserError` if the command line has an option that cannot be combined with the option `option`. allowed:
+    parameter names of those that can."""
     context = click.get_current_context()
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -243,7 +246,10 @@ def _run_serve(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run `plan --serve`: print the memory that a server of MODEL takes, by item, and the number of sequences that fit.
-    names: MODEL as the only item; the others: as on the command line."""
+
+    names: [MODEL]. layout, memory, dtype, max_length: texts and number (tokens) of these options, None if not given.
+    as_json: print JSON.
+    """
     from meshwright.planner.models import model_of
     from meshwright.planner.serving_ledger import BLOCK_TOKENS, bill_text, parse_dtype
     from meshwright.serving.memory import plan_memory
@@ -268,11 +274,8 @@ def _run_serve(
 
 
 def _run_jobs(path: str) -> None:
-    """Run `plan --jobs`: predict time and memory for each request, a line of a JSON Lines file (`-`: standard input),
-    and print one JSON answer a line, in the same order.
-
-    A request for which this fails is answered by {"error": ...}.
-    """
+    """Run `plan --jobs`: predict time and memory for each request, one line of a JSON Lines file (`-`: standard input),
+    and print one JSON object per line, in the same order. A request that fails is answered by {"error": message}."""
     from meshwright.planner.jobs import answer
 
     for line in _read_lines(path):

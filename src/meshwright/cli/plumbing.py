@@ -21,21 +21,23 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def _check_device(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device: return the name; raise if it is unknown or contradicts --layout."""
+    """Click callback of --device: return the name ("auto", "cpu" or "cuda"); raise `BadParameter` if it is unknown."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
     return name
 
 
 def _check_device_without_layout(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device where the ranks of a layout compute on the CPU."""
+    """Click callback of --device in commands whose --layout runs on CPU ranks: return the name; raise if it is unknown
+    or contradicts --layout."""
     _check_device(context, option, name)
     _check_device_of_layout(context, option, name)
     return name
 
 
 def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Click callback of --device and --layout: return the option's value; raise if the two contradict each other."""
+    """Click callback of --device and of --layout: return the option's value; raise if --device asks for a GPU although
+    --layout runs on CPU ranks."""
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -63,17 +65,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def command(name: str, *examples: str, group: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that turns a function into a click command (with `group` a click group) whose --help ends with
-    `examples`, command lines."""
+    """Return a decorator that turns a function into the click command `name` (with group=True a click group).
+
+    examples: command lines to show at the end of its --help.
+    """
     epilog = "\n".join(["\b", "Example:" if len(examples) == 1 else "Examples:", *(f"  {line}" for line in examples)])
     return click.command(name, cls=Group if group else Command, epilog=epilog, context_settings=CONTEXT)
 
 
 class Command(click.Command):
-    """Click command whose usage errors always name the command."""
+    """Click command whose usage errors always name the command, also where click itself omits it."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Parse the arguments; set the context of a usage error where click omits it (an option without a value)."""
+        """Parse the command-line arguments; complete usage errors to which click gives no context (an option without a
+        value), so that they name the command."""
         try:
             return super().parse_args(context, arguments)
         except click.UsageError as error:
@@ -89,8 +94,8 @@ class Group(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return name, click command and remaining arguments; raise a usage error with the nearest name for an unknown
-        one."""
+        """Return (name, click command, remaining arguments) of a command line; raise a usage error that suggests the
+        nearest name for an unknown command."""
         name = arguments[0]
         if not name.startswith("-") and self.get_command(context, name) is None:
             raise click.UsageError(unknown("command", name, self.list_commands(context)), context)
@@ -142,7 +147,8 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split command-line arguments into leading names (recipe or model; at most `names`) and KEY=VALUE overrides.
+    """Split command-line arguments into (names, KEY=VALUE overrides); the names (of a recipe or model, at most `names`)
+    come first.
 
     Raises `UserError` for more names, and for a name after an override.
     """
@@ -162,16 +168,15 @@ def is_override(argument: str) -> bool:
 
 
 def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
-    """Raise `UserError` if overrides are given although `name` is not a recipe (.toml)."""
+    """Raise `UserError` if overrides are given although `name` (None: no name was given) is not a recipe (.toml), which
+    alone they can change."""
     if overrides and not (name or "").endswith(".toml"):
         raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
 class ResultPrinter(Protocol):
-    """Function that prints a command's result: `document` as JSON with --json, else `text`.
-
-    alone: output that has standard output to itself, such as a program; `text` is then printed on standard error.
-    """
+    """Function that prints a command's result, called once: `document` as JSON with --json, else `text`. alone: output
+    that occupies standard output, such as a program; `text` is then printed on standard error."""
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
@@ -224,8 +229,8 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
 
 
 def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
-    """Return True if `path` is `-`. Raises `UserError` if --json is given too, which needs standard output for itself.
-    option: name of the option that took `path`, for the error."""
+    """Return True if `path` is `-`, which stands for standard output. Raises `UserError` if --json is given too, as its
+    document takes standard output. option: name of the option with that path, for the error."""
     if str(path) != "-":
         return False
     if as_json:
@@ -234,7 +239,7 @@ def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` to a file atomically, as UTF-8. Raises `UserError` if that fails."""
+    """Write `text` to the file `path` atomically, as UTF-8. Raises `UserError` if that fails."""
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
     beside = path.with_name(f".{path.name}.{os.getpid()}")

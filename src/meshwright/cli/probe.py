@@ -36,8 +36,8 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
     node that is slower than the others is reported. Started by torchrun or SLURM, it measures all hosts together.
 
     \f
-    ranks: processes, None for one a GPU or 2. output: cluster file to write. directory: on the disk to measure.
-        as_json: print JSON.
+    ranks: processes, None for one per GPU, or 2 without GPUs. device: "auto", "cpu" or "cuda". output: cluster file to
+    write, None for the default one. directory: on the disk to measure. as_json: print JSON.
     """
     with result_printer(as_json) as answer:
         from meshwright.launcher.rendezvous import join_if_started_by_others, read_place
@@ -63,8 +63,8 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
 
 
 def _check_writable(path: Path, make: bool) -> None:
-    """Raise `UserError` if the cluster file `path` cannot be written, before anything is measured. make: create its
-    directory."""
+    """Raise `UserError` if the cluster file `path` cannot be written; called before the measurement. make: create its
+    directory if missing."""
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)

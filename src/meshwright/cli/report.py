@@ -34,8 +34,10 @@ def command(run_directory: Path, evaluation: Path | None, sample: Path | None, a
 
 
 def _read_document(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """Read a JSON file printed by a Meshwright command with --json; None if `path` is None. keys: required; without
-    one `UserError` is raised, and names `command` as the one to run."""
+    """Read a JSON object that `meshwright COMMAND --json` printed into a file; None if `path` is None.
+
+    command: that command. keys: keys that the object must have; if one is missing, `UserError` says to run `command`.
+    """
     from meshwright.errors import UserError
     from meshwright.untrusted import read_json
 

@@ -32,8 +32,8 @@ def command(
     result of the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
 
     \f
-    ranks: processes to start. directory: run directory, None for runs/NAME. restarts: after a lost rank. arguments: of
-        the script. as_json: print JSON.
+    ranks: processes to start on this machine. directory: run directory, None for runs/ and the script's name. restarts:
+    maximum number of restarts after a lost rank. arguments: passed to the script. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault

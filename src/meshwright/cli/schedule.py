@@ -31,7 +31,8 @@ def _parse_durations(context: click.Context, option: click.Parameter, text: str 
 
 
 def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the click option `name`, which takes durations. what: its help text."""
+    """Return a decorator that adds the click option `name`, which takes one or several durations. default: its default
+    as text, None for none. what: its help text."""
     shown = default is not None
     return click.option(
         name, callback=_parse_durations, metavar="T[,T...]", default=default, show_default=shown, help=what
@@ -99,11 +100,12 @@ def command(
     is not valid: a line names rank, step and reason.
 
     \f
-    stages: pipeline ranks. microbatches: per step. chunks: stages on a rank. These three are None for a program file.
-    forward ... overlapped: one duration, or one for each rank or stage (transfer: each boundary). parts: durations of
-    attention, dispatch, MLP and combine, instead of these. layers: of the model, to show their placement.
-    memory: for schedule auto, the most micro-batches of activations on a rank.
-    svg, html, trace, program_file: files to write. text: print the chart. as_json: print the report as JSON.
+    stages: pipeline ranks. microbatches: per step. chunks: stages per rank. These three are None for a program file.
+    forward, input_gradient, weight_gradient, overlapped: durations of one micro-batch, one number or one for each rank
+    or stage; transfer: one number or one for each stage boundary. parts: durations of attention, dispatch, MLP and
+    combine of a forward, in place of these. layers: number of layers of the model, to show which rank holds which.
+    memory: for schedule auto, maximum activations of a rank in micro-batches. svg, html, trace, program_file: files to
+    write, None for none. text: print the chart as text. as_json: print the report as JSON.
     """
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)
@@ -167,7 +169,8 @@ def _require_counts(schedule: str, stages: int | None, micro_batches: int | None
 
 
 def _refuse_beside_parts() -> None:
-    """Raise `UserError` if --parts is combined with another option for durations, which it replaces."""
+    """Raise `UserError` if --parts is combined with --forward or another option for durations, all of which it
+    replaces."""
     context = click.get_current_context()
     for name in ("forward", "input_gradient", "weight_gradient", "overlapped"):
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
@@ -178,7 +181,8 @@ def _refuse_beside_parts() -> None:
 def _list_files(
     svg: Path | None, html: Path | None, trace: Path | None, program: Path | None
 ) -> list[tuple[str, Path]]:
-    """Return (kind, path) for each file that was written: those of the arguments that are not None."""
+    """Return (kind, path) for each file that the command wrote, kind being "picture", "page", "trace" or "program":
+    those of the arguments that are not None."""
     named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
     return [(what, path) for what, path in named if path is not None]
 

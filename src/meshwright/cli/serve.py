@@ -65,7 +65,8 @@ def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None
     document as soon as requests are accepted.
 
     \f
-    layout: ranks. options: keyword arguments of `serving.serve.serve`. as_json: print a JSON document when ready.
+    layout: ranks, such as "tp2 dp2", empty for one. options: all other options, passed as keyword arguments to
+    `serving.serve.serve`. as_json: print a JSON document when requests are accepted.
     """
     from meshwright.serving.serve import serve
 

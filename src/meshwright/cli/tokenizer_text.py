@@ -11,8 +11,8 @@ _ROWS = 10
 
 
 def make_report_tables(report: Mapping[str, Any]) -> Any:
-    """Format a tokenizer report (`measure_tokenizer`) as rich tables: by source, use of the vocabulary, most frequent
-    and longest tokens."""
+    """Format a tokenizer report (a dict from `measure_tokenizer`) as rich tables: by source, use of the vocabulary,
+    most frequent and longest tokens."""
     from rich.console import Group
     from rich.table import Table
 
@@ -58,7 +58,8 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
 
 
 def make_token_lines(shown: Mapping[str, Any]) -> Any:
-    """Format the tokens of a text (`describe_tokens`) as rich text; followed by the decoded text if it differs."""
+    """Format the tokens of a text (a dict from `describe_tokens`) as rich text, followed by the decoded text if that
+    differs from the original."""
     from rich.text import Text
 
     lines = [f"{len(shown['tokens'])} tokens: {_format_tokens([token['text'] for token in shown['tokens']])}"]

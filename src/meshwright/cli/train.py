@@ -37,8 +37,8 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
     step, save and stop, with exit code 143 or 130; the same command then resumes. A second signal stops at once.
 
     \f
-    restarts: after a lost rank. no_probe: skip the hardware measurement. trust: the recipe may run code that it names.
-        as_json: print JSON.
+    overrides: KEY=VALUE for fields of the recipe. restarts: maximum number of restarts after a lost rank. no_probe:
+    skip the hardware measurement. trust: the recipe may run code that it names. as_json: print JSON.
     """
     from meshwright.training.api import reports_result, train
 
@@ -54,7 +54,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
 
 
 def _format_result(result: Mapping[str, Any]) -> str:
-    """Format the result document of a training run as text for the terminal."""
+    """Format the result of a training run (the document of `train --json`) as text for the terminal."""
     lines = [f"done: step {result['step']}"]
     if result["loss"] is not None:
         lines[0] += f", loss {result['loss']:.4f}"

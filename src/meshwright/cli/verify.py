@@ -56,8 +56,9 @@ def command(
     ranks is made smaller first. KEY=VALUE overrides one field of the recipe. Exit code 1 if anything differs.
 
     \f
-    arguments: RECIPE, then overrides. layout: to verify instead of the recipe's. model: preset, directory or recipe.
-        dtype: of the parameters. mutate: also plant faults. thorough: more cases. as_json: print JSON.
+    arguments: RECIPE, then overrides. layout: to verify in place of the recipe's. model: preset, Hugging Face
+    directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults one
+    at a time, each of which must be detected. thorough: more cases. as_json: print JSON.
     """
     names, overrides = split_overrides(arguments)
     recipe = names[0] if names else None

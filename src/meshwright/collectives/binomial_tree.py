@@ -77,9 +77,10 @@ def gather_rounds(program: Builder, root: int) -> Rounds:
 
 
 def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Integers, Integers]]:
-    """Yield, for each level of a binomial tree over n ranks from the root down, four arrays with one entry per child.
+    """Yield, for each level of a binomial tree over n ranks from the root down, four arrays with one entry per child:
+    parent rank, child rank, first rank of the child's subtree (may be n or more: modulo n), and number of ranks in the
+    subtree.
 
-    They are parent rank, child rank, first rank of the child's subtree (not reduced modulo n), and its number of ranks.
     root: root rank of the tree.
     """
     for near, far in list_tree_levels(n):

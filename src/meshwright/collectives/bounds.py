@@ -49,9 +49,10 @@ def _compute_latency_bound(operation: str, network: Network, root: int) -> float
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Traffic between blocks of ranks that an operation requires, as multiples of the vector's bytes.
+    """Least traffic between blocks of ranks (such as nodes) that an operation requires, as multiples of the vector's
+    bytes.
 
-    out, into: [blocks], traffic that must leave and enter each block. total: traffic between all blocks, at least.
+    out, into: [blocks], traffic that must leave and enter each block. total: traffic between all blocks together.
     """
 
     out: Floats
@@ -60,7 +61,8 @@ class _Traffic:
 
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Return the seconds per byte of the vector that the links between blocks of ranks need at least.
+    """Return the least time, in seconds per byte of the vector, in which the links between blocks of ranks can carry
+    the traffic that the operation requires.
 
     block: [vertices], number of the block of each rank and switch; -1 for switches outside every block. root: source or
         destination rank.

@@ -25,10 +25,10 @@ _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only algorithms whose closed for
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of an algorithm; None: the generator's default.
+    """Options of a collective algorithm; None: the algorithm's default.
 
     segments: number of segments of a pipelined algorithm. groups: ranks per node, for hierarchical algorithms. dims:
-        sides of the grid, for tori and meshes.
+        sides of the grid such as (4, 4), for tori and meshes.
     """
 
     segments: int | None = None
@@ -36,16 +36,16 @@ class Settings:
     dims: tuple[int, ...] | None = None
 
     def describe(self) -> str:
-        """Return the options as text, such as `8 segments`, `nodes of 4`, `4x4`; empty for defaults."""
+        """Return the options of an algorithm as text, such as `8 segments`, `nodes of 4`, `4x4`; empty for defaults."""
         said = [f"{self.segments} segments" if self.segments else "", f"nodes of {self.groups}" if self.groups else ""]
         return ", ".join(part for part in [*said, "x".join(map(str, self.dims or ()))] if part)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Algorithm with its options and its time for one size of the vector.
+    """A collective algorithm with its options, and its time for one size of the vector.
 
-    seconds: simulated time. closed_form_seconds: time by formula, None if there is none.
+    seconds: simulated time. closed_form_seconds: time by the algorithm's formula, None if it has none.
     """
 
     algorithm: str
@@ -56,10 +56,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Ranking of the algorithms for one size of the vector, fastest first.
+    """Ranking of the algorithms of one operation for one size of the vector.
 
-    refused: algorithm -> reason why it does not accept the number of ranks. left_out: algorithms not simulated, because
-        their closed form is far from the best. reason: one sentence on the fastest one.
+    ranking: candidates, fastest first. refused: algorithm -> reason why it does not accept the number of ranks.
+        left_out: algorithms not simulated, because their closed form is much slower than the best time. reason: one
+        sentence on why the first one is the fastest.
     """
 
     ranking: tuple[Candidate, ...]
@@ -69,16 +70,16 @@ class Choice:
 
     @property
     def best(self) -> Candidate:
-        """Fastest candidate."""
+        """Fastest candidate of the ranking."""
         return self.ranking[0]
 
 
 @dataclass
 class Chooser:
-    """Chooser of the fastest algorithm of one operation on one network, by simulation; generated programs are cached.
+    """Finds the fastest algorithm of one collective operation on one network by simulation; caches generated programs.
 
-    root: source or destination rank. reduce_bytes_per_second: rate of local reductions. requested: options given by the
-        user, which override the network's.
+    root: source or destination rank. reduce_bytes_per_second: rate of local reductions (default: infinite). requested:
+        options given by the user, which override those that the network suggests.
     """
 
     operation: str
@@ -100,7 +101,7 @@ class Chooser:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Names of the algorithms that are not known to refuse the network's number of ranks."""
+        """Names of the operation's algorithms, without those found not to accept the network's number of ranks."""
         return tuple(name for name in self._settings if name not in self._refused)
 
     def choose(self, total_bytes: float) -> Choice:
@@ -132,10 +133,10 @@ class Chooser:
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
         """Return an algorithm with its best options for a vector of `total_bytes`, or None if it does not accept the
-        ranks.
+        network's number of ranks. A pipelined algorithm gets the number of segments with the lowest closed form.
 
-        A pipelined algorithm gets the number of segments that its closed form prefers. near: if that takes at most so
-        many seconds, half as many segments are tried too, and twice as many if half does not help.
+        near: if the simulated time with that number is at most `near` seconds, half as many segments are tried too, and
+            twice as many if half is not faster (0: neither).
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -157,11 +158,12 @@ class Chooser:
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
     def generate_program(self, candidate: Candidate) -> CollectiveProgram:
-        """Generate the program of a candidate's algorithm with its options."""
+        """Generate the collective program of a candidate: its algorithm, with its options, for the network's ranks."""
         return self._generate_program(candidate.algorithm, candidate.settings)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
-        """Return the closed-form seconds of an algorithm with its best options; infinite if it has no closed form."""
+        """Return the seconds by an algorithm's closed form (formula) with its best options, for a vector of
+        `total_bytes`; infinite if it has none."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -170,8 +172,8 @@ class Chooser:
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
-        """Return the options with which to generate an algorithm: the user's, else the network's, else None
-        (default)."""
+        """Return the options with which to generate an algorithm's program: each is the user's if given, else the
+        network's, else None (the algorithm's default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -199,11 +201,12 @@ class Chooser:
 
     @staticmethod
     def _with_segments(settings: Settings, segments: int) -> Settings:
-        """Return a copy of the options with another number of segments."""
+        """Return a copy of `settings` with the number of segments replaced by `segments`."""
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the closed-form seconds of an algorithm with these options, or None if it has no closed form."""
+        """Return the seconds by an algorithm's closed form (formula) with the options `settings`, or None if it has
+        none."""
         try:
             return compute_closed_form_seconds(
                 self.operation,
@@ -218,7 +221,7 @@ class Chooser:
             return None
 
     def _generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
-        """Generate the program of an algorithm with these options for the network's ranks."""
+        """Generate the program of an algorithm with the options `settings` for the network's number of ranks."""
         return generate(
             self.operation,
             algorithm,
@@ -230,11 +233,8 @@ class Chooser:
         )
 
     def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
-        """Return the cached simulator of an algorithm with these options; None if it does not accept the number of
-        ranks.
-
-        The reason is then stored in `_refused`.
-        """
+        """Return the cached simulator of an algorithm with the options `settings`; None if the algorithm does not
+        accept the network's number of ranks (the reason is then stored in `_refused`)."""
         key = (algorithm, settings)
         if key not in self._simulators:
             try:

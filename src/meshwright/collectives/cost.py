@@ -19,9 +19,10 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Parameters of one kind of links in a closed form.
+    """Parameters of one class of links (such as inside or between nodes) in the closed form of an algorithm's time.
 
-    alpha: seconds per message. beta: seconds per byte. gap: fraction of alpha between messages of a rank on one link.
+    alpha: latency in seconds per message. beta: seconds per byte. gap: least time between the starts of two messages of
+        a rank on one link, as a fraction of alpha.
     """
 
     alpha: float
@@ -37,7 +38,7 @@ class Tier:
         return self.alpha + max(waits, default=0.0)
 
     def time_rounds(self, count: float, size: float) -> float:
-        """Return the seconds of `count` messages of `size` bytes, one after the other."""
+        """Return the seconds of `count` messages of `size` bytes each over one link, one after the other."""
         return count * (self.alpha + size * self.beta)
 
 
@@ -62,26 +63,26 @@ class Inputs:
 
     @property
     def share(self) -> float:
-        """Bytes of one rank's share of the vector."""
+        """Size in bytes of one rank's equal share of the vector."""
         return self.size / self.ranks
 
     @property
     def levels(self) -> int:
-        """log2 of the number of ranks, rounded up."""
+        """log2 of the number of ranks, rounded up: rounds of a tree or of recursive doubling."""
         return (self.ranks - 1).bit_length()
 
     @property
     def core(self) -> int:
-        """Largest power of two up to the number of ranks."""
+        """Largest power of two that is not greater than the number of ranks."""
         return 1 << (self.ranks.bit_length() - 1)
 
     @property
     def extra(self) -> int:
-        """Number of ranks beyond `core`."""
+        """Number of ranks beyond `core`, the largest power of two up to the number of ranks."""
         return self.ranks - self.core
 
     def get_node_shape(self) -> tuple[int, int]:
-        """Return (number of nodes, ranks per node)."""
+        """Return (number of nodes, ranks per node) of a hierarchical algorithm."""
         size = resolve_ranks_per_node("hierarchical", self.ranks, self.groups)
         return self.ranks // size, size
 

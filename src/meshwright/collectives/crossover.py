@@ -14,7 +14,8 @@ _CLOSE = 1.02  # relative precision of a crossover
 
 @dataclass(frozen=True)
 class Crossover:
-    """Size of the vector in bytes from which on algorithm `after` is faster than `before`, which is faster below it."""
+    """Point at which the fastest algorithm changes: for vectors smaller than `size` bytes algorithm `before` is the
+    fastest, from `size` bytes on algorithm `after`."""
 
     size: int
     before: str
@@ -23,9 +24,10 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Simulated time of all algorithms of an operation over the size of the vector, on one network.
+    """Simulated times of all algorithms of one operation on one network, over the size of the vector.
 
-    sizes: bytes. seconds: algorithm -> seconds at each size. bound: lower bound of the seconds at each size.
+    sizes: sizes in bytes, ascending. seconds: algorithm -> seconds at each size, infinite where it was not simulated.
+        bound: lower bound of the seconds at each size.
     """
 
     chooser: Chooser
@@ -37,9 +39,11 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Simulate all algorithms at sizes from `least` to `most` bytes, each size about four times the one before.
+        """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each size about four times the
+        one before.
 
-        within: skip an algorithm at a size (infinite seconds) if its closed form exceeds the best time by this factor.
+        within: skip an algorithm at a size (infinite seconds) if its closed form exceeds the best time so far by more
+            than this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -66,7 +70,8 @@ class Curves:
         return cls.simulate(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
-        """Return the name of the fastest algorithm at sizes[index]; of equals, the first in the library."""
+        """Return the name of the fastest algorithm at the size sizes[index]; of equally fast ones, the first in the
+        library's order."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:
@@ -84,9 +89,10 @@ class Curves:
         return found
 
     def _bisect(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Return the crossovers between two sizes, found by bisection.
+        """Return the crossovers between two sizes of the vector, found by bisection.
 
-        low, high: (size in bytes, name of the fastest algorithm there). names: algorithms to simulate in between.
+        low, high: (size in bytes, name of the fastest algorithm at that size). names: algorithms to simulate in
+            between.
         """
         if low[1] == high[1]:
             return []
@@ -99,6 +105,6 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equals, the first. seconds: algorithm -> seconds."""
+    """Return the algorithm with the lowest time; of equal times, the first one. seconds: algorithm -> seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

@@ -18,11 +18,10 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector into segments on which a program runs one by one, for operations in which ranks own no share of
-    it.
+    """Split a vector into segments on which a program runs one after another, for operations in which ranks own no
+    share of the vector (such as broadcast). Returns (first element, elements of a chunk) for each segment.
 
-    numel: elements of the vector. itemsize: bytes of an element. whole: one segment only. Returns (first element,
-        elements of a chunk) for each segment.
+    numel: elements of the vector. itemsize: bytes of an element. whole: True for one segment only.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -33,10 +32,8 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the first chunk of each rank's share of the vector, and the number of chunks as last entry: [ranks + 1].
-
-    Rank r owns chunks first[r] .. first[r + 1].
-    """
+    """Return the index of the first chunk of each rank's share of the vector, followed by the number of chunks: [ranks
+    + 1]. Rank r owns the chunks first[r] to first[r + 1] - 1."""
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first

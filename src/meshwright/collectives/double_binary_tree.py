@@ -22,7 +22,8 @@ Tree: TypeAlias = list[tuple[Integers, Integers]]  # edges of each level, from t
 
 
 def compute_in_order_parents(n: int) -> Integers:
-    """Return the parent of each node 1 to n of a binary tree numbered in order: [n + 1]; 0 for the root, -1 at entry 0.
+    """Return the parent of each node 1 to n of a binary tree whose nodes are numbered in order: [n + 1]. Entry 0 is -1
+    (unused); the root's parent is 0.
 
     Odd nodes are leaves, even nodes inner; the height is log2 n, rounded down.
     """
@@ -122,9 +123,9 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Add rounds that pipeline one half of the chunks through each of two trees; return the program.
+    """Add the rounds that send one half of the chunks through each of two trees, as a pipeline; return the program.
 
-    travel: function (tree, chunk number) -> rounds of that chunk.
+    travel: function (tree, chunk number) -> rounds that move that chunk through the tree.
     """
     half = program.chunks // 2
     segments = (run_together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))

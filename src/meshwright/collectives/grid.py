@@ -25,10 +25,8 @@ def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tup
 
 
 def find_nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the ascending sides of the grid of `ranks` ranks in `dimensions` dimensions with the smallest diameter.
-
-    None if no sides of at least 2 multiply to `ranks`.
-    """
+    """Return the sides, ascending, of the grid with `ranks` ranks in `dimensions` dimensions that has the smallest
+    diameter; None if no sides of at least 2 have the product `ranks`."""
     if ranks == 1:
         return (1,) * dimensions
     return min(list_factorizations(ranks, dimensions), key=sum, default=None)
@@ -88,12 +86,11 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid, one axis after the other; an all-gather runs them in reverse.
+    """Return the phases of a reduce-scatter over a grid, one axis after the other (an all-gather runs them in reverse).
 
     grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
-        count: slots of each rank's final block.
-    Returns for each phase: the lines of ranks along its axis [..., n], the first slot of the block that each rank has
-        after it [..., n], and the number of slots of that block.
+        count: slots of each rank's final block. Each phase is a tuple: lines of ranks along its axis [..., n], first
+        slot of the block that each rank owns after the phase [..., n], number of slots of that block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

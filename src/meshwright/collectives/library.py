@@ -106,7 +106,8 @@ ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
 
 
 def list_options(operation: str, algorithm: str) -> tuple[str, ...]:
-    """Return those of the options root, segments, groups, dims that `generate` accepts for an algorithm."""
+    """Return those of the option names "root", "segments", "groups" and "dims" that `generate` accepts for an
+    algorithm."""
     parameters = inspect.signature(find_generator(operation, algorithm)).parameters
     return tuple(option for option in OPTIONS if option in parameters)
 

@@ -33,16 +33,16 @@ BANDWIDTH = 1e9  # bytes a second
 
 @dataclass(frozen=True)
 class NamedProgram:
-    """Collective program that a recipe names for one operation on one axis.
+    """Collective program that a recipe selects for one operation on one mesh axis.
 
-    programs: the program; for the name "auto" several, from which `choose_program` picks by size.
+    programs: the verified program; several for "auto", from which `choose_program` picks by the vector's size.
     """
 
     programs: tuple[CheckedCollective, ...]
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Estimated cost of each program on its busiest rank: (fixed seconds, seconds per byte of the vector)."""
+        """Estimated time of each program on its busiest rank, as (fixed seconds, seconds per byte of the vector)."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -59,13 +59,12 @@ class NamedProgram:
 def named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
 ) -> dict[tuple[str, str], NamedProgram]:
-    """Load and check the collective programs that a recipe names; return (axis name, key such as "all_reduce") ->
-    program.
+    """Load and check the collective programs that a recipe selects; return (axis name, operation such as "all_reduce")
+    -> program. Calls not in the result use torch.distributed.
 
-    Calls not in the result use torch.distributed. A program applies to those of the data, shard and replica axes whose
-    size it accepts; it must accept that of the axis on which the operation moves gradients or parameters (UserError).
-    where: function from a key such as `collectives.all_reduce` to the beginning of the error message, such as file and
-        line.
+    A program is used on those of the data, shard and replica axes whose number of ranks it accepts; it must accept that
+    of the axis on which the operation moves gradients or parameters (UserError). where: function from a key such as
+    `collectives.all_reduce` to the beginning of the error message, such as file and line.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -85,7 +84,8 @@ def named_programs(
 
 
 def _find_main_axis(layout: Layout, key: str) -> str:
-    """Return the name of the axis on which an operation moves gradients or parameters. key: such as "all_reduce"."""
+    """Return the name of the axis ("data", "shard" or "replica") on which an operation moves gradients or parameters in
+    this layout. key: the operation, such as "all_reduce"."""
     if key != "all_reduce":
         return "shard"
     return "data" if layout.zero == 0 else "replica"

@@ -74,20 +74,19 @@ def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDT
 
 
 def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension with wrap-around cables. dims: its sides, such as (4, 4).
+    """Build a grid of any dimension with wrap-around cables (a torus).
 
-    Neighbouring rank numbers differ in the last dimension. Dimension-order routing, from the last dimension to the
-    first, in the shorter direction, upwards if both are equal. A dimension of 2 has one cable. latency, bandwidth:
-    seconds of a cable; bytes per second of a cable, in each direction.
+    dims: its sides, such as (4, 4); consecutive ranks are neighbours in the last dimension. latency, bandwidth: of a
+        cable in seconds, and in bytes per second in each direction. Messages are routed dimension by dimension, from
+        the last to the first, each in the shorter direction (towards higher coordinates if both are equal). A side of 2
+        has one cable.
     """
     return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
 
 def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4).
-
-    latency, bandwidth: seconds of a cable; bytes per second of a cable, in each direction.
-    """
+    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency, bandwidth: of
+    a cable in seconds, and in bytes per second in each direction."""
     return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
@@ -237,9 +236,9 @@ def build_spine_leaf(
     """Build a spine-leaf network: `leaves` switches with `ranks_per_leaf` ranks each, joined by `spines` switches.
 
     latency: seconds of a message inside a leaf; across a spine twice that. bandwidth: bytes per second of a rank's
-        port, in each direction. oversubscription: the cables from a leaf to the spines carry, together and in each
-        direction, its ranks' bandwidth divided by it, in equal parts for each spine; a message takes the spine target
-        modulo spines.
+        port, in each direction. oversubscription: ratio of the bandwidth of a leaf's ranks to that of its cables to the
+        spines, in each direction; these cables are equal, one to each spine. A message to rank t takes spine t modulo
+        `spines`.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)

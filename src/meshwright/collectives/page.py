@@ -37,11 +37,10 @@ def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
     """Return an SVG chart of simulated time over size, both logarithmic, with a band below that shows the fastest
-    algorithm.
+    algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
 
-    The algorithms that are best somewhere are in colour, the others thin, the lower bound dashed. asked: a size in
-    bytes to mark. named: (algorithm that was asked for, its seconds at that size), which a dot marks; its curve stands
-    out if there is one (a program from a file has none).
+    asked: a size in bytes to mark, None for no mark. named: (algorithm that the user chose, its seconds at that size),
+        drawn as a dot; its curve, if it has one (a program from a file has none), is emphasized.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -93,10 +92,8 @@ def _make_bytes_axis(sizes: list[float]) -> Axis:
 
 
 def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
-    """Return the size ranges in which each algorithm is fastest, as bands below the x axis of a chart.
-
-    colours: algorithm -> colour.
-    """
+    """Return the ranges of sizes in which each algorithm is the fastest, as bands below the x axis of a chart. colours:
+    algorithm -> style-sheet colour."""
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.find_fastest(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]

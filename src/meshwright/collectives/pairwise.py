@@ -58,7 +58,8 @@ def list_partners(n: int) -> list[Integers]:
 
 
 def merge_rounds(rounds: Rounds) -> Rounds:
-    """Run all rounds of an algorithm, which must be independent of each other, as one round."""
+    """Run the generator `rounds` to its end, so that all of its steps, which must be independent of each other, form
+    one round."""
     for _ in rounds:
         pass
     yield

@@ -72,20 +72,18 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
 
 
 def format_bytes(value: float) -> str:
-    """Return `value` bytes as text in the largest binary unit not above it, such as `64 MiB`."""
+    """Return `value` bytes as text in the largest binary unit that is not greater than the value, such as `64 MiB`."""
     return _format_scaled(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
 
 
 def format_seconds(value: float) -> str:
-    """Return `value` seconds as text in the largest unit not above it, such as `1.23 ms`."""
+    """Return `value` seconds as text in the largest unit that is not greater than the value, such as `1.23 ms`."""
     return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text with three digits, in the largest of `units` (name -> factor) not above it.
-
-    From 1000 to a million of that unit it has no decimals.
-    """
+    """Return `value` as text with three significant digits, in the largest of `units` (name -> factor) that is not
+    greater than it; from 1000 to a million of that unit it has no decimals."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"

@@ -16,10 +16,10 @@ from meshwright.program.order import Integers
 
 def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
     """Yield once per round of a reduce-scatter among 2^k ranks by recursive halving, after adding its transfers to
-    `program`.
+    `program`. The farthest partner comes first.
 
-    The farthest partner comes first. ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the
-        rank at position p ends with slots edges[p] .. edges[p + 1].
+    ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group ends
+        with the slots [edges[p], edges[p + 1]).
     """
     position = np.arange(ranks.shape[-1])
     for distance in reversed(list_powers_of_two(ranks.shape[-1])):
@@ -32,10 +32,10 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
 
 def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
     """Yield once per round of an all-gather among 2^k ranks by recursive doubling, after adding its transfers to
-    `program`.
+    `program`. The nearest partner comes first.
 
-    The nearest partner comes first. ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the
-        rank at position p starts with slots edges[p] .. edges[p + 1].
+    ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group
+        starts with the slots [edges[p], edges[p + 1]).
     """
     position = np.arange(ranks.shape[-1])
     for distance in list_powers_of_two(ranks.shape[-1]):
@@ -46,15 +46,15 @@ def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Round
 
 
 def list_powers_of_two(n: int) -> list[int]:
-    """Return the powers of two below n: 1, 2, 4 ..."""
+    """Return the powers of two smaller than n: 1, 2, 4 ..."""
     return [1 << bit for bit in range((n - 1).bit_length())]
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks [..., n] into (extra ranks beyond a power of two, stand-in of each extra rank, all 2^k others: the
-    core).
+    """Split ranks [..., n] into (extra ranks beyond the largest power of two 2^k, stand-in of each extra rank, core of
+    the other 2^k ranks).
 
-    A stand-in is the core rank that acts for an extra one: its neighbour.
+    A stand-in is the neighbour of an extra rank in the core, which takes part in the algorithm on behalf of both.
     """
     n = ranks.shape[-1]
     extra = n - (1 << n.bit_length() - 1)
@@ -178,7 +178,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the bounds of the core ranks' shares, in slots: [2^k + 1]; a stand-in has its extra rank's share too.
+    """Return the slot bounds of the core ranks' shares: [2^k + 1], the i-th core rank has slots bounds[i] to bounds[i +
+    1] - 1. A stand-in (core rank that acts for an extra rank beyond the power of two) has the extra rank's share too.
 
     ranks: all ranks of the algorithm, in order.
     """

@@ -30,12 +30,13 @@ _FEW_RANKS = 32  # limit for the search of crossovers
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Checked collective program with its simulated times on a network.
+    """Verified collective program with its simulated times on a network.
 
     settings: the algorithm's options. total_bytes: size of the full vector. timing: simulated times.
-        closed_form_seconds: time by formula, None if there is none. chooser: simulator of all algorithms on the
-        network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the fastest algorithm
-        changes. measured: results of a run on torch.distributed (`comm.measure_program.measure`), if any.
+        closed_form_seconds: time by the algorithm's formula, None if it has none. chooser: simulator of all algorithms
+        on the network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the fastest algorithm
+        changes, None if not computed. measured: results of a run beside torch.distributed
+        (`comm.measure_program.measure`), empty without one.
     """
 
     checked: CheckedCollective
@@ -54,7 +55,8 @@ class CollectiveReport:
         return self.chooser.compute_lower_bound(self.total_bytes)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright collective --json`, without the files that the command wrote."""
+        """Return the report as the JSON object that `meshwright collective --json` prints, except its list of written
+        files."""
         program, timing = self.checked.program, self.timing
         link = timing.busiest_link
         said = {"segments": self.settings.segments, "groups": self.settings.groups, "dims": self.settings.dims}
@@ -100,7 +102,7 @@ class CollectiveReport:
         return to_json_dict(document)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the figures of the report as (label, value) pairs of text."""
+        """Return the figures of the report (times, bytes, bounds) as pairs of texts (label, value), for printing."""
         timing = self.timing
         least, most = float(timing.bytes_sent.min()), float(timing.bytes_sent.max())
         if round(least) == round(most):
@@ -127,7 +129,7 @@ class CollectiveReport:
         return rows
 
     def title(self) -> str:
-        """Return operation, algorithm, settings, ranks, size and network on one line of text."""
+        """Return one line of text: operation, algorithm, options, number of ranks, size and network."""
         program = self.checked.program
         said = self.settings.describe()
         return (
@@ -172,11 +174,12 @@ def format_crossovers(crossovers: Sequence[Crossover]) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOptions(Settings):
-    """Options of an algorithm (`Settings`), of the operation and of the network.
+    """Options of an algorithm (see `Settings`), of the operation and of the network, for `collective`.
 
-    root: source or destination rank (default 0). reduction: such as "sum", the default. latency, bandwidth: seconds and
-        bytes per second of links without settings in the topology. reduce_bytes_per_second: rate of local reductions.
-        crossovers: with `auto` on few ranks, find the sizes at which the choice changes.
+    root: source or destination rank (None: 0). reduction: "sum" (the default), "mean", "minimum" or "maximum". latency,
+        bandwidth: seconds, and bytes per second, of links for which the topology's text gives none.
+        reduce_bytes_per_second: rate of local reductions. crossovers: True: with `auto` on few ranks, also find the
+        sizes at which the choice changes.
     """
 
     root: int | None = None
@@ -253,7 +256,8 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a collective program from a file; raise UserError if it differs from a given argument (None: not given)."""
+    """Load a collective program from a file; raise UserError if it differs from an argument that is given (None: not
+    given). root, reduction: as in `CollectiveOptions`."""
     program = load_program(file, "collective")
     if program.operation != operation:
         raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")

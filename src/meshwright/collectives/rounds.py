@@ -19,7 +19,8 @@ Rounds: TypeAlias = Iterator[None]
 
 
 def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
-    """Run generators of rounds one after the other, each round as one round of `program`; return the finished program.
+    """Run the generators `parts` one after the other, turn each of their rounds into one round of `program`, and return
+    the finished program.
 
     parts: generators that add the steps of one round to `program` before each `yield`.
     """
@@ -32,14 +33,14 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Merge generators of rounds side by side: the i-th rounds of all `parts` form one round."""
+    """Merge generators of rounds side by side: round i of the result has the steps of round i of all `parts`."""
     under_way = list(parts)
     while under_way := [part for part in under_way if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge generators of rounds as a pipeline: each of `parts` starts one round after the one before."""
+    """Merge generators of rounds as a pipeline: part i starts in round i, so one round after the part before it."""
     under_way: list[Rounds] = []
     for part in parts:
         under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
@@ -62,7 +63,8 @@ def _write_next_round(part: Rounds) -> bool:
 def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Add a transfer of slots chunk .. chunk + count, numbers modulo `size`, from rank `source` to `target`.
+    """Add a transfer of `count` slots from slot `chunk` on, with slot numbers modulo `size`, from rank `source` to rank
+    `target`.
 
     A range that wraps around the end is two messages. Arrays broadcast, to add the transfers of many ranks at once.
     """

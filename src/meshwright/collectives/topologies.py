@@ -27,10 +27,10 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Settings that a topology accepts in its text form.
+    """Settings that one kind of topology accepts in its text form.
 
-    example: valid text. tiers: kinds of links whose latency and bandwidth can be set. numbers: names of settings with a
-        number, such as `spines=2`. flags: words such as `rails`.
+    example: valid text. tiers: classes of links whose latency and bandwidth can be set. numbers: names of settings with
+        a number, such as `spines` in `spines=2`. flags: words without a value, such as `rails`.
     """
 
     example: str
@@ -54,10 +54,10 @@ TOPOLOGIES = {
 
 @dataclass
 class _Settings:
-    """Settings parsed from a topology's text.
+    """Settings parsed from a topology's text; those that are not given are missing.
 
-    latency, bandwidth: kind of links -> seconds, and -> bytes per second, where given. numbers: setting -> number.
-        flags: words given.
+    latency, bandwidth: class of links -> seconds, and -> bytes per second. numbers: name of a setting -> its number.
+        flags: the words given.
     """
 
     latency: dict[str, float]
@@ -67,10 +67,10 @@ class _Settings:
 
 
 def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
-    """Build the network that a text such as `torus:4x4,25GB/s,1us` describes, for `ranks` ranks.
+    """Build the network for `ranks` ranks that a text such as `torus:4x4,25GB/s,1us` describes.
 
-    latency (seconds), bandwidth (bytes per second): of links without settings; inner links of nodes have their own
-        defaults. Raises UserError with a valid alternative.
+    latency (seconds), bandwidth (bytes per second): of links for which the text gives none; the links inside nodes have
+    defaults of their own. Raises UserError with a valid alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()
@@ -142,11 +142,8 @@ def _parse_number(value: str, where: str) -> float:
 
 
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """Return the sides that the text `shape`, such as `4x4`, gives for the topology `name`; they must multiply to
-    `ranks`.
-
-    One number alone is the ranks per node or leaf. Raises UserError.
-    """
+    """Return the sides, such as (4, 4), that the text `shape`, such as `4x4`, gives for the topology `name`. Their
+    product must be `ranks`. A single number is the ranks per node or leaf. Raises UserError."""
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
         size = resolve_ranks_per_node(name, ranks)

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the name of the torch.distributed backend by device type, such as {"cpu": "gloo", "cuda": "nccl"}.
+    """Return device type -> name of the torch.distributed backend, such as {"cpu": "gloo", "cuda": "nccl"}.
 
-    group: process group; None for the world. `torch.distributed.get_backend` returns one combined text for several
-        backends.
+    group: process group; None for the world. (`torch.distributed.get_backend` returns one combined text for several
+        backends.)
     """
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))

@@ -23,10 +23,10 @@ from meshwright.errors import RankLost
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` by its sum (op="max": its maximum) over the ranks of `axis`, equal on all ranks.
+    """Replace `tensor` on every rank by its elementwise sum (op="max": its maximum) over the ranks of `axis`.
 
     site: label of the call in records, such as "data.gradients". async_op: return before completion. Returns a handle
-        to wait on (complete, unless `async_op`).
+        to wait on (already complete, unless `async_op`).
     """
     if axis.trivial:
         return DONE
@@ -129,8 +129,8 @@ def all_to_all(
 ) -> Handle:
     """Send part i of `source` to rank i of the axis; receive the part from rank i as part i of `output` (dim 0).
 
-    source_sizes, output_sizes: rows of each part; None: equal parts. site: label of the call in records. async_op:
-        return before completion. Returns a handle to wait on.
+    source_sizes, output_sizes: rows (dim 0) of each part; None: equal parts. site: label of the call in records.
+        async_op: return before completion. Returns a handle to wait on.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -194,10 +194,11 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Shift around the ring of `axis`: send `source` to the next rank, receive that of the previous rank into `output`.
+    """Shift tensors around the ring of `axis`: send `source` to the next rank, receive the previous rank's into
+    `output`.
 
     On an axis of size 1 `output` is a copy of `source`. site: label of the call in records. async_op: return before
-        completion. Returns a handle to wait on.
+    completion. Returns a handle to wait on.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -234,9 +235,9 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks; rank i has sizes[i] rows.
+    """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks; rank i gets sizes[i] rows.
 
-    Ranks are added in order. site: label of the call in records. Returns when `output` is complete.
+    Contributions are added in rank order. site: label of the call in records. Returns when `output` is complete.
     """
     mine = source.split(sizes)[axis.rank]
     if axis.trivial:
@@ -253,10 +254,8 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Block until every rank of the axis has called it; on CUDA the host waits for the stream too.
-
-    site: label of the call in records.
-    """
+    """Block until every rank of the axis has called this; on CUDA the host waits for the stream too. site: label of the
+    call in records."""
     if axis.trivial:
         return
     call = _record_call("barrier", axis, site, 0, 0)
@@ -267,19 +266,19 @@ def barrier(axis: Axis, site: str) -> None:
 
 
 def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `output` unless both are the same memory."""
+    """Copy `source` to `output`, unless both are views of the same memory."""
     if output.data_ptr() != source.data_ptr():
         output.view(-1).copy_(source.view(-1))
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, which has one equal slice per rank, with the slices shifted by one rank (fault "wrong
+    """Return a copy of `parts`, one equal slice per rank, with the slices shifted cyclically by one (fault "wrong
     group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
-    """Shift the slices of `parts`, one per rank of `axis`, by one rank in place (fault "wrong group")."""
+    """Shift the slices of `parts`, one per rank of `axis`, cyclically by one in place (fault "wrong group")."""
     parts.copy_(_shift_by_one_rank(parts, axis))
 
 
@@ -293,13 +292,14 @@ def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: 
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time limit of a wait of the host. None on CUDA, where NCCL's watchdog ends hanging calls instead."""
+    """Return the time limit of one wait of the host; None for CUDA tensors, where NCCL's watchdog ends
+    hanging calls."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Return two texts for an error: which rank waits for which, and in which message (the `index`-th of this pair of
-    ranks)."""
+    """Return two texts for the error of a message that was not delivered: which rank waits for which, and which message
+    it is (the `index`-th between these two ranks)."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -324,19 +324,20 @@ class _RecordedCall:
 
     @property
     def skipped(self) -> bool:
-        """True if the injected fault is to skip the call."""
+        """True if the fault injected at this call is "skip": the call must not be made."""
         return self.fault is not None and self.fault.kind == "skip"
 
     @property
     def dropped_rank(self) -> int | None:
-        """Rank in the axis whose contribution the injected fault drops; None without such a fault."""
+        """Index in the axis of the rank whose contribution the injected fault "drop" removes; None without such a
+        fault."""
         fault = self.fault
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
     def post(self, tensor: torch.Tensor, uneven: bool) -> int:
-        """Write the call to the flight recorder's ring and return its number there.
+        """Write the call to the flight recorder's ring buffer and return its number there.
 
-        tensor: gives dtype and shape to record. uneven: leave dim 0 out of the shape, as it differs between ranks.
+        tensor: gives dtype and shape to record. uneven: record dim 0 as "...", as it differs between ranks.
         """
         axis, calls = self.axis, self.axis.communicator.calls
         group = axis.calls_group

@@ -13,10 +13,9 @@ COMPILER = "torch._dynamo"
 
 
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that registers a function as the custom operator `name`, which mutates no argument.
-
-    Like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: inferred from the annotations.
-    """
+    """Return a decorator that registers a function as the torch custom operator `name`; the function must not mutate
+    its arguments. Like `torch.library.custom_op(name, mutates_args=(), schema=schema)`; schema=None: inferred from the
+    annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
         """Register `function` as a custom operator."""

@@ -18,12 +18,13 @@ _REMEMBER = "remember"  # not a fault: the call before the stale one
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault to inject at collective calls, for tests of error detection.
+    """Fault to inject at collective calls, to test that errors are detected.
 
-    site: label of the calls. operation: such as "all_reduce". kind: "skip", "drop", "double", "stale" (result of the
-        call before) or "wrong group". position: index in the group of the rank whose contribution "drop" loses. call:
-        number of the call, from 1 since injection (None: every call). axis: name of the mesh axis of the calls. groups:
-        rank groups to use for a "wrong group" (empty: the right ranks, shifted by one).
+    site: label of the calls. operation: such as "all_reduce". kind: "skip" (no call), "drop" (one rank's contribution
+        is missing), "double" (result times 2), "stale" (result of the call before) or "wrong group" (call over other
+        ranks). position: index in the group of the rank that "drop" removes. call: only this call, counted from 1 since
+        injection (None: every call). axis: name of the mesh axis of the calls. groups: rank groups for "wrong group"
+        (empty: the right ranks, shifted cyclically by one).
     """
 
     site: str
@@ -42,18 +43,19 @@ class Fault:
 
 
 class NamedAxis(Protocol):
-    """Interface of a mesh axis, as far as fault injection needs it."""
+    """Interface of a mesh axis that fault injection needs: its name."""
 
     @property
     def name(self) -> str:
-        """Name of the axis, such as "dp"."""
+        """Name of the mesh axis, such as "dp"."""
 
 
 AxisType = TypeVar("AxisType", bound=NamedAxis)
 
 
 class Faults(Generic[AxisType]):
-    """Fault injected in this process, if any. All ranks of a group inject the same fault, so that no call hangs.
+    """Holder of the fault, if any, that is injected into this process's collective calls. All ranks of a group inject
+    the same fault, so that no call hangs.
 
     struck: number of calls whose result was corrupted.
     """
@@ -66,9 +68,9 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Inject a fault in this process, in place of any other (None: remove it).
+        """Inject a fault in this process, in place of the one before (None: remove that one).
 
-        other: this rank's axis over the wrong groups, for the kind "wrong group" (made by `Mesh.inject`).
+        other: this rank's axis over the wrong ranks, for the kind "wrong group" (made by `Mesh.inject`).
         """
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
@@ -77,7 +79,8 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Count a call of `operation` with label `site`, and return the fault to inject at it, or None."""
+        """Count a call of `operation` with the label `site` if the injected fault is for such calls; return the fault
+        to apply to this call, or None."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -88,10 +91,10 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, True if the ranks' data are to be shifted by one).
+        """Return (axis over which to make a call, True if the ranks' data are to be shifted cyclically by one rank).
 
-        That is (`axis`, False) unless `fault` is a "wrong group". ordered: True if the result depends on the order of
-        ranks.
+        The result is (`axis`, False) unless `fault` is a "wrong group" for this axis. ordered: True if the call's
+        result depends on the order of ranks.
         """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
@@ -101,8 +104,8 @@ class Faults(Generic[AxisType]):
         return (axis, True) if self.other is None else (self.other, False)
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
-        """Corrupt the finished result `output` in place: double it, or replace it by the previous one of its shape
-        (stale)."""
+        """Corrupt the finished result `output` in place as `fault` says: "double" multiplies it by 2, "stale" replaces
+        it by the previous result of its shape and dtype."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):

@@ -15,12 +15,12 @@ from meshwright.flight_recorder.call_ring import get_process_writer
 
 
 class Handle:
-    """Handle of a collective call in flight, like torch.distributed's Work.
+    """Handle of a collective call in flight, like torch.distributed's Work. `wait` may be called repeatedly; it returns
+    when the result is valid, or raises the first error again.
 
-    `wait` may be called repeatedly; it returns when the result is valid, or raises the first error again.
-    works: torch.distributed work handles of its transfers. what: function that returns two texts for an error: which
-        rank waits, and in which call. timeout: limit of one wait (None: the backend's). communicator, call: where the
-        call is recorded, and its number there.
+    works: torch.distributed work handles of the call's transfers. what: function that returns two texts for an error
+        message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
+        communicator, call: the recorder in which the call is recorded, and its number there.
     """
 
     __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
@@ -42,14 +42,15 @@ class Handle:
         self._timeout = timeout
 
     def then(self, finish: Callable[[], Any] | None) -> Handle:
-        """Add a callback `finish` (None: nothing) that runs when the call has been waited for; return this handle."""
+        """Add a callback `finish` (None: nothing) that `wait` runs once, after the transfers are complete; return this
+        handle."""
         if finish is not None:
             self._finishers.append(finish)
         return self
 
     def wait(self) -> None:
-        """Wait until the result may be used (on CUDA: by later work on the current stream). Raises RankLost on an
-        error."""
+        """Wait until the call's result may be used (on CUDA: by later work on the current stream). Raises RankLost on
+        an error or timeout."""
         if self._error is not None:
             raise self._error
         works, finishers = self._works, self._finishers

@@ -58,10 +58,10 @@ class RemoteTraceback(Exception):
 
 
 class LocalRanks:
-    """Pool of local processes with torch.distributed (gloo) initialised, to run functions on all ranks.
+    """Pool of processes on this machine, with torch.distributed initialised, that runs functions on all ranks.
 
-    world_size: number of processes. threads: torch threads of each. timeout: default limit of a `run` in seconds.
-    backend: of torch.distributed.
+    world_size: number of processes. threads: torch threads of each. timeout: default time limit of `run` in seconds.
+        backend: of torch.distributed (default gloo).
     """
 
     def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0, backend: str = "gloo") -> None:
@@ -83,16 +83,16 @@ class LocalRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process IDs by rank."""
+        """Process IDs of the pool's processes, by rank."""
         return tuple(self._pids)
 
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results, by rank.
+        """Call `function(*args)` on every rank and return the list of results, by rank.
 
         function: "package.module:function", or a function of an importable module. timeout: limit in seconds (None: the
-            pool's). A rank's exception is raised here, with the rank's traceback as its cause. RankLost names a rank
-            that died or did not answer in time, and the collective call where ranks diverged. After either the ranks
-            are restarted.
+            pool's). An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is raised
+            if a rank ends or does not answer in time, and names the rank and the collective call where ranks diverged.
+            After either error the processes are restarted.
         """
         if not self._connections:
             self._start_ranks()
@@ -107,7 +107,7 @@ class LocalRanks:
         return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
-        """Return a snapshot of the collective calls that the flight recorder has of each rank."""
+        """Return a snapshot of the collective calls that the flight recorder has stored for each rank of the pool."""
         return Snapshot.take(self._rings)
 
     def _collect_results(self, function: str, timeout: float) -> list[Any]:
@@ -154,7 +154,7 @@ class LocalRanks:
         raise RankLost(f"local rank {', '.join(silent)} did not answer within {timeout:g} s in {function}{parted}")
 
     def _start_ranks(self) -> None:
-        """Fork the rank processes and connect to them; raises RankLost if they do not start."""
+        """Fork the pool's rank processes and connect to them; raises RankLost if they do not start."""
         self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         for rank in range(self.world_size):
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
@@ -191,7 +191,7 @@ class LocalRanks:
         self._connections = [connections[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the rank processes; the next `run` starts new ones."""
+        """End the pool's rank processes; the next `run` starts new ones."""
         for connection in self._connections:
             connection.close()
         for pid in self._pids:
@@ -207,11 +207,11 @@ class LocalRanks:
 
 @dataclass(frozen=True)
 class _PoolSettings:
-    """Settings of all rank processes of one pool.
+    """Settings shared by all rank processes of one pool.
 
-    directory: has the pool's socket, the store of torch.distributed and the call records. key: authentication key of
-        the socket. threads: torch threads of a rank. timeout: time limit of torch.distributed in seconds. path, cwd:
-        `sys.path` and working directory to set. backend: of torch.distributed.
+    directory: contains the pool's socket, the store of torch.distributed and the call records. key: authentication key
+        of the socket. threads: torch threads of a rank. timeout: time limit of torch.distributed in seconds. path, cwd:
+        `sys.path` and working directory that each process sets. backend: of torch.distributed.
     """
 
     directory: str
@@ -225,8 +225,8 @@ class _PoolSettings:
 
 
 def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
-    """Start the server of local ranks in advance, so that it loads torch in the background (`LocalRanks` starts it
-    too).
+    """Start the server process that forks local ranks in advance, so that torch is loaded in the background. Optional:
+    `LocalRanks` starts it if needed.
 
     preloaded: names of modules that it imports, if it does not run yet.
     """
@@ -234,13 +234,14 @@ def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
 
 
 class _Server:
-    """Server process that has torch loaded and forks rank processes; one per process, started on first use."""
+    """Server process that has loaded torch and forks rank processes on request; this process has at most one, started
+    on first use."""
 
     _instance: _Server | None = None
 
     @classmethod
     def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
-        """Return the running server, and start it if necessary.
+        """Return this process's server of local ranks, started now if it does not run.
 
         preloaded: names of modules that a new server imports (None: those of the last server, or the default).
         """
@@ -274,7 +275,7 @@ class _Server:
             raise RankLost(f"the server of local ranks has ended: {error}") from error
 
     def stop(self) -> None:
-        """Close the connection and wait until the server has ended."""
+        """Close the connection to the server process, upon which it ends, and wait for its end."""
         if self.owner == os.getpid():
             self.connection.close()
             self.process.wait()
@@ -284,7 +285,8 @@ class _Server:
 
 
 def serve(descriptor: int, preloaded: Sequence[str]) -> None:
-    """Run the main loop of the server process: fork ranks as requested, until the requester closes the connection.
+    """Run the main loop of the server process: fork ranks as requested, until the requesting process closes the
+    connection.
 
     descriptor: file descriptor of the socket with requests. preloaded: names of modules to import first.
     """
@@ -347,10 +349,8 @@ def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
 
 
 def _serve_calls(connection: Connection) -> None:
-    """Run the functions requested on `connection`, until it closes: ("package.module:function", arguments) each.
-
-    Answers are ("ok", result, "") or ("error", exception, traceback text).
-    """
+    """Run the functions requested on `connection`, until it is closed. A request is ("package.module:function",
+    arguments); the answer ("ok", result, "") or ("error", exception, traceback text)."""
     while True:
         try:
             name, args = connection.recv()
@@ -369,7 +369,7 @@ def _serve_calls(connection: Connection) -> None:
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Import the function named "package.module:function"."""
+    """Import and return the function named "package.module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -378,7 +378,8 @@ def _import_function(name: str) -> Callable[..., Any]:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere the closed connection ends it)."""
+    """Ask the kernel to kill this process when its parent process ends (Linux only; elsewhere the process ends when its
+    connection closes)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -19,11 +19,11 @@ from meshwright.program.order import Integers
 
 
 class Message(NamedTuple):
-    """Message between this rank and another, of adjacent slots (buffers of one chunk each).
+    """Point-to-point message between this rank and another; it carries adjacent slots (buffers of one chunk each).
 
     number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
-        slots, 0 for a signal. staging: first slot in the staging buffer, where a message that will be reduced arrives;
-        -1: it arrives in place. step: index of the first program step that it carries out.
+        slots, 0 for a signal. staging: first slot in the staging buffer into which a message to be reduced is received;
+        -1: it is received directly into its slots. step: index of the first program step that it carries out.
     """
 
     number: int
@@ -35,20 +35,21 @@ class Message(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Schedule entry: wait until the received message `message` has arrived."""
+    """Entry of a rank's schedule: wait until the message `message` has been received."""
 
     message: Message
 
 
 class Leave(NamedTuple):
-    """Schedule entry: wait until the sent message `message` no longer needs its slots."""
+    """Entry of a rank's schedule: wait until the sent message `message` has been read from its slots, which may then be
+    overwritten."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Schedule entry: add `size` slots of the staging buffer, from its slot `staging` on, to the slots from `slot`
-    on."""
+    """Entry of a rank's schedule: add `size` slots of the staging buffer, from its slot `staging` on, to the slots from
+    `slot` on."""
 
     slot: int
     size: int
@@ -56,8 +57,8 @@ class Reduce(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Schedule entry: copy `size` slots from slot `source` on to the slots from `slot` on; combine=True adds to them
-    instead."""
+    """Entry of a rank's schedule: copy `size` slots from slot `source` on to the slots from `slot` on; combine=True
+    adds to the latter instead."""
 
     slot: int
     size: int
@@ -67,10 +68,12 @@ class Local(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One group of a rank's schedule: messages posted together, and local work; executed in the order of the fields.
+    """One group of a rank's schedule: messages posted together, then waits and local work. Executed in the order of the
+    fields.
 
-    before: waits for earlier sends whose slots are received into. receives, sends: messages to post. ahead: receives of
-        the next group to post already. after: waits for arrivals, local copies and reductions.
+    before: waits for earlier sends out of slots that this group receives into. receives, sends: messages to post.
+        ahead: receives of the next group that can be posted already. after: waits for received messages and earlier
+        sends, local copies and reductions.
     """
 
     before: list[Leave] = field(default_factory=list)
@@ -82,10 +85,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """Schedule of one rank for a collective program, as the executor runs it.
+    """Schedule of one rank for a collective program, as `comm.programs.Executable` runs it.
 
-    groups: in execution order. messages: number of messages. staging: number of slots of the staging buffer. sent:
-        number of slots that the rank sends.
+    groups: in execution order. messages: number of messages sent and received. staging: number of slots of the staging
+        buffer. sent: number of slots that the rank sends.
     """
 
     groups: list[Group]
@@ -95,8 +98,8 @@ class RankProgram:
 
 
 def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProgram:
-    """Return the schedule of rank `rank` for a collective program: messages, waits, local copies and reductions, by
-    group.
+    """Compile a collective program to the schedule of rank `rank`: groups of messages, waits, local copies and
+    reductions.
 
     merge: send adjacent slots as one message; False for memory in which consecutive slots are not adjacent.
     """
@@ -132,11 +135,11 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
 
 
 class _TransferEnd(NamedTuple):
-    """This rank's end of one transfer of the program, which is the whole or a part of a message.
+    """One rank's end (sending or receiving) of one transfer of the program; a message carries one or several transfers.
 
     step: index of the send or receive step. slot, size: first slot and number of slots. outgoing: True for a send.
-        reduces: True if the receiver adds to its slots. offset: number of slots of the message before this part.
-        message: the message, once it exists.
+        reduces: True if the receiver adds to its slots. offset: number of slots of the message before this transfer's.
+        message: the message, None until it is created.
     """
 
     step: int
@@ -200,12 +203,11 @@ def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Assign staging slots to messages that will be reduced, and add the waits and reductions after arrival to each
-    group.
+    """Assign staging slots to received messages that will be reduced, and add to each group the waits and reductions
+    that follow their arrival. Returns the number of staging slots.
 
-    groups: schedule, changed in place. arriving: for each group, the received transfers; reductions run in step order.
-        Even and odd groups have separate staging slots, as two groups may be in flight. Returns the number of staging
-        slots.
+    groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
+        Even and odd groups have separate staging slots, as two groups may be in flight.
     """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
@@ -236,7 +238,8 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Add waits for sends before their slots change, and post receives one group early where possible.
+    """Add waits for sends, before the slots that they read are overwritten, and post receives one group early where
+    possible.
 
     groups: schedule of a rank, changed in place.
     """
@@ -273,10 +276,10 @@ def _schedule_waits(groups: list[Group]) -> None:
 
 
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
-    """Move receives of the group `following` into `group.ahead`, so that they are posted with the group before.
+    """Move receives of the group `following` into `group.ahead`, so that they are posted one group earlier.
 
-    touched: (first slot, number of slots) in use while `group` runs. Receives into these stay in `following`, as do
-        later receives from the same rank.
+    touched: (first slot, number of slots) ranges in use while `group` runs. Receives into these stay in `following`, as
+        do later receives from the same rank.
     """
     held: set[int] = set()
     for message in following.receives:
@@ -289,5 +292,5 @@ def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) 
 
 
 def _slots_overlap(slot: int, count: int, other: int, others: int) -> bool:
-    """Return True if slots slot .. slot + count and slots other .. other + others have a slot in common."""
+    """Return True if the slot ranges [slot, slot + count) and [other, other + others) have a slot in common."""
     return slot < other + others and other < slot + count

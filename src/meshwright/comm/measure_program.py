@@ -159,10 +159,8 @@ def measure_rank(
 
 
 def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the collective program once on `vector` (None: barrier), as one call in the flight recorder.
-
-    output: tensor for the result, if the operation does not work in place.
-    """
+    """Run the collective program once on `vector` (None: barrier), recorded as one call in the flight recorder. output:
+    receives the result of an operation that does not work in place (all-to-all), else None."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
@@ -191,15 +189,16 @@ def _matches_native(executable: Executable, native: Callable[..., Any], numel: i
 
 
 def _run_native(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call `native` on `vector` and return the result; copied to host memory where gloo needs
-    that."""
+    """Run torch.distributed's call `native` on `vector`, or on a copy in host memory where gloo needs that; return the
+    result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     result = native(executable, there)
     return (there if result is None else result).to(vector.device)
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the slice of a vector of `numel` elements that the operation defines on this rank."""
+    """Return the part of a vector of `numel` elements whose content the operation defines on this rank: for example
+    this rank's share after a reduce-scatter."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -215,7 +214,7 @@ def find_defined_slice(executable: Executable, numel: int) -> slice:
 
 
 def _find_receiver(executable: Executable) -> int:
-    """Return the destination rank of a send-receive program."""
+    """Return the destination rank of a send-receive program: the last rank, or rank 0 if the last one is the root."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 
@@ -232,7 +231,7 @@ def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tenso
 
 
 def _view_rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Return the view of this rank's equal share of the vector."""
+    """Return the view of this rank's share of the vector, the rank-th of as many equal parts as there are ranks."""
     return vector.view(executable.program.ranks, -1)[executable.rank]
 
 
@@ -262,7 +261,7 @@ def _all_gather(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's broadcast from the root in place."""
+    """Run torch.distributed's broadcast from the root into the vector in place."""
     dist.broadcast(vector, group_src=e.program.root, group=e.group)
 
 
@@ -294,7 +293,7 @@ def _send_receive(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _barrier(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's barrier; the vector is unused."""
+    """Run torch.distributed's barrier over the program's process group; the vector is unused."""
     dist.barrier(group=e.group)
 
 

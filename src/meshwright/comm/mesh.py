@@ -28,13 +28,13 @@ EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica":
 
 
 class CallInFlight(Protocol):
-    """Interface of a collective call in flight that has not been waited for."""
+    """Interface of the handle of a collective call that has been posted but not waited for."""
 
     def wait(self) -> None:
-        """Wait until the call is complete."""
+        """Wait until the posted call is complete."""
 
     def settle(self, seconds: float) -> None:
-        """Wait up to `seconds` for the call, ignoring errors."""
+        """Wait up to `seconds` for the posted call, whose result is not needed; errors are ignored."""
 
 
 calls_in_flight: dict[CallInFlight, Communicator] = {}
@@ -46,7 +46,7 @@ SETTLING_SECONDS = 10.0
 
 
 class Communicator:
-    """Communication state of one process, shared by its mesh axes: call records, flight-recorder ring, injected fault.
+    """Communication state of one process, shared by its mesh axes: call records, flight recorder, injected fault.
 
     timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program that replaces the
         backend's call.
@@ -95,10 +95,10 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the device mesh as seen by one rank.
+    """One axis of the device mesh, that is one group of ranks, as seen by one of them.
 
     name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank among them. group: their
-        process group (None if the axis has one rank, usually). communicator: shared state of the process.
+        process group (usually None if the axis has one rank). communicator: communication state of the process.
     """
 
     name: str
@@ -109,12 +109,13 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of ranks along the axis."""
+        """Number of ranks along the mesh axis."""
         return len(self.ranks)
 
     @property
     def trivial(self) -> bool:
-        """True if calls over this axis are skipped because it has one rank (tests can have them made nevertheless)."""
+        """True if collective calls over this axis are skipped because it has only one rank (a test may force them
+        nevertheless)."""
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
@@ -126,18 +127,18 @@ class Axis:
 
     @cached_property
     def backends(self) -> dict[str, str]:
-        """Backend of this axis's process group by device type, such as {"cpu": "gloo"}."""
+        """Device type -> torch.distributed backend of this axis's process group, such as {"cpu": "gloo"}."""
         return group_backends(self.group)
 
     @cached_property
     def calls_group(self) -> int:
-        """Number of this axis's set of ranks in the flight recorder; axes over the same ranks share number and
-        connections."""
+        """Number under which the flight recorder knows this axis's set of ranks; axes over the same ranks share the
+        number and their connections."""
         return self.communicator.calls.group(self.ranks)
 
     @property
     def key(self) -> str:
-        """Text that identifies this axis in the process, as argument of custom operators, which take no Python
+        """Text that identifies this axis within the process, passed to custom operators, which accept no Python
         objects."""
         return f"{self.name}{self.ranks}"
 
@@ -148,18 +149,19 @@ last. It serves them all: their groups join the same ranks."""
 
 
 def find_axis(key: str) -> Axis:
-    """Return the axis of this process with the text `key` (`Axis.key`), for custom operators, which take no Python
-    objects."""
+    """Return the axis of this process that the text `key` (from `Axis.key`) identifies; custom operators accept texts
+    but no Python objects."""
     return _axes[key][-1]
 
 
 class Mesh:
-    """Device mesh of a parallel layout: every axis as seen by one rank.
+    """Device mesh of a parallel layout: all its axes as seen by one rank.
 
     `tp cp dp pp ep etp`: tensor, context, data, pipeline, expert and expert-tensor parallelism. `data`: dp x cp, over
-        which gradients are summed. `shard`: ranks that ZeRO shards over (`data`, or with `hsN` groups of N inside it).
-        `replica`: ranks with the same shard in other sharding groups. `expert_data expert_shard expert_replica`: the
-        same for experts under ep x etp, else equal to those three. `world`: all ranks.
+    which gradients are summed. `shard`: ranks among which ZeRO shards model states (`data`, or with `hsN` groups of N
+    ranks inside it). `replica`: ranks with equal shards, one in each sharding group. `expert_data expert_shard
+    expert_replica`: the counterparts for expert parameters under ep x etp, otherwise equal to data, shard and replica.
+    `world`: all ranks.
     """
 
     tp: Axis
@@ -204,12 +206,12 @@ class Mesh:
 
     @property
     def record(self) -> Record:
-        """Counters of this process's collective calls."""
+        """Counters of this process's collective calls, by call site and axis."""
         return self.communicator.record
 
     @property
     def faults(self) -> Faults[Axis]:
-        """Fault injection of this process."""
+        """Fault injection into this process's collective calls."""
         return self.communicator.faults
 
     @classmethod
@@ -267,10 +269,9 @@ class Mesh:
         return mesh
 
     def make_block_axis(self, name: str, size: int) -> Axis:
-        """Return the sub-axis of this rank's block of `size` consecutive ranks of the axis `name`, such as "tp".
-
-        Creates process groups: every rank calls it, with the same arguments.
-        """
+        """Return the sub-axis that consists of the block of `size` consecutive ranks, among those of the axis `name`
+        (such as "tp"), to which this rank belongs. Creates process groups: every rank calls it, with the same
+        arguments."""
         axis: Axis = getattr(self, name)
         if size == axis.size:
             return axis
@@ -284,10 +285,8 @@ class Mesh:
         return found
 
     def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Return the sub-axis of the ranks at indices `places` of the axis `name`, such as "pp"; None on other ranks.
-
-        Creates process groups: every rank calls it, with the same arguments.
-        """
+        """Return the sub-axis of the ranks at the indices `places` (from 0) of the axis `name`, such as "pp"; None on
+        other ranks. Creates process groups: every rank calls it, with the same arguments."""
         found = None
         for ranks in self.layout.groups(name):
             chosen = tuple(ranks[place] for place in places)

@@ -21,10 +21,8 @@ from meshwright.program.check_collective import CheckedCollective
 
 
 class Work:
-    """Run of a collective program on the process's communication thread, like torch.distributed's Work.
-
-    run: function that runs the program.
-    """
+    """Work handle of one run of a collective program on this process's communication thread, like torch.distributed's
+    Work. run: function that runs the program."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
@@ -32,7 +30,7 @@ class Work:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Run the program; keep its exception for `wait`."""
+        """Run the program now, in the calling thread; store its exception, if any, for `wait`."""
         try:
             self._run()
         except BaseException as error:
@@ -40,15 +38,16 @@ class Work:
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the run is done; raise its exception. `timeout` is ignored: each of the program's own waits has a
-        limit."""
+        """Wait until the run of the program has ended; raise its exception, if any. `timeout` is ignored: each of the
+        program's own waits has a limit."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
 
 class _StreamWork:
-    """Run of a collective program queued on a CUDA stream. event: CUDA event recorded on the stream after the run."""
+    """Work handle of one run of a collective program that was queued on a CUDA stream. event: CUDA event recorded on
+    that stream after the run."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -59,10 +58,11 @@ class _StreamWork:
 
 
 class NamedPrograms:
-    """Collective programs of one process that replace calls of the backend, and their runs.
+    """Collective programs that replace calls of the torch.distributed backend in one process, and the queue of their
+    runs.
 
-    named: (axis name, operation) -> program; other calls are left to the backend. timeout_seconds: limit of one wait.
-        device: device of the vectors.
+    named: (axis name, operation) -> program; all other calls are left to the backend. timeout_seconds: limit of one
+        wait. device: device of the vectors.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the executable program that replaces a call of the backend, or None if none is named for it.
+        """Return the executable program that replaces a call of the backend; None if the backend's own call is to be
+        used.
 
         axis: name of the mesh axis. operation: such as "all_reduce". ranks, group: global ranks of the axis and their
             process group. size: bytes of the vector.
@@ -101,8 +102,8 @@ class NamedPrograms:
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
         """Queue a run of a program and return its work handle at once.
 
-        run: function that runs the program on `tensor`. batched: True for NCCL: on CUDA tensors, run on a CUDA stream
-            instead of the thread.
+        run: function that runs the program on `tensor`. batched: True for NCCL: a run on a CUDA tensor is queued on a
+            CUDA stream instead of the communication thread.
         """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
@@ -119,7 +120,7 @@ class NamedPrograms:
         return work
 
     def close(self) -> None:
-        """End the thread after all posted runs, and drop the prepared programs."""
+        """Wait for all posted runs, end the communication thread, and release the prepared programs."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -127,6 +128,6 @@ class NamedPrograms:
         self._executables.clear()
 
     def _run_posted_programs(self) -> None:
-        """Run posted programs in order until `close` (main loop of the thread)."""
+        """Run posted programs in order until `close` is called: main loop of the communication thread."""
         while (work := self._queue.get()) is not None:
             work.start()

@@ -145,7 +145,7 @@ def _forward_split(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Te
 
 def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
     """Return the received parts of an all-to-all, concatenated along dim `join`; part i of `x` along dim `split` goes
-    to rank i."""
+    to rank i (forward of `all_to_all`)."""
     parts = torch.stack(x.chunk(axis.size, split))
     arrived = torch.empty_like(parts)
     collectives.all_to_all(arrived, parts, axis, site)
@@ -155,9 +155,9 @@ def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join
 def _forward_exchange(
     x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
 ) -> torch.Tensor:
-    """Return the rows received in an all-to-all of uneven parts (dim 0).
+    """Return the rows received in an all-to-all of uneven parts along dim 0 (forward of `exchange`).
 
-    source_sizes, output_sizes: rows sent to and received from each rank.
+    source_sizes, output_sizes: rows sent to and received from each rank, in rank order.
     """
     arrived = _empty_rows(x, sum(output_sizes))
     collectives.all_to_all(arrived, x.contiguous(), axis, site, output_sizes, source_sizes)
@@ -165,7 +165,7 @@ def _forward_exchange(
 
 
 def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along dim 0; that of rank i has sizes[i] rows."""
+    """Return the ranks' `x` concatenated along dim 0, where rank i has sizes[i] rows (forward of `gather_rows`)."""
     whole = _empty_rows(x, sum(sizes))
     collectives.all_gather_rows(whole, x.contiguous(), axis, site, sizes)
     return whole
@@ -182,17 +182,17 @@ def _forward_reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: 
 
 
 def _empty_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return an empty tensor like `x` with `rows` rows (dim 0)."""
+    """Return an uninitialized tensor like `x` with `rows` rows (dim 0)."""
     return x.new_empty((rows, *x.shape[1:]))
 
 
 def _empty_gathered(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return an empty tensor like `x`, `axis.size` times as long in `dim`."""
+    """Return an uninitialized tensor like `x`, but `axis.size` times as long in `dim`."""
     return x.new_empty([size * axis.size if at == dim else size for at, size in enumerate(x.shape)])
 
 
 def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return an empty tensor like `x`, with 1 / `axis.size` of its length in `dim`."""
+    """Return an uninitialized tensor like `x`, but with 1 / `axis.size` of its length in `dim`."""
     return x.new_empty([size // axis.size if at == dim else size for at, size in enumerate(x.shape)])
 
 

@@ -38,10 +38,10 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of the vector on which the whole collective program runs by itself.
+    """Part of the vector on which the whole collective program runs by itself, so that parts can run concurrently.
 
-    plan: schedule of this rank. n: elements of a chunk. data, output: functions that return the memory of slots.
-        finish: called after the run.
+    plan: schedule of this rank. n: elements of a chunk. data, output: functions (first slot, number of slots) -> memory
+        of these slots. finish: called after the run, None: nothing.
     """
 
     plan: RankProgram
@@ -74,9 +74,8 @@ class Executable:
 
     checked: verified program. group: process group with as many ranks as the program (None: the world).
         timeout_seconds: limit of one wait (CPU tensors), after which RankLost names the waiting ranks and the step.
-        buffers: scratch memory, shared with other programs that do not run at the same time. device: device of the
-        vectors.
-    batched (attribute): each group of messages is posted as one call on the current CUDA stream (NCCL).
+        buffers: scratch memory, shared with programs that never run concurrently. device: of the vectors. Attribute
+        `batched`: True for NCCL, where each group of messages is one call on the current CUDA stream.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Executable:
 
     @property
     def name(self) -> str:
-        """Operation and algorithm, such as "all-reduce ring"."""
+        """Operation and algorithm of the collective program, such as "all-reduce ring"."""
         return f"{self.program.operation} {self.program.algorithm}"
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
@@ -139,8 +138,8 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run the program on the 1-D `vector`, in memory that the backend can send. output: gets the result; None: in
-        place."""
+        """Run the program on the 1-D `vector`, whose memory the backend can send. output: receives the result of an
+        all-to-all; None: the program works in place."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
@@ -154,7 +153,7 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment, on gloo several at a time."""
+        """Run the program on each segment of the vector; on gloo `UNDER_WAY` segments are in flight at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -166,9 +165,9 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run several segments one after the other; yield True in each group, after its messages are posted.
+        """Run several segments one after the other; yield True in each group of messages, after these are posted.
 
-        lane: index among the lists of segments that run at the same time; each has its own message tag.
+        lane: index among the lists of segments that run concurrently; each has its own message tag.
         """
         tag = TAG + lane
         for segment in segments:
@@ -225,9 +224,10 @@ class Executable:
             segment.finish()
 
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory that a message is read from or written to.
+        """Return the memory that a message is read from or received into.
 
-        memory, staging: functions (first slot, number of slots) -> tensor, for the slots and for the staging slots.
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the program's slots and for the
+            staging buffer.
         """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
@@ -238,8 +238,8 @@ class Executable:
     ) -> None:
         """Post a message with `call`, the send or recv of the process group. Raises RankLost.
 
-        works: list in which to store the work handle, at the message's number. tensor: memory of the message. tag:
-            message tag.
+        works: list of work handles, in which the new handle is stored at the message's number. tensor: memory of the
+            message. tag: message tag.
         """
         try:
             works[message.number] = call([tensor], message.peer, tag)
@@ -270,7 +270,8 @@ class Executable:
     def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
         """Execute the local copy or reduction `event` of the schedule.
 
-        memory, staging: functions (first slot, number of slots) -> tensor, for the slots and for the staging slots.
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the program's slots and for the
+            staging buffer.
         """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
@@ -312,7 +313,8 @@ class Executable:
         )
 
     def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Return the segments of a vector of the ranks' shares; each takes the same element range of every chunk."""
+        """Split a vector of which each rank owns a share into segments; each segment takes the same element range of
+        every chunk. output: receives the result of an all-to-all, split alike; None: in place."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
@@ -353,8 +355,8 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return the function (first slot, number of slots) -> tensor for all slots of a segment. lane: index among
-        concurrent ones."""
+        """Return the function (first slot, number of slots) -> 1-D tensor for all slots of a segment (data, output,
+        scratch). lane: index among the segments that run concurrently."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -373,10 +375,10 @@ class Executable:
         return memory
 
     def _get_scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Return the function (first slot, number of slots) -> tensor for `slots` scratch slots, reused from run to
-        run.
+        """Return the function (first slot, number of slots) -> 1-D tensor for `slots` scratch slots, which are reused
+        from run to run.
 
-        name: purpose of the buffer, such as "staging". lane: index among concurrent segments.
+        name: purpose of the buffer, such as "staging". lane: index among the segments that run concurrently.
         """
         return _view_slots(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
@@ -388,7 +390,7 @@ def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return the function (slot, 1) -> view, where slot i is elements start .. start + length of chunk i of `n`
+    """Return the function (slot, 1) -> view, where slot i is the elements [start, start + length) of chunk i of `n`
     elements."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

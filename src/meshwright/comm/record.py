@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(slots=True)
 class SiteRecord:
-    """Totals of the collective calls of one call site on one mesh axis since the last `clear`.
+    """Totals of the collective calls of one call site on one mesh axis, since the last `Record.clear`.
 
-    site: label of the call. calls: number of calls. payload_bytes: bytes of the whole vectors (input of a reduction,
-        result of a gather). sent_bytes: bytes that this rank has sent.
+    site: label of the calls. operation: such as "all_reduce". calls: number of calls. payload_bytes: bytes of the whole
+        vectors (input of a reduction, result of a gather). sent_bytes: bytes that this rank has sent.
     """
 
     site: str
@@ -30,8 +30,8 @@ class Record:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
     def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Count one call. site: label of the call. payload_bytes: bytes of the whole vector. sent_bytes: bytes this
-        rank sends."""
+        """Add one collective call to the counters. site: label of the call. payload_bytes: bytes of the whole vector.
+        sent_bytes: bytes that this rank sends."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
@@ -40,15 +40,15 @@ class Record:
         entry.sent_bytes += sent_bytes
 
     def clear(self) -> None:
-        """Reset all counters."""
+        """Reset all counters of collective calls to zero."""
         self.sites.clear()
 
     def sent_bytes(self) -> int:
-        """Return the bytes this rank has sent since the last `clear`."""
+        """Return the total bytes that this rank has sent in collective calls since the last `clear`."""
         return sum(entry.sent_bytes for entry in self.sites.values())
 
     def sent_by_site(self) -> dict[str, int]:
-        """Return call site -> bytes that this rank has sent, without sites that sent nothing."""
+        """Return call site -> bytes that this rank has sent since the last `clear`, without sites that sent nothing."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:
@@ -56,7 +56,8 @@ class Record:
         return sent
 
     def sent_by_axis(self) -> dict[str, int]:
-        """Return mesh axis -> bytes that this rank has sent; sub-axes ("tp/2", "pp[0,3]") count for their axis."""
+        """Return mesh axis -> bytes that this rank has sent since the last `clear`; sub-axes ("tp/2", "pp[0,3]") are
+        included in their axis."""
         sent: dict[str, int] = {}
         for entry in self.sites.values():
             if entry.sent_bytes:
@@ -65,10 +66,9 @@ class Record:
         return sent
 
     def table(self) -> list[dict[str, str | int]]:
-        """Return the totals as JSON-able dicts with the fields of `SiteRecord`, one per call site and operation.
-
-        In the order of the first calls; several axes of one site are added up under the name of the first axis.
-        """
+        """Return the totals as JSON-able dicts with the fields of `SiteRecord`, one per call site and operation, in the
+        order of their first calls. If a site calls on several axes, their totals are summed under the name of the first
+        axis."""
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
             line = lines.get((entry.site, entry.operation))
@@ -82,6 +82,7 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return key -> growth of a byte counter from `before` to `after`, without keys that have not grown."""
+    """Return key -> increase of a byte counter from `before` to `after` (both: key -> bytes), without keys that have
+    not increased."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

@@ -26,7 +26,7 @@ MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receive
 class Message:
     """One end of a point-to-point transfer over a mesh axis.
 
-    tensor: sent to the rank at index `peer` of the axis, or received from it if `arrives` is True. site: label of the
+    tensor: sent to the rank at index `peer` of the axis or, if `arrives` is True, received from it. site: label of the
         call in records. name: label of the message in error reports, such as "2RECV_F3".
     """
 
@@ -38,10 +38,8 @@ class Message:
 
 
 def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
-    """Return True if the backend's own reduce-scatter and all-gather are used for `tensor` over `axis`.
-
-    False for CPU tensors of several gloo ranks, whose data are sent directly between the final buffers.
-    """
+    """Return True if reduce-scatter and all-gather of `tensor` over `axis` use the backend's own calls. False for CPU
+    tensors on gloo with several ranks, whose data are instead sent directly between the final buffers."""
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
@@ -172,7 +170,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post a ring shift: `source` goes to the next rank of the axis, that of the previous rank arrives in `output`.
+    """Post a ring shift: send `source` to the next rank of the axis, receive the previous rank's into `output`.
 
     Returns (work handles, function to call when they are complete, or None).
     """

@@ -16,8 +16,8 @@ from meshwright.flight_recorder.call_ring import CallWriter
 class WatchedCall:
     """Times of one collective call, in nanoseconds since 1970 on this host's clock.
 
-    site: label of the call. payload_bytes: bytes of the whole vector. posted: time of the call. waited: time at which
-        the process began to wait for it. done: time at which it was found complete. None: not yet.
+    site: label of the call. payload_bytes: bytes of the whole vector. posted: when the call was made. waited: when the
+        process began to wait for it. done: when it was found complete. waited, done: None if that has not happened yet.
     """
 
     site: str
@@ -30,10 +30,8 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Recorder of collective calls that notes their times and forwards everything to the recorder `calls`.
-
-    seen (attribute): the calls so far, in posting order.
-    """
+    """Wrapper of the call recorder `calls` that also notes the times of each collective call. Attribute `seen`: the
+    calls so far, in posting order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -46,8 +44,8 @@ class WatchedCalls:
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Record a posted call and its time; return its number in the flight recorder.
 
-        group: number of the set of ranks. site: label of the call. payload_bytes: bytes of the whole vector. dtype,
-            shape: of the tensor.
+        group: number of the call's set of ranks in the flight recorder. site: label of the call. payload_bytes: bytes
+            of the whole vector. dtype, shape: of the tensor.
         """
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())

@@ -23,13 +23,13 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return groups for the fault "wrong group": the ranks of axis `name`, but in wrong groups of the right sizes.
+    """Return rank groups for the fault "wrong group": the ranks of axis `name` divided into other groups of the same
+    sizes.
 
-    A group has consecutive ranks or, where those would be right, ranks of equal index in their groups. alike: one value
-    per rank; only ranks with equal values, and of one pipeline stage (unless the axis spans stages), are mixed: others
-    would wait for calls that are never made.
-    equal: groups must be of equal size. If there is only one group it is halved; no groups are returned if `equal`, or
-        if the halves would be single ranks.
+    A group has consecutive ranks or, where those would be the right groups, ranks of equal index in their right groups.
+    alike: one value per rank; only ranks with equal values, and of one pipeline stage (unless the axis spans stages),
+    are mixed: others would wait for calls that are never made. equal: groups must keep their size. A single right group
+    is halved, unless `equal` is True or its halves would be single ranks; then it has no wrong groups.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

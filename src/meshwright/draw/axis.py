@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """Linear or logarithmic axis of a chart over the values from `low` to `high`. ticks: (value, label) of each tick
-    mark."""
+    """Linear or logarithmic axis of a chart, over the values from `low` to `high` (both included).
+
+    ticks: (value, label) of each tick mark. title: text beside the axis. logarithmic: True for a logarithmic scale.
+    """
 
     low: float
     high: float
@@ -19,8 +21,8 @@ class Axis:
     logarithmic: bool = False
 
     def share(self, value: float) -> float:
-        """Return the position of `value` along the axis as a fraction: 0 at `low`, 1 at `high`; outside for values
-        beyond. On a logarithmic axis values below `low` are put at 0."""
+        """Return the position of `value` along the axis as a fraction of its length: 0 at `low`, 1 at `high`, outside
+        [0, 1] for values beyond them. On a logarithmic axis values below `low` are put at 0."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -31,8 +33,8 @@ def linear_axis(
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers; if the two are equal, `high` is raised.
 
-    below, above: space added at the low and the high end, as a fraction of the range.
-    most: maximum number of intervals between ticks.
+    title: of the axis. below, above: space added at the low and the high end, as a fraction of the range. most: maximum
+        number of intervals between ticks.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
@@ -42,7 +44,8 @@ def linear_axis(
 def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
     """Return a logarithmic axis that contains all `values` (each above 0), with 4 % of its length free at each end.
 
-    unit: ticks are round multiples of this value. show: formats a tick's label, given the tick divided by `unit`.
+    title: of the axis. show: formats a tick's label, given the tick's value divided by `unit`. unit: ticks are round
+        multiples of this value.
     """
     low, high = min(values), max(values)
     air = max(1.02, (high / low) ** 0.04, 1.5 * low / high)

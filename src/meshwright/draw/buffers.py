@@ -63,8 +63,8 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
-    """Return the entries of the legend: colours, frames and stripes of cells, and arrows. A cell is coloured more
-    strongly the more contributions it has where the operation reduces."""
+    """Return the entries of the legend: meaning of the colours, frames and stripes of cells, and of arrows. In
+    operations that reduce, a cell's colour is the stronger the more ranks have contributed to it."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "as the operation promises"),
@@ -79,10 +79,10 @@ def _make_legend(program: CollectiveProgram) -> list[Markup]:
 
 
 def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
-    """Return the row of stripes below a cell, one for each of `ranks` ranks: coloured for those in `origins`, whose
-    contributions the cell holds, grey for others. width: of the cell in pixels.
+    """Return the row of stripes drawn below a cell, one for each of `ranks` ranks: coloured if the cell holds a
+    contribution of that rank (listed in `origins`), else grey.
 
-    Cells with equal origins refer to one such element by its id.
+    width: of the cell in pixels. The element has an id, by which all cells with equal origins refer to it.
     """
     bit = (width - 12) / ranks
     stripes = (
@@ -96,7 +96,7 @@ def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Ma
 
 
 def _stripes_id(origins: tuple[int, ...]) -> str:
-    """Return the element id of the stripes for these ranks: `parts-abd` for ranks 0, 1 and 3."""
+    """Return the id of the SVG element with the stripes for the ranks `origins`: `parts-abd` for ranks 0, 1 and 3."""
     return "parts-" + "".join(LETTERS[rank] for rank in origins)
 
 
@@ -142,7 +142,7 @@ class _FramePicture:
         self.height = y + 6
 
     def draw(self, width: int) -> Markup:
-        """Return the picture as SVG, `width` pixels wide."""
+        """Return the picture of the buffers after one round as SVG, `width` pixels wide."""
         picture = Picture()
         for slot, top in enumerate(self.top):
             picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
@@ -157,7 +157,7 @@ class _FramePicture:
         return picture.svg(width, self.height, title)
 
     def _rank_left(self, rank: int) -> int:
-        """Return the left edge in pixels of a rank's cells."""
+        """Return the x coordinate, in pixels, of the left edge of the column of rank number `rank`."""
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
@@ -174,8 +174,8 @@ class _FramePicture:
             picture.add("use", href=f"#{_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
-        """Draw the arrow of a transfer from slots of one rank to slots of another. number: its index in
-        `frame.arrows`."""
+        """Draw the arrow of a transfer from slots of one rank to slots of another. number: index of the arrow in
+        `frame.arrows`, from 0."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target
@@ -205,7 +205,7 @@ class _FramePicture:
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
     def _slots_middle(self, slot: int, count: int) -> float:
-        """Return the vertical middle, in pixels, of `count` consecutive slots from `slot` on."""
+        """Return the y coordinate, in pixels, of the middle of `count` consecutive slot rows from row `slot` on."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 

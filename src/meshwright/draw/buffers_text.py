@@ -12,10 +12,10 @@ _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """Return the buffers as text, with one table for each round: a line for each rank, a column for each slot; the
-    round's transfers above it. Slots written in the round are in brackets.
+    """Return the contents of all ranks' buffers as text: one table for each round, with a line for each rank and a
+    column for each slot, below the transfers of that round. Slots written in the round are in brackets.
 
-    last_rounds: number of rounds to draw, from the end (None: all). Raises `UserError` if the program has too many
+    last_rounds: draw only this number of rounds at the end (None: all). Raises `UserError` if the program has too many
         ranks, slots or rounds to draw.
     """
     program, drawn = checked.program, build_frames(checked)
@@ -29,7 +29,8 @@ def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None
 
 
 def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the transfers of a round as lines of text, wrapped to `_WIDTH` characters."""
+    """Return the transfers that lead to `frame` (those of its round) as lines of text, wrapped to `_WIDTH`
+    characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]

@@ -28,9 +28,9 @@ ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows i
 def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True) -> Markup:
     """Return the Gantt chart of a timeline as SVG; hovering over a step shows its name and times.
 
-    width: in pixels; long programs are drawn as wide as legible labels need, up to eight times that.
-    arrows: True to draw the transfers between tracks too.
-    alone: True for an SVG file of its own, with the title above the chart; False to embed it in a page.
+    width: in pixels; a chart with many steps is made wider, up to eight times that, so that labels are legible. arrows:
+        True to draw the transfers between tracks too. alone: True for an SVG file, with the title above the chart;
+        False to embed it in a page.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
@@ -61,7 +61,7 @@ def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone:
 
 def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> Markup:
     """Return a Gantt chart of a long program as SVG, `width` pixels wide and about `height` high, with low rows and
-    without labels. Steps of one colour share one path, so that 100,000 steps can be shown."""
+    without step labels. All steps of one colour are one SVG path, so that 100,000 steps can be shown."""
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
     row = pitch - (GAP if pitch > 12 else 1)
@@ -83,9 +83,9 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
-    """Return an HTML page with the Gantt chart, a paragraph of summary, and a table.
+    """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table.
 
-    rows: cells of the table, header first; no table if empty. arrows: True to draw the transfers between tracks.
+    rows: cells of the table, header first; empty: no table. arrows: True to draw the transfers between tracks.
     """
     return page(
         timeline.title,
@@ -104,10 +104,10 @@ def _choose_colour(span: Span) -> tuple[str, bool]:
 
 
 class _Chart:
-    """Gantt chart that is being drawn into `picture`. spans: steps to draw. width: of the whole picture in pixels.
-    pitch: pixels from one track's row to the next.
+    """Gantt chart under construction; its methods append to the SVG `picture`.
 
-    left: x of time 0 in pixels. plot: length of the time axis in pixels.
+    spans: steps to draw. width: of the whole picture in pixels. pitch: pixels from one track's row to the next. left: x
+        coordinate of time 0 in pixels. plot: length of the time axis in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
@@ -118,17 +118,20 @@ class _Chart:
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend between the time axis's start and the pixel `right`, its first line at y = `baseline`, and
-        place the first row below it. level_name: quantity of the level strips, empty if there are none."""
+        """Draw the legend above the rows of the chart, and set where the first row begins.
+
+        right: x coordinate at which the legend must end. baseline: y coordinate of its first line, both in pixels.
+            level_name: quantity of the level strips, empty if there are none.
+        """
         self.scale = self.plot / self.end
         self.top = self.picture.legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
 
     def x(self, time: float) -> float:
-        """Return the x coordinate, in pixels, of a time."""
+        """Return the x coordinate, in pixels, of a point in time."""
         return self.left + time * self.scale
 
     def y(self, track: int) -> float:
-        """Return the y coordinate, in pixels, of the top of a track's row. track: its index."""
+        """Return the y coordinate, in pixels, of the top of the row of track number `track` (from 0)."""
         return self.top + track * self.pitch
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
@@ -153,7 +156,7 @@ class _Chart:
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
-        """Draw a step as a rectangle, with its label if that fits into it."""
+        """Draw one step as a rectangle in its track's row, with its label if that fits into it."""
         height = ROW / span.lanes
         x, width = self.x(span.start), (span.end - span.start) * self.scale
         y = self.y(span.track) + span.lane * height

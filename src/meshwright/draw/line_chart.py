@@ -21,10 +21,10 @@ STRIP = 20
 
 @dataclass(frozen=True)
 class Series:
-    """Curve of a line chart: `points` (x, y) joined by a line.
+    """One curve of a line chart: `points` (x, y) joined by a line.
 
-    colour: style-sheet colour, such as "blue". kind: line style (empty, "thin", "thick", "named" or "dashed"); "thick"
-        and "named" emphasize the name. dots: True to mark the points.
+    name: label of the curve. colour: style-sheet colour, such as "blue". kind: line style, "" (default), "thin",
+        "thick", "named" or "dashed"; "thick" and "named" emphasize the name too. dots: True to mark the points.
     """
 
     name: str
@@ -36,7 +36,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line at `x` with the text `words` beside it; if `y` is given, a dot on the line at that value."""
+    """Vertical line in a chart at the x value `x`, with the text `words` beside it. y: value at which a dot is drawn on
+    it, None for no dot."""
 
     x: float
     words: str
@@ -45,9 +46,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """Named section of the x axis, drawn as part of a coloured strip: from the previous band's end to `end`.
+    """Named interval of the x axis, drawn as a section of a coloured strip; it begins where the previous band ends (or
+    the axis begins), and ends at the x value `end`.
 
-    title: text on hover. until: label written at its end, if not empty.
+    name: text on the section. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at
+        its end, if not empty.
     """
 
     end: float
@@ -59,8 +62,11 @@ class Band:
 
 @dataclass
 class Plot:
-    """Picture with two axes. left, right, top, bottom: edges of the plotting area in pixels; `left` 0 means as much
-    space as the labels of the y axis need."""
+    """Chart under construction with an x axis and a y axis.
+
+    left, right, top, bottom: edges of the plotting area in pixels; left = 0: as much space as the labels of the y axis
+        need.
+    """
 
     x_axis: Axis
     y_axis: Axis
@@ -111,7 +117,7 @@ class Plot:
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
-        """Draw a vertical line with its text, on the side of the line that has more space."""
+        """Draw the vertical line of a mark, with its text on the side of the line that has more space."""
         x = self.x(mark.x)
         self.picture.line((x, self.top), (x, self.bottom), "mark")
         if mark.y is not None:
@@ -122,8 +128,8 @@ class Plot:
         self.picture.text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
 
     def draw_names(self, series: Sequence[Series]) -> None:
-        """Write the name of each series to the right of its last point, moved apart where lines end close together.
-        Series that end before the right edge get no name there (hovering shows it)."""
+        """Write the name of each series to the right of its last point; names of lines that end close together are
+        moved apart. A series that ends before the right edge of the plot gets no name (hovering shows it)."""
         ends = sorted(
             (self.y(one.points[-1][1]), index)
             for index, one in enumerate(series)
@@ -137,8 +143,8 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
-        """Draw `bands` as a strip below the x axis, each with its name if that fits. name: of the whole strip, at its
-        left."""
+        """Draw `bands` as a strip below the x axis, each with its name if the band is wide enough. name: label of the
+        whole strip, at its left."""
         top, start, last = self.bottom + 32, self.left, -math.inf
         self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
@@ -172,7 +178,7 @@ def draw_lines(
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
     """Return vertical positions of labels, in pixels: ascending, at least `LINE` apart, close to the wanted positions
-    `places` (ascending), and none beyond `limit`."""
+    `places` (ascending), and none greater than `limit`."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)

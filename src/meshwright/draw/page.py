@@ -29,10 +29,10 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
 
 
 def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
-    """Return an HTML table that scrolls horizontally if too wide. head: cells of the header line, empty for none. rows:
-    cells of each line, of which the first is a row header.
+    """Return an HTML table that scrolls horizontally if too wide.
 
-    Columns that hold only quantities are aligned to the right.
+    head: cells of the header line, empty for none. rows: cells of each line, the first of which is the row's header.
+        Columns that hold only quantities (numbers with an optional unit) are aligned to the right.
     """
     rows = list(rows)
     kinds = ["n" if _holds_quantities([row[at] for row in rows]) else None for at in range(len((*rows, head)[0]))]
@@ -43,8 +43,10 @@ def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
 
 
 def _make_table_row(cells: Sequence[Content], kinds: Sequence[str | None], name: str) -> Markup:
-    """Return a table row. kinds: CSS class of each cell, None for none; name: tag ("td" or "th") of the cells after the
-    first."""
+    """Return an HTML table row of `cells`.
+
+    kinds: CSS class of each cell, None for no class. name: tag of the cells after the first, "td" or "th".
+    """
     tags = ["th", *[name] * len(cells)]
     return element("tr", [element(tag, cell, class_=kind) for tag, cell, kind in zip(tags, cells, kinds, strict=False)])
 
@@ -56,19 +58,22 @@ def _holds_quantities(column: Sequence[Content]) -> bool:
 
 
 def paragraph(*words: Content, muted: bool = False) -> Markup:
-    """Return an HTML paragraph; `muted` sets it in a paler colour."""
+    """Return an HTML paragraph with the content `words`; muted=True sets it in a paler colour."""
     return element("p", *words, class_="muted" if muted else None)
 
 
 def key(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Return the legend of a chart as HTML. entries: (text, style-sheet colour such as "blue")."""
+    """Return the legend of a chart as HTML. entries: (text, style-sheet colour such as "blue") of each symbol."""
     swatches = ((element("i", style=f"background:{paint(colour)}"), words) for words, colour in entries)
     return element("p", join([element("span", swatch) for swatch in swatches], " "), class_="muted key")
 
 
 def bar(*shares: float, colours: Sequence[str] = ("blue",), mark: float | None = None) -> Markup:
-    """Return horizontal bars for a table cell, one below the other. shares: lengths as fractions of the cell's width, 0
-    to 1; colours: style-sheet colour of each; mark: position of a vertical mark, 0 to 1, None for none."""
+    """Return horizontal bars for a table cell, one below the other.
+
+    shares: length of each bar as a fraction of the cell's width, 0 to 1. colours: style-sheet colour of each, such as
+        "blue". mark: position of a vertical mark, 0 to 1, None for no mark.
+    """
     bars = [
         element("i", style=f"width:{share:.1%};background:{paint(colour)}")
         for share, colour in zip(shares, colours, strict=True)

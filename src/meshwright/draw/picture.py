@@ -17,17 +17,18 @@ class Picture:
         self.parts: list[Markup] = []
 
     def add(self, name: str, /, *, title: str = "", **attributes: str | float | None) -> None:
-        """Append a shape: the SVG element `name` with these attributes (see `element`). title: text shown on hover."""
+        """Append a shape to the picture: the SVG element `name` with these attributes. title: text shown on hover.
+        attributes: as for `markup.element` (`class_` stands for class, an underscore for a hyphen)."""
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
     def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:
-        """Append the text `words` at (x, y). anchor: which point of the text lies there: its start (None), "middle" or
-        "end"."""
+        """Append the text `words` at (x, y) to the picture. anchor: point of the text that lies there, None for its
+        start, "middle" or "end". attributes: further SVG attributes, as for `add`."""
         self.parts.append(element("text", words, x=x, y=y, text_anchor=anchor, **attributes))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
-        """Append a line from (x, y) `start` to `end`. kind: class of the style sheet, such as "grid". title: text shown
-        on hover."""
+        """Append a straight line to the picture, from `start` to `end`, both (x, y). kind: class of the style sheet,
+        such as "grid". title: text shown on hover."""
         self.add("line", title=title, x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=kind)
 
     def legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:

@@ -18,8 +18,10 @@ def draw_scatter(
     marked: Iterable[tuple[float, float, str]],
     limit: tuple[float, str],
 ) -> Markup:
-    """Return a scatter plot of `points` (x, y) as SVG. marked: (x, y, text on hover) of highlighted points. limit: (y
-    value, text) of a horizontal line."""
+    """Return a scatter plot of `points` (x, y) as SVG.
+
+    marked: (x, y, text on hover) of points to highlight. limit: (y value, text) of a horizontal line.
+    """
     plot = Plot(x_axis, y_axis, right=WIDTH - 16, bottom=HEIGHT - 46)
     for x, y in points:
         plot.picture.add("circle", cx=round(plot.x(x), 1), cy=round(plot.y(y), 1), r=2, class_="dot")

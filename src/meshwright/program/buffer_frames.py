@@ -24,9 +24,9 @@ MOST_ROUNDS = 200
 class Cell:
     """Content of one slot (buffer for one chunk of the vector) of a rank in a drawing.
 
-    label: text such as `a0+b0` (chunk 0 of ranks a and b), empty for an empty slot. origins: ranks whose contributions
-        it holds.
-    whole: True if the content is what the operation requires at the end. fresh: True if written in this frame.
+    label: text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot. origins: ranks whose
+        contributions the slot holds. whole: True if the content is already what the operation requires at the end.
+        fresh: True if the slot was written in this frame.
     """
 
     label: str  # empty where the slot holds nothing
@@ -54,10 +54,10 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Frame:
-    """Picture of the buffers of all ranks at one point of a collective program, such as the end of a round.
+    """Snapshot of the buffers of all ranks at one point of a collective program, to be drawn.
 
-    title: `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed. arrows: transfers
-        since the frame before. cells: slot contents after these, by [rank][slot].
+    title: such as `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed. arrows:
+        transfers since the previous frame. cells: slot contents after them, indexed [rank][slot].
     """
 
     title: str
@@ -67,8 +67,8 @@ class Frame:
 
 
 def build_frames(checked: CheckedCollective) -> list[Frame]:
-    """Return pictures of all ranks' buffers: at the start, after each round, and between where ranks copy or reduce
-    locally.
+    """Return the snapshots of all ranks' buffers to draw: at the start, after each round, and before a round if ranks
+    copy or reduce locally there.
 
     checked: verified collective program. Raises `UserError` above 16 ranks, 64 slots per rank or 200 rounds.
     """
@@ -117,10 +117,10 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a program so that all transfers of one round share one level.
+    """Renumber the dependency levels of a program so that all transfers of one round have the same level.
 
-    Returns the new posting order, and the number of levels per round: local copies and reductions take all but the last
-    one, the round's transfers the last.
+    Returns the new posting order, and the number of levels per round: local copies and reductions have the first ones,
+        the round's transfers the last one.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

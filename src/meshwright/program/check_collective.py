@@ -53,7 +53,8 @@ class CheckedCollective:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds: length of the longest chain of dependent transfers."""
+        """Number of rounds of the collective program: number of transfers in its longest chain of dependent
+        transfers."""
         return self.order.depth
 
     def bytes_sent(self, total_bytes: float) -> NDArray[np.float64]:
@@ -251,8 +252,8 @@ def _check_races(program: CollectiveProgram) -> None:
 
 
 def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
-    """Raise `ProgramError` unless every slot that the operation defines holds its chunk with exactly the right
-    contributions.
+    """Raise `ProgramError` unless, after the last step, every slot that the operation's result covers holds its chunk
+    with exactly the required contributions.
 
     memory: chunk and contributing ranks of every slot after the last step.
     """

@@ -67,10 +67,11 @@ class Steps(StepColumns):
 
     @classmethod
     def from_unsorted(cls, **columns: ArrayLike) -> Steps:
-        """Build the columns from steps of the ranks in any order, sorted and with group numbers from 0 on each rank.
+        """Build the columns from steps of all ranks in any order: sorts them by rank and group, and numbers each rank's
+        groups from 0.
 
-        columns: one array [steps] for each field; group numbers need only increase on a rank. Steps of a group keep
-            their order.
+        columns: one array [steps] for each field of `Steps`; group numbers need only increase on a rank. Steps of one
+            group keep their order.
         """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
@@ -105,12 +106,13 @@ class CollectiveProgram:
 
     @property
     def has_output(self) -> bool:
-        """True if the operation writes its result to separate `output` slots instead of in place."""
+        """True if the operation writes its result to separate `output` slots (all-to-all) instead of in place."""
         return self.operation == "all-to-all"
 
     @property
     def output(self) -> int:
-        """Index of the first slot of the result: 0 if the operation works in place."""
+        """Index of the first slot that holds the operation's result: 0 if it works in place, else the first `output`
+        slot."""
         return self.chunks if self.has_output else 0
 
     @property
@@ -124,7 +126,7 @@ class CollectiveProgram:
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the rank whose share of the vector has each chunk of `chunk` (any shape); shares are contiguous, in
+        """Return the rank that owns each chunk of `chunk` (any shape), as ranks own contiguous shares of the vector in
         rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
@@ -229,11 +231,11 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Add a send of slots chunk .. chunk + count on rank `source`, and its receive on rank `target`; arrays
+        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays
         broadcast.
 
         into: first slot written on the target (default: `chunk`). reduce: add to those slots instead of overwriting
-            them. Transfers from a rank to itself and those of 0 slots are dropped.
+            them. Transfers from a rank to itself and transfers of 0 slots are dropped.
         """
         columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
@@ -250,10 +252,10 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a copy of slots source .. source + count to the slots from `into` on, within rank `rank`; arrays
+        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays
         broadcast.
 
-        combine: add to those slots instead of overwriting them.
+        combine: add to the target slots instead of overwriting them.
         """
         self._append_steps(rank, Kind.COMBINE if combine else Kind.COPY, into, count, -1, source)
 
@@ -279,7 +281,7 @@ class Builder:
             raise self._make_size_error(f"more than {MAX_STEPS:,} steps")
 
     def build(self) -> CollectiveProgram:
-        """Return the program of all steps added so far."""
+        """Return the collective program of all rounds and steps added so far."""
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.concatenate([np.zeros((len(names), 0), np.int64), *self._columns], axis=1)
         steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))

@@ -53,7 +53,8 @@ Row = tuple[int, int, int, int, int, int, int]  # rank, group, kind, slot, count
 
 
 def format_collective(program: CollectiveProgram) -> str:
-    """Return the text form of a collective program, from which `parse_collective` builds an equal program."""
+    """Return the text form of a collective program (header, then lines such as `send data[0] to 1` by rank), from which
+    `parse_collective` builds an equal program."""
     lines = [
         f"collective {program.operation} {program.algorithm}",
         f"ranks {program.ranks}",
@@ -81,10 +82,10 @@ def format_collective(program: CollectiveProgram) -> str:
 
 
 def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
-    """Parse the text form of a collective program and return it. where: prefix of error messages, such as the file's
-    name.
+    """Parse the text form of a collective program (header, then lines such as `send data[0] to 1` by rank).
 
-    Raises `UserError` with the line number, the invalid text, and a valid alternative.
+    where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
+        and a valid alternative.
     """
     return _Parser(where).parse(text)
 

@@ -36,7 +36,7 @@ class StepColumns:
 
     @cached_property
     def _hash(self) -> int:
-        """Hash of all columns, computed once."""
+        """Hash of the contents of all columns, computed once."""
         return hash(tuple(getattr(self, column.name).tobytes() for column in fields(self)))
 
     @cached_property
@@ -46,11 +46,11 @@ class StepColumns:
 
     @cached_property
     def group_rank(self) -> Integers:
-        """Rank of each group, indexed as in `group_index`: [groups]."""
+        """Rank of each group of steps, with groups numbered over all ranks as in `group_index`: [groups]."""
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:
-        """Return the range of indices of the steps of rank `rank`."""
+        """Return the range of step indices (positions in the columns) that belong to rank `rank`."""
         return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
 
     def has_kind(self, kinds: Iterable[int]) -> Mask:

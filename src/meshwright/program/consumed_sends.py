@@ -15,9 +15,10 @@ Value = tuple[int, int, int, int]
 
 
 def find_read_value(program: PipelineProgram, at: int) -> Value | None:
-    """Return the activation or gradient that a compute step reads from another stage, or None if it reads none.
+    """Return the value (activation or gradient) that a compute step reads from another stage, or None if it reads none.
 
-    at: index of the step in the program. Returns (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch).
+    at: index of the step in the program. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
+        produces it, micro-batch).
     """
     s = program.steps
     return compute_read_value(
@@ -26,19 +27,20 @@ def find_read_value(program: PipelineProgram, at: int) -> Value | None:
 
 
 def find_carried_value(program: PipelineProgram, at: int) -> Value:
-    """Return the activation or gradient that a send or receive step transfers.
+    """Return the value (activation or gradient) that a send or receive step transfers.
 
-    at: index of the step in the program. Returns (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch).
+    at: index of the step in the program. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
+        produces it, micro-batch).
     """
     s = program.steps
     return compute_carried_value(*(int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch)))
 
 
 def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_batch: int) -> Value | None:
-    """Return the activation or gradient that a compute step reads from another stage, or None if it reads none.
+    """Return the value (activation or gradient) that a compute step reads from another stage, or None if it reads none.
 
-    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: fields of the step. Returns (OUTPUT or
-        GRADIENT, replica, stage that produces it, micro-batch).
+    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: fields of the step. A value is (OUTPUT
+        = 0 for an activation or GRADIENT = 1, replica, stage that produces it, micro-batch).
     """
     if kind == _FORWARD:
         return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
@@ -46,9 +48,9 @@ def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_bat
 
 
 def compute_carried_value(kind: int, stage: int, replica: int, micro_batch: int) -> Value:
-    """Return the activation or gradient that a send or receive transfers, given the fields of that step.
+    """Return the value (activation or gradient) that a send or receive transfers, given the fields of that step.
 
-    Returns (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch).
+    A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that produces it, micro-batch).
     """
     ahead = kind in _FORWARD_TRANSFERS
     maker = stage if kind in _SENDING else stage - 1 if ahead else stage + 1
@@ -63,11 +65,11 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find which tensors sent by `rank` its peers must have consumed by the time each of its compute steps has its
-    input.
+    """Find when the send buffers of `rank` can be freed without waiting: when an input arrives from a neighbour that,
+    in its own order, has already used the tensors sent to it.
 
-    Returns compute step index -> sent values (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch), whose
-    send buffers are free from then on: the neighbour that sent the input had used them before.
+    Returns compute step index -> values whose send buffers are free once that step has its input. A value is (OUTPUT or
+    GRADIENT, replica, stage that produces it, micro-batch); each value is listed once.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)
@@ -97,9 +99,9 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
 
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
-    """Return the rank at the other end of a send or receive, given the fields of that step (`micro_batch` is unused).
+    """Return the rank at the other end of a send or receive, given the fields of that step.
 
-    placement: rank of each stage, by [replica][stage].
+    placement: rank of each stage, indexed [replica][stage]. micro_batch: unused.
     """
     return placement[replica][stage + (1 if kind in _TO_NEXT_STAGE else -1)]
 

@@ -65,11 +65,8 @@ def list_ranks(words: NDArray[np.uint64]) -> list[int]:
 
 
 def make_single_rank_sets(rank: Integers, ranks: int) -> NDArray[np.uint64]:
-    """Return, for each rank in `rank` [...], the bit set that contains only that rank: [..., ceil(ranks / 64)] 64-bit
-    words.
-
-    ranks: number of ranks.
-    """
+    """Return, for each rank in `rank` [...], the bit set that contains only that rank: [..., ceil(ranks / 64)] words of
+    64 bits. ranks: total number of ranks."""
     sets = np.zeros((*rank.shape, -(-ranks // 64)), np.uint64)
     bit = np.left_shift(np.uint64(1), (rank % 64).astype(np.uint64))
     np.put_along_axis(sets, (rank // 64)[..., None], bit[..., None], axis=-1)

@@ -28,10 +28,10 @@ def make_step_error(program: CollectiveProgram, step: int, reason: str) -> Progr
 
 
 def expand_ranges(first: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """Write out the ranges first[i] .. first[i] + count[i] one after the other.
+    """List the integers of the ranges [first[i], first[i] + count[i]) of all i, one range after the other.
 
-    Returns two arrays [sum of count]: the index i of the range, and the number. Ranges 3..5 and 7..8 give [0, 0, 1] and
-    [3, 4, 7].
+    Returns two arrays [sum of count]: the index i of the range, and the integer. first [3, 7], count [2, 1] give [0, 0,
+    1] and [3, 4, 7].
     """
     return np.repeat(np.arange(len(first)), count), concatenate_ranges(first, first + count)
 
@@ -59,7 +59,7 @@ class SlotMoves:
     writer: Integers  # index of the step that writes
 
     def select(self, index: Integers | Mask | slice) -> SlotMoves:
-        """Return the moves selected by an index array, a mask or a slice."""
+        """Return the subset of the slot moves that an index array, a mask or a slice selects."""
         return SlotMoves(**{name: column[index] for name, column in vars(self).items()})
 
 
@@ -196,10 +196,10 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Read the sources of all moves, and write those that overwrite their target to `memory`.
+        """Read the source slots of all moves, and perform the moves that overwrite their target slot in `memory`.
 
-        Returns the remaining moves, which are reductions, with the chunks [moves] and contribution sets [moves, words]
-        read.
+        Returns the other moves, which are reductions, with the chunk numbers [moves] and contribution sets [moves,
+        words] that they have read.
         """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # what overwrites stands before what reduces
@@ -244,7 +244,7 @@ class ContributionTracker:
         self._sets[moves.target] = held | sets
 
     def _format_slot(self, slot: np.int64) -> str:
-        """Return text such as `data[3]` for a slot numbered rank x slots per rank + slot."""
+        """Return text such as `data[3]` for a slot, given its number over all ranks: rank x slots per rank + slot."""
         return self.program.format_slots(int(slot) % self.program.slots)
 
 

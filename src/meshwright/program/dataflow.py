@@ -71,8 +71,8 @@ class Dataflow:
 
     @cached_property
     def produced(self) -> Integers:
-        """Index (`compute_value_index`) of the value that each compute step produces, alone or in part: [compute
-        steps]."""
+        """Index (see `compute_value_index`) of the value that each compute step produces: [compute steps]. Steps split
+        into layer components produce one value together."""
         s, c = self.program.steps, self.computing
         return self.compute_value_index(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
 

@@ -118,7 +118,7 @@ class Durations:
 
     def component_shares(self) -> Floats:
         """Return the fraction of a step's duration that each layer component takes: [step kinds, components]; 1 for
-        whole steps."""
+        whole steps. Kinds and components are indexed by the values of `Kind` and `Component`."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; right is 4, or 4 for each of the 4 kinds of steps")

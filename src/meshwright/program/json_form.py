@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 
 def to_json_dict(program: Program) -> dict[str, object]:
-    """Return the program as a JSON object: header keys, and under "steps" one list per column. `from_json_dict`
-    reverses it."""
+    """Return the program as a JSON object: header fields such as "ranks" by name, and under "steps" one list per step
+    column. `from_json_dict` reverses it."""
     dialect = "collective" if isinstance(program, CollectiveProgram) else "pipeline"
     header = {name: getattr(program, name) for name in (_COLLECTIVE if dialect == "collective" else _PIPELINE)}
     if "placement" in header:
@@ -267,7 +267,7 @@ def _require_type(value: object, like: T, where: str) -> T:
 
 
 def _list_words(words: type[IntEnum]) -> dict[int, str]:
-    """Return the number of each enumeration member -> its word in the JSON form, such as `weight-gradient`."""
+    """Return {number of each enumeration member: its word in the JSON form, such as `weight-gradient`}."""
     return {int(word): word.name.lower().replace("_", "-") for word in words}
 
 

@@ -44,8 +44,7 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
 
 
 def format_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
-    """Return the text with which to write the program to the file `path`: JSON for the suffix `.json`, else the text
-    form."""
+    """Return the text of a program to write to the file `path`: JSON if the suffix is `.json`, else the text form."""
     if Path(path).suffix.lower() == ".json":
         return format_json(program)
     return format_collective(program) if isinstance(program, CollectiveProgram) else format_pipeline(program)

@@ -38,10 +38,8 @@ class MakespanCache:
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the program under several sets of durations together, and cache the makespans for `get`.
-
-        Faster than one simulation per set.
-        """
+        """Simulate the program under several sets of durations at once, which is faster than one by one, and cache the
+        makespans for `get`."""
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))
@@ -90,14 +88,13 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
 
 
 class _WaveOrder(NamedTuple):
-    """Groups (steps run together on a rank) sorted into waves: a wave depends only on earlier waves, so its groups run
-    at once.
+    """Groups (steps run together on a rank) sorted into waves for vectorized simulation: a wave depends only on earlier
+    waves, so all of its groups are computed at once.
 
-    order: [groups], group indices, wave by wave. All other fields use positions in `order`, with `len(order)` for none.
-    bounds: end position of each wave. before: [groups], previous group on the same rank. needs: arrays [groups] of
-        groups on other ranks that each group waits for; the first array has each group's first, the second its second,
-        and so on. crossings: arrays like `needs`, with the index in `RemoteReads` of the read that causes the wait (-1:
-        none).
+    order: [groups], group indices, wave by wave. All other fields hold positions in `order`, or `len(order)` for none.
+        bounds: end position (exclusive) of each wave. before: [groups], previous group on the same rank. needs: list of
+        arrays [groups]; array i has the i-th group on another rank that each group waits for. crossings: arrays like
+        `needs`, with the index in `RemoteReads` of the read that causes the wait (-1: none).
     """
 
     order: Integers
@@ -155,10 +152,10 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
-    """List the groups on other ranks that each group waits for, and the reads that cause the wait.
+    """List the groups on other ranks that each group waits for, and the reads that cause the waits.
 
-    wait: values read across ranks. Returns two lists of arrays [groups]: group indices, and indices into `wait`; the
-        first array of each list has each group's first wait, the second its second, and so on, -1 for none.
+    wait: values read across ranks. Returns two lists of arrays [groups]: group indices, and indices into `wait`. Array
+        i of each list has the i-th wait of every group, -1 for none.
     """
     s = program.steps
     groups = len(s.group_rank)

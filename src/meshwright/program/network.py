@@ -94,20 +94,21 @@ class Network:
 
     @property
     def links(self) -> int:
-        """Number of directed links."""
+        """Number of directed links of the network."""
         return len(self.latency)
 
     @property
     def vertices(self) -> int:
-        """Number of ranks and switches."""
+        """Number of vertices of the network: ranks and switches."""
         return self.ranks + len(self.switches)
 
     def format_vertex(self, vertex: int) -> str:
-        """Return the text of a vertex: `rank 3`, or the name of a switch."""
+        """Return the text of vertex number `vertex`: `rank 3`, or the name of a switch."""
         return f"rank {vertex}" if vertex < self.ranks else self.switches[vertex - self.ranks]
 
     def format_link(self, link: int) -> str:
-        """Return the text of a link: `rank 3 → rank 4`, with a number if several links are parallel."""
+        """Return the text of link number `link`: `rank 3 → rank 4`, with a number if several links join the same
+        vertices."""
         ends = (self.link_from == self.link_from[link]) & (self.link_to == self.link_to[link])
         beside = np.flatnonzero(ends)
         number = f" (link {np.searchsorted(beside, link)})" if len(beside) > 1 else ""

@@ -30,7 +30,7 @@ class ProgramError(CheckFailed):
 
 @dataclass(frozen=True)
 class UnmatchedTransfer(Exception):
-    """Error for a send or receive without a counterpart. step: index of that step. is_send: True if it is a send."""
+    """Error: a send or receive has no counterpart. step: index of that step. is_send: True if the step is a send."""
 
     step: int
     is_send: bool
@@ -80,8 +80,8 @@ class PostingOrder:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Error for groups that wait for each other. groups: their indices; each waits for the next, the last for the
-    first."""
+    """Error: groups (steps posted together) wait for each other in a cycle. groups: their indices; each waits for the
+    next, the last for the first."""
 
     groups: tuple[int, ...]
 

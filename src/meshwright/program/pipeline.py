@@ -23,7 +23,12 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 class Kind(IntEnum):
-    """Kind of a step of a pipeline program. BACKWARD computes input gradient and weight gradient in one step."""
+    """Kind of a step of a pipeline program: a compute pass, an optimizer step (UPDATE), or one end of a transfer.
+
+    BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients up to the step's
+    micro-batch; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD transfer an activation to the next
+    stage, SEND_BACKWARD and RECEIVE_BACKWARD a gradient to the previous one.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -55,9 +60,10 @@ ARRIVING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 class Component(IntEnum):
-    """Component of transformer layers that a step computes, in schedules that overlap it with all-to-all (DualPipe).
+    """Part of transformer layers that a step computes, in schedules that overlap computation with all-to-all
+    (DualPipe): WHOLE (the step computes its whole stage), ATTENTION, DISPATCH, MLP or COMBINE.
 
-    WHOLE: the step computes its whole stage. DISPATCH and COMBINE are the all-to-alls of mixture-of-experts layers.
+    DISPATCH and COMBINE are the all-to-alls of mixture-of-experts layers.
     """
 
     WHOLE = 0
@@ -100,22 +106,23 @@ class PipelineProgram:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas: 1, or 2 for a bidirectional schedule."""
+        """Number of model replicas in the pipeline: 1, or 2 for a bidirectional schedule."""
         return len(self.placement)
 
     @property
     def stages(self) -> int:
-        """Number of stages of one replica."""
+        """Number of pipeline stages of one replica, over all ranks."""
         return len(self.placement[0])
 
     @property
     def chunks(self) -> int:
-        """Number of model chunks: stages of one replica on each rank (virtual pipeline stages)."""
+        """Number of model chunks (virtual pipeline stages) per rank: stages of one replica on each rank."""
         return self.stages // self.ranks
 
     @property
     def stages_by_rank(self) -> list[list[int]]:
-        """Stages of each rank, by [rank]; those of all replicas in one list."""
+        """List of the stages on each rank, indexed by rank; if there are two replicas, the stages of both are in one
+        list."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for replica in self.placement:
             for stage, rank in enumerate(replica):
@@ -183,23 +190,28 @@ class RankBuilder:
     _table: Integers | None = None
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the forward of micro-batch number `micro_batch` on a stage of a replica."""
+        """Append the forward of micro-batch number `micro_batch` to the rank's steps. stage: None if the rank has one
+        stage of the replica."""
         self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the full backward (input and weight gradients) of micro-batch number `micro_batch`."""
+        """Append the full backward (input and weight gradients) of micro-batch number `micro_batch` to the rank's
+        steps. stage: None if the rank has one stage of the replica."""
         self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the input-gradient pass (B) of micro-batch number `micro_batch`."""
+        """Append the input-gradient pass (B) of micro-batch number `micro_batch` to the rank's steps. stage: None if
+        the rank has one stage of the replica."""
         self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the weight-gradient pass (W) of micro-batch number `micro_batch`."""
+        """Append the weight-gradient pass (W) of micro-batch number `micro_batch` to the rank's steps. stage: None if
+        the rank has one stage of the replica."""
         self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the optimizer step on a stage that applies the gradients of the micro-batches up to `micro_batch`."""
+        """Append an optimizer step on one stage, which applies the gradients of all micro-batches up to and including
+        `micro_batch`. stage: None if the rank has one stage of the replica."""
         self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
@@ -220,9 +232,10 @@ class RankBuilder:
         self._group += not self._overlapping
 
     def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
-        """Set all steps of the rank at once, as columns [steps], if none has been appended.
+        """Set all steps of the rank at once from columns [steps], in execution order; no step may have been appended
+        before.
 
-        group: steps with equal numbers run together. kind: a `Kind` each. stage, replica, micro_batch: indices.
+        group: steps with equal numbers run together. kind: a `Kind` each. stage, replica, micro_batch: indices from 0.
         """
         assert not self.rows, "steps are appended one by one or set at once, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])

@@ -37,7 +37,8 @@ _STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3,
 
 
 def format_pipeline(program: PipelineProgram) -> str:
-    """Return the text form of a pipeline program, from which `parse_pipeline` builds an equal program."""
+    """Return the text form of a pipeline program (header, then lines such as `0F3`, stage 0 forward micro-batch 3, by
+    rank), from which `parse_pipeline` builds an equal program."""
     s = program.steps
     lines = [
         f"pipeline {_format_name(program.name)}",
@@ -62,15 +63,16 @@ def format_pipeline(program: PipelineProgram) -> str:
 
 
 def _format_name(name: str) -> str:
-    """Return a program's name on one line without `#`, as the text form needs it."""
+    """Return a program's name on one line and without `#` (comment character), as the text form requires."""
     return " ".join(name.replace("#", " ").split()) or "unnamed"
 
 
 def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
-    """Parse the text form of a pipeline program and return it. where: prefix of error messages, such as the file's
-    name.
+    """Parse the text form of a pipeline program (header, then lines such as `0F3`, stage 0 forward micro-batch 3, by
+    rank).
 
-    Raises `UserError` with the line number, the invalid text, and a valid alternative.
+    where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
+        and a valid alternative.
     """
     return _Parser(where).parse(text)
 
@@ -190,7 +192,7 @@ class _Parser:
             raise self._make_error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
 
     def _finish_header(self) -> None:
-        """Raise `UserError` if the header lacks a line."""
+        """Raise `UserError` if the program's header lacks a required line, such as `ranks`."""
         for name in _HEADER:
             there = {"pipeline": self.name, "placement": self.placement}.get(name, self.numbers.get(name))
             if not there:

@@ -32,11 +32,19 @@ class MatchedCollective(Protocol):
     """
 
     @property
-    def program(self) -> CollectiveProgram: ...
+    def program(self) -> CollectiveProgram:
+        """The collective program whose sends and receives are matched."""
+        ...
+
     @property
-    def sends(self) -> Integers: ...
+    def sends(self) -> Integers:
+        """Step index of the send of each transfer: [transfers]."""
+        ...
+
     @property
-    def receives(self) -> Integers: ...
+    def receives(self) -> Integers:
+        """Step index of the receive of each transfer, in the order of `sends`: [transfers]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,18 +60,18 @@ class UncheckedCollective:
 
     @classmethod
     def from_program(cls, program: CollectiveProgram) -> UncheckedCollective:
-        """Match the sends of a program with its receives, without verifying it."""
+        """Match the sends of a collective program with its receives and return both, without verifying the program."""
         s = program.steps
         return cls(program, *match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING)))
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """Result of the simulation of a collective program on a network; times in seconds from the start.
+    """Result of the simulation of a collective program on a network; all times in seconds since the start.
 
-    seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: when both ends are
-        posted, and when the last byte has arrived. bytes_sent: [ranks]. link_bytes: [links of the network], bytes over
-        each link.
+    seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: time at which both
+        ends are posted, and at which the last byte has arrived. bytes_sent: [ranks], bytes that each rank sends.
+        link_bytes: [links of the network], bytes over each link.
     """
 
     seconds: float
@@ -75,12 +83,12 @@ class CollectiveTiming:
 
     @cached_property
     def link_busy(self) -> Floats:
-        """Seconds that each link would need for its bytes at full bandwidth: [links]."""
+        """Seconds that each link would need to transmit the bytes sent over it at its full bandwidth: [links]."""
         return self.link_bytes / self.network.bandwidth
 
     @property
     def busiest_link(self) -> int | None:
-        """Number of the link that needs longest for its bytes at full bandwidth; None if nothing is sent."""
+        """Index of the link that would need the longest for its bytes at full bandwidth; None if nothing is sent."""
         return int(self.link_busy.argmax()) if self.link_bytes.any() else None
 
 
@@ -90,16 +98,16 @@ def simulate_collective(
     """Simulate a collective program on a network with shared links; return start and end of every transfer.
 
     checked: program with matched sends and receives. total_bytes: size of the operation's full vector.
-        reduce_bytes_per_second: rate of local reductions, at the end of a group (default: infinite).
+        reduce_bytes_per_second: rate of local reductions, which run at the end of a group (default: infinite).
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
 
 class CollectiveSimulator:
-    """Simulator of one collective program on one network; results for several vector sizes share its preparation.
+    """Simulator of one collective program on one network; its preparation is reused for several vector sizes.
 
-    checked: program with matched sends and receives. reduce_bytes_per_second: rate of local reductions, at the end of a
-        group (default: infinite).
+    checked: program with matched sends and receives. reduce_bytes_per_second: rate of local reductions, which run at
+        the end of a group (default: infinite).
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
@@ -145,7 +153,8 @@ class CollectiveSimulator:
         return place
 
     def run(self, total_bytes: float) -> CollectiveTiming:
-        """Simulate the program for a full vector of `total_bytes` bytes; return the times."""
+        """Simulate the collective program for a full vector of `total_bytes` bytes; return start and end of every
+        transfer."""
         chunk_bytes = total_bytes / self.chunks
         message_bytes = self._send_chunks * chunk_bytes
         start, end, seconds = _SimulationState(self, message_bytes, self._local_chunk_seconds * chunk_bytes).simulate()
@@ -162,8 +171,8 @@ def _sort_unique(numbers: Integers) -> Integers:
 
 
 class _EventKind(IntEnum):
-    """Kind of a simulation event: groups end after local work, or messages start to transmit bytes after their
-    latency."""
+    """Kind of a simulation event. GROUPS_END: groups of steps end after their local work. BYTES_FLOW: messages start to
+    transmit bytes after their latency."""
 
     GROUPS_END = 0
     BYTES_FLOW = 1

@@ -34,18 +34,20 @@ class PipelineTiming:
 
     @cached_property
     def _computing(self) -> Integers:
-        """Indices of compute and update steps."""
+        """Step indices of the compute and update steps, that is of all steps but transfers."""
         return np.flatnonzero(self.program.steps.kind <= Kind.UPDATE)
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first start to the last end of a compute step over all ranks."""
+        """Time from the first start to the last end of a compute or update step over all ranks, in the unit of the
+        durations."""
         c = self._computing
         return float(self.end[c].max() - self.start[c].min()) if len(c) else 0.0
 
     @cached_property
     def _groups(self) -> tuple[Integers, Floats, Floats]:
-        """Rank, start and end of each group of compute or update steps, sorted by rank: three arrays [groups]."""
+        """Rank, start time and end time of each group (steps run together) of compute or update steps, sorted by rank:
+        three arrays [groups]."""
         c = self._computing
         _, at = np.unique(self.program.steps.group_index[c], return_index=True)
         chosen = c[at]
@@ -53,13 +55,13 @@ class PipelineTiming:
 
     @cached_property
     def busy(self) -> Floats:
-        """Compute and update time of each rank: [ranks]."""
+        """Total time that each rank computes or updates weights, in the unit of the durations: [ranks]."""
         rank, start, end = self._groups
         return np.bincount(rank, end - start, self.program.ranks).astype(np.float64)
 
     @cached_property
     def idle(self) -> Floats:
-        """Idle time of each rank between its own first and last compute step: [ranks]."""
+        """Idle time of each rank between its own first and last compute step, in the unit of the durations: [ranks]."""
         rank, start, end = self._groups
         first, last = np.full(self.program.ranks, np.inf), np.full(self.program.ranks, -np.inf)
         np.minimum.at(first, rank, start)
@@ -68,12 +70,13 @@ class PipelineTiming:
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean fraction of the makespan in which ranks do not compute: 1 - mean busy / makespan."""
+        """Mean over ranks of the fraction of the makespan in which a rank does not compute: 1 - mean busy time /
+        makespan."""
         return 1 - float(self.busy.mean()) / self.makespan if self.makespan else 0.0
 
     @property
     def bubble_to_ideal(self) -> float:
-        """Bubble relative to the ideal time: makespan / mean busy - 1."""
+        """Bubble time relative to the ideal (bubble-free) time: makespan / mean busy time of the ranks - 1."""
         busy = float(self.busy.mean())
         return self.makespan / busy - 1 if busy else 0.0
 
@@ -106,7 +109,7 @@ class PipelineTiming:
 
     @cached_property
     def messages_sent(self) -> Integers:
-        """Number of messages that each rank sends to other ranks: [ranks]."""
+        """Number of messages (activations and gradients) that each rank sends to other ranks: [ranks]."""
         needs, rank = self.flow.reads, self.program.steps.rank
         maker = needs.maker[needs.between_stages]
         crossing = rank[maker] != rank[needs.reader[needs.between_stages]]

@@ -25,12 +25,13 @@ ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Box on a track of a drawn timeline: one step, from time `start` to `end` (any unit, as in the simulation).
+    """Box on a track of a drawn timeline: one step of a program, from time `start` to `end` (any unit, as in the
+    simulation).
 
     track: index of the track. kind: word that decides the colour, such as `forward`. label: a few letters to write on
-        it. name: full description.
-    shade: 0 for the first model chunk of a rank to 1 for its last. mirrored: True for the second replica.
-    lane, lanes: position of this span among those that overlap, and their number; they share the track's height.
+        it. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last. mirrored:
+        True for the second replica. lane, lanes: index of this span among those that overlap in time, and their number;
+        they share the track's height.
     """
 
     track: int
@@ -63,8 +64,8 @@ class Arrow:
 class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
-    tracks: their titles. levels: track index -> curve of a quantity, as (time, value from then on) pairs. level_name:
-        the quantity, such as `activations`. notes: one text per track, drawn beside it.
+    tracks: their titles. levels: track index -> curve of a quantity over time, as (time, value from that time on)
+        pairs. level_name: the quantity, such as `activations`. notes: one text per track, drawn beside it.
     """
 
     title: str
@@ -77,7 +78,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """Latest end time of a span, 0.0 without spans."""
+        """Latest end time of a span of the timeline; 0.0 without spans."""
         return max((span.end for span in self.spans), default=0.0)
 
 
@@ -86,11 +87,11 @@ class Timed(Protocol):
 
     @property
     def start(self) -> Reals:
-        """Start of each step, [steps]."""
+        """Start time of each step of the program: [steps], in the unit of the durations."""
 
     @property
     def end(self) -> Reals:
-        """End of each step, [steps]."""
+        """End time of each step of the program: [steps], in the unit of the durations."""
 
 
 def build_pipeline_timeline(
@@ -142,7 +143,7 @@ def build_pipeline_timeline(
 
 
 class StepNames:
-    """Names of the compute steps of a pipeline program for drawings and traces."""
+    """Generates names of the compute steps of a pipeline program, for drawings and traces."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas
@@ -156,14 +157,15 @@ class StepNames:
             self._chunks.append(number)
 
     def find_chunk(self, stage: int, replica: int) -> int:
-        """Return the index of a stage among the stages of the same replica on its rank (model chunk, from 0)."""
+        """Return the index, from 0, of a stage among the stages of the same replica on its rank: the number of the
+        model chunk."""
         return self._chunks[replica][stage]
 
     def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
-        """Return (short label, full description) of a step, such as `F3` and `forward of micro-batch 3, stage 1`.
+        """Return (short label, full description) of a step, such as (`F3`, `forward of micro-batch 3, stage 1`).
 
-        kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case for a rank's
-            later stages.
+        kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case (`f3`) for the
+            second and later stages of a rank.
         """
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
         if self.find_chunk(stage, replica):

@@ -29,7 +29,15 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 
 
 class CleanRecipe(Table):
-    """[data.clean]: rules that drop documents, and masks for the others."""
+    """[data.clean]: rules that drop documents, and the kinds of personal data to mask in the others.
+
+    A document is dropped if shorter or longer than minimum_characters, maximum_characters (None: no limit), or if more
+    than maximum_control_fraction of its characters are control characters, or more than maximum_repetition of its lines
+    repeat an earlier line of it. exact_duplicates, near_duplicates: drop them (the latter by MinHash). required_keys:
+    key -> type that every record must have. languages: ISO 639-1 codes to keep, empty: all. heuristics_on_code: apply
+    heuristics and languages to source code too. contamination_words: length of a word run that counts as shared with
+    evaluation_sets; maximum_contamination: fraction of a document's words in shared runs.
+    """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
     maximum_characters: Annotated[int, Size("characters")] | None = None
@@ -54,7 +62,12 @@ class CleanRecipe(Table):
 
 
 class SourceRecipe(Table):
-    """[[data.sources]]: one of several sources, and its weight in the mixture."""
+    """[[data.sources]]: one of several data sources, and its weight in the mixture.
+
+    path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the samples,
+    relative to the other sources' (None for all: sources are concatenated). format, text_key: default to those of
+    [data].
+    """
 
     path: Name  # as data.source
     name: Name | None = None  # what counts call it; its path unless said
@@ -64,7 +77,15 @@ class SourceRecipe(Table):
 
 
 class DataRecipe(Table):
-    """[data]: sources, tokenizer, records, packing and cache."""
+    """[data]: sources, tokenizer, records, packing and cache.
+
+    source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. text_key: JSON key or
+    Parquet column of the text. record_keys: standard key such as "instruction" -> key in the sources. template: name or
+    .jinja file of the chat template. train_on: "responses" or "all", tokens in the loss. pack: several examples per
+    sample. too_long: "truncate", "drop" or "refuse", for examples longer than a sample. tokenizer: kind, tokenizer.json
+    or Hugging Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens in a sample.
+    validation_fraction: of the documents. cache: directory (default: the user's). shard_tokens: tokens per cache file.
+    """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
     sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
@@ -87,8 +108,8 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Return the table if sources are given once, with unique names, and all or none of them with weights; else
-        ValueError."""
+        """Return the table if exactly one of source and sources is given, names are unique, and all or no sources have
+        weights; else raise ValueError."""
         if (self.source is None) == (self.sources is None):
             raise ValueError(
                 "says no text to read: give source, or a [[data.sources]] table for each of several"
@@ -106,7 +127,8 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_records(self) -> Self:
-        """Return the table if keys for records and keys for plain text are not mixed; else ValueError."""
+        """Return the table if all options fit the kind of records (plain text, instruction, chat, preference), so that
+        none is set which that kind ignores or forbids; else raise ValueError."""
         if self.records == "text":
             if said := next((key for key in _OF_RECORDS if self._is_set(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
@@ -136,24 +158,25 @@ class DataRecipe(Table):
         return self
 
     def _is_set(self, key: str) -> bool:
-        """Return True if the value of `key`, such as "pack", differs from its default."""
+        """Return True if the value of the field `key`, such as "pack", differs from the field's default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
     def template_name(self) -> str | None:
-        """Name of the chat template for the records; None for text."""
+        """Name (or .jinja file) of the chat template for the records, with the default resolved; None for
+        plain text."""
         if self.records == "text":
             return None
         return self.template or ("instruction" if self.records == "instruction" else "model")
 
     @property
     def source_key(self) -> str:
-        """Recipe key that lists the sources, for error messages."""
+        """Name of the recipe key that lists the sources, "data.source" or "data.sources", for error messages."""
         return "data.source" if self.sources is None else "data.sources"
 
     @property
     def all_sources(self) -> tuple[SourceRecipe, ...]:
-        """All data sources as `SourceRecipe`, also those given by `source`."""
+        """All data sources as `SourceRecipe`, whether given by `source` (one or more paths) or by `sources`."""
         if self.sources is not None:
             return tuple(self.sources)
         paths = [self.source] if isinstance(self.source, str) else self.source or []
@@ -161,6 +184,7 @@ class DataRecipe(Table):
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Weight of each source in the mixture; None if all sources are concatenated."""
+        """Weight of each source in the mixture, in the order of `all_sources`; None if sources are concatenated without
+        weights."""
         said = tuple(source.weight for source in self.all_sources if source.weight is not None)
         return said or None

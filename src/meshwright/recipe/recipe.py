@@ -75,7 +75,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Return the recipe if validation, records and objective fit together; else ValueError."""
+        """Return the recipe if its tables agree (validation data exist if needed, the objective suits the kind of
+        records); else raise ValueError."""
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
         preferences, objective = self.data.records == "preference", self.train.objective
@@ -93,7 +94,8 @@ class Recipe(Table):
 
     @property
     def objective(self) -> str:
-        """Training objective such as "next-token": the configured one, else "dpo" for preference records."""
+        """Training objective, "next-token", "dpo" or "ipo": the configured one; if none, "dpo" for preference records,
+        else "next-token"."""
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +104,8 @@ class Recipe(Table):
 
     @property
     def parsed_layout(self) -> Layout:
-        """Parallel layout. Raises `UserError` if it is "auto"."""
+        """The recipe's parallel layout, parsed from its text. Raises `UserError` if it is "auto", which only
+        `meshwright train` can resolve."""
         if self.layout == "auto":
             raise UserError(
                 f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
@@ -112,22 +115,23 @@ class Recipe(Table):
 
     @property
     def source_path(self) -> Path | None:
-        """The file that the recipe was read from, or None."""
+        """Path of the file that the recipe was read from; None if it was built from tables."""
         return self._source_path
 
     @property
     def trusted(self) -> bool:
-        """True if code that the recipe names (such as a tracker's class) may run: `--trust-recipe`, or `trust=True` on
-        loading."""
+        """True if code that the recipe names (such as a tracker's class) may run: allowed by `--trust-recipe`, or by
+        `trust=True` when the recipe is loaded."""
         return self._trusted
 
     def where(self, key: str) -> str:
-        """Return what set a key such as "train.steps", an override or the recipe's file, for error messages."""
+        """Return the origin of the value of a key such as "train.steps", as text for error messages: the override that
+        set it, else the recipe's file."""
         return _find_setter(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
     def run_directory(self) -> Path:
-        """The run directory: run.directory, or runs/NAME."""
+        """The run directory: `run.directory` if given, else runs/NAME with the name of the run."""
         return Path(self.run.directory) if self.run.directory else Path("runs") / self.run.name
 
     @classmethod
@@ -188,10 +192,11 @@ def resolve_recipe(
 def _override(
     tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Return the validated recipe of `tables` (changed in place) with overrides such as "train.steps=100" applied.
+    """Return the validated recipe of `tables` (nested dictionaries, changed in place) after applying overrides such as
+    "train.steps=100".
 
-    said_by: overrides that are in the tables already, by dotted key; path: the recipe's file, None without; trust:
-    allow code that it names to run.
+    said_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
+    there is none; trust: allow code that the recipe names to run.
     """
     said_by = dict(said_by)
     for override in overrides:
@@ -212,8 +217,8 @@ def _override(
 def format_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return overrides as texts such as `train.steps=100`, as the command line takes them.
 
-    overrides: values by dotted key, or such texts. A string is quoted only if it would read back as another value
-    without.
+    overrides: dotted key -> value, or a list of such texts (returned unchanged). A string value is quoted only if it
+    would be parsed as another type without quotes.
     """
     if isinstance(overrides, str):
         raise UserError(f'overrides: takes a mapping such as {{"train.steps": 100}}, not {shorten_repr(overrides)}')
@@ -236,10 +241,10 @@ def _override_value(key: str, value: Any) -> str:
 
 
 def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
-    """Return the source of the value of `key`, for error messages: the override, else the file; both for a table that
-    both have set in part.
+    """Return the origin of the value of `key`, as text for error messages: the override that set it, else the file; for
+    a table of which overrides set some keys, file and overrides.
 
-    said_by: overrides by dotted key; file: path as text.
+    said_by: dotted key -> override; file: path as text.
     """
     own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
     if own:

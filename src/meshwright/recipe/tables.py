@@ -37,7 +37,7 @@ from meshwright.toml import format_toml_value
 
 
 def _check_power_of_two(value: float) -> float:
-    """Return `value` if it is a power of two from 1 on; else raise `ValueError`."""
+    """Return `value` if it is a power of two that is at least 1; else raise `ValueError`."""
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
     return value
@@ -74,7 +74,13 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would nev
 
 
 class RunRecipe(Table):
-    """[run]: name, seed, directory and devices of a run."""
+    """[run]: name, seed, directory and devices of a run.
+
+    name: default: the recipe's file name without ".toml". directory: run directory (default: runs/NAME). rendezvous:
+    address at which the ranks of several hosts meet (default: that of the environment, from torchrun or SLURM). device:
+    "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically. collective_timeout: seconds
+    that a rank waits for another one before the run ends with an error.
+    """
 
     name: RunName = "run"  # the name of the recipe's file unless said
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -86,7 +92,14 @@ class RunRecipe(Table):
 
 
 class ModelRecipe(Table):
-    """[model]: a preset, a Hugging Face directory (`from`), or a family; sizes given here override theirs."""
+    """[model]: architecture of the model, given by exactly one of `preset` (name of a public model), `from` (Hugging
+    Face directory or its config.json) and `family` (with layers, hidden and heads).
+
+    Other fields override that architecture; None: keep its value, or with `family` the family's default. load_weights:
+    start from the weights of the directory `from` instead of random ones. dense_layers: indices, from 0, of layers with
+    an MLP instead of experts. shared_intermediate: width of the shared expert, 0 for none. router_loss: weight of the
+    load-balancing loss.
+    """
 
     preset: Name | None = None
     from_path: Name | None = Field(default=None, alias="from")  # a directory or a config.json
@@ -114,7 +127,8 @@ class ModelRecipe(Table):
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
-        """Return the table if the architecture is given once and completely; else ValueError."""
+        """Return the table if exactly one of preset, from and family is given, with all fields that it needs; else
+        raise ValueError."""
         said = [
             key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
         ]
@@ -132,8 +146,15 @@ class ModelRecipe(Table):
 
 
 class TrainRecipe(Table):
-    """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and
-    profiling."""
+    """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and profiling.
+
+    batch: sequences per optimizer step, over all ranks. learning_rate: peak value; minimum_learning_rate: fraction of
+    it at the end. warmup, decay: optimizer steps. clip: maximum global gradient norm, 0: off. validate_every: steps
+    between validations, 0: never; validation_sequences: sequences read each time. maximum_skipped: steps in a row that
+    may be skipped for a loss or gradient that is not finite. loss_scale: initial value for fp16, doubled after
+    `loss_scale_every` finite steps in a row. log_every: in steps. slow_rank_factor: report a rank slower than the
+    median rank by this factor. profile: steps to trace, "10" or "10:12" (inclusive).
+    """
 
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
@@ -168,8 +189,8 @@ class TrainRecipe(Table):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        """Return the table if warm-up, decay and profile lie within the steps, and options fit objective and optimizer;
-        else ValueError."""
+        """Return the table if warm-up and decay fit into the number of steps, profiled steps exist, and options such as
+        momentum belong to the chosen objective and optimizer; else raise ValueError."""
         if self.warmup + self.decay > self.steps:
             parts = f"warmup = {self.warmup}" + (f" and decay = {self.decay}" if self.decay else "")
             raise ValueError(
@@ -191,10 +212,11 @@ class TrainRecipe(Table):
 
 
 class CollectivesRecipe(Table):
-    """[collectives]: algorithms of the collectives on gradients and parameters over the data, shard and replica axes.
+    """[collectives]: algorithm of each collective on gradients and parameters over the data, shard and replica axes of
+    the mesh.
 
-    "native": torch.distributed; an algorithm's name; "auto": the fastest for each vector size; "@FILE": a program (each
-    rank's list of sends and receives) from a file.
+    Values: "native" (the call of torch.distributed); a name such as "ring"; "auto" (fastest algorithm for each vector
+    size); "@FILE" (a program, that is each rank's list of sends and receives, from a file).
     """
 
     all_reduce: Annotated[str, _program_validator("all-reduce")] = "native"
@@ -203,7 +225,11 @@ class CollectivesRecipe(Table):
 
 
 class TrackRecipe(Table):
-    """[track]: trackers that receive the metrics of `metrics.jsonl`."""
+    """[track]: experiment trackers that receive the metrics of `metrics.jsonl`.
+
+    to: "tensorboard", "mlflow", the name of an entry point, or "module:Class". options: tracker name -> options passed
+    to that tracker.
+    """
 
     to: list[TrackerName] = []  # tensorboard, mlflow, an entry point's name, or module:Class
     options: dict[str, dict[str, bool | int | float | str]] = {}  # what a tracker takes, by its name
@@ -211,7 +237,7 @@ class TrackRecipe(Table):
     @field_validator("to")
     @classmethod
     def _check_unique(cls, names: list[str]) -> list[str]:
-        """Return the tracker names if none is listed twice; else ValueError."""
+        """Return `names` (of trackers) unchanged if none is listed twice; else raise ValueError."""
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'names "{name}" twice')
@@ -219,7 +245,13 @@ class TrackRecipe(Table):
 
 
 class CheckpointRecipe(Table):
-    """[checkpoint]: interval, retention and dtype of checkpoints."""
+    """[checkpoint]: interval, retention and dtype of checkpoints.
+
+    every: optimizer steps between checkpoints; 0: save only when the run ends or is told to stop. keep: number of
+    newest checkpoints to retain. keep_best: retain the one with the lowest validation loss too. dtype: "float32" or
+    "bfloat16", of the exported model weights (optimizer state and master weights stay float32). background: write in a
+    thread while training continues.
+    """
 
     every: CountOrZero = 0  # steps; 0 = at the end only
     keep: Count = 2

@@ -31,9 +31,9 @@ class StepDurations(TypedDict, total=False):
 
 
 def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given for a schedule other than `auto`. option: its name in the message.
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, which alone can respect one.
 
-    name: name of the schedule. memory: the limit, None if not given.
+    name: name of the schedule. memory: the limit, None if not given. option: name of the option in the error message.
     """
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto looks for a program that fits")
@@ -56,7 +56,7 @@ def schedule(
         stages: Pipeline ranks; a file has its own.
         micro_batches: Micro-batches of a step, both directions counted; a file has its own.
         chunks: Stages per rank, where the schedule leaves that open.
-        memory: For `"auto"`: most activations of whole micro-batches on a rank.
+        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches.
         parts: Durations of attention, dispatch, MLP and combine of a forward, in place of those of whole passes; the
             program is then simulated part by part, with the all-to-alls on a stream of their own.
         **durations: Fields of `StepDurations`.

@@ -44,8 +44,9 @@ Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
 class SearchBudget:
     """Limits of a schedule search.
 
-    effort: number of task runs (one pass of a micro-batch on a stage) to simulate for each placement. seconds: improve
-        until so much wall time has passed; None: equal arguments give equal programs.
+    effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for each placement.
+        seconds: continue to improve until this much wall time has passed; None: no such phase, and equal arguments give
+        equal programs.
     """
 
     effort: int = 4_000_000  # one to two seconds
@@ -54,11 +55,11 @@ class SearchBudget:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Simulated pipeline program that the search of `auto` compares with others.
+    """Simulated pipeline program that the search of schedule `auto` compares with others.
 
-    name: named schedule or kind of search. makespan: total time, in the unit of the durations. peak: [ranks], peak of
-        saved activations, in micro-batches on all stages of the rank. fits: True if all peaks are within the memory
-        limits.
+    name: named schedule such as "1f1b", or kind of search. makespan: total time, in the unit of the durations. peak:
+        [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank. fits: True if all peaks
+        are within the memory limits.
     """
 
     name: str
@@ -70,12 +71,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of the search of `auto`; times are in the unit of the durations.
+    """Result of the search of schedule `auto`; times are in the unit of the durations.
 
-    winner: best candidate. program: its program, renamed `auto`. candidates: all, by makespan, those that fit into
-        memory first. refused: named schedule -> why it does not accept these sizes.
-    lower_bound: lower bound of the makespan over all programs with the searched placements, within the memory; None if
-        candidates were allowed that it does not cover (two replicas, or overlap that saves time).
+    winner: best candidate. program: its program, renamed `auto`. candidates: all of them; those that fit into memory
+        first, each part sorted by makespan. refused: named schedule -> reason why it does not accept these sizes.
+        lower_bound: no program with the searched placements and within the memory limits has a smaller makespan; None
+        if candidates were allowed to which the bound does not apply (two replicas, or overlap that saves time).
     """
 
     program: PipelineProgram
@@ -86,16 +87,18 @@ class SearchResult:
 
     @property
     def makespan(self) -> float:
-        """Makespan (total time) of the winner."""
+        """Makespan (total time) of the winning program, in the unit of the durations."""
         return self.winner.makespan
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of the makespan from the lower bound (0.01: 1 % above it), or None without a bound."""
+        """Distance of the winner's makespan from the lower bound, as a fraction of the bound (0.01: 1 % above it); None
+        without a bound."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
-        """Return text with one line per candidate, and a last line on why the winner won."""
+        """Return the search result as text: one line per candidate, one per refused schedule, and a last line that
+        compares the winner with the others."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -176,9 +179,11 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan that fits; among equals the smallest peak, then a named schedule.
+    """Choose, among the candidates that fit into memory, the one with the smallest makespan; among equals the one with
+    the smallest peak, then a named schedule.
 
-    refused: named schedule -> why it does not accept the sizes. bound: lower bound of the makespan, None if unknown.
+    refused: named schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if
+        unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -194,9 +199,9 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return stages per rank -> durations, for all numbers of stages per rank that the search tries.
+    """Return {stages per rank: durations of each stage} for all numbers of stages per rank that the search tries.
 
-    That is `chunks` if given, else the number for which durations by stage are listed, else 1 and 2. Raises UserError
+    These are `chunks` if given, else the number for which durations by stage are listed, else 1 and 2. Raises UserError
     for invalid or contradictory numbers.
     """
     for what, number in (
@@ -247,9 +252,10 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
 
 
 def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, stages per rank) of the named synchronous schedules to try.
+    """Yield (name, stages per rank) of the named synchronous schedules that are to be tried.
 
-    counts: numbers of stages per rank to try. weight_copies: 2 to include schedules with two replicas.
+    counts: numbers of stages per rank to try. weight_copies: 2 to include schedules with two replicas of the model, 1
+        to exclude them.
     """
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
         if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
@@ -285,10 +291,10 @@ def _simulate_candidate(
 
 
 def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
-    """Search task orders for one placement; return the best as (makespan, task orders by rank).
+    """Search task orders for one placement of stages on ranks; return the best as (makespan, task orders by rank).
 
     named: orders of named schedules to start from. known: makespan to beat; orders far above it are not improved
-        further. effort: approximate number of task runs to simulate. Ends early at the lower bound.
+        further. effort: approximate number of task runs to simulate. Ends early when the lower bound is reached.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
@@ -319,14 +325,15 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
 
 
 def _get_makespan(timed: Timed) -> float:
-    """Return the makespan of a pair (makespan, orders by rank), as a sort key."""
+    """Return the first item of a pair (makespan, task orders by rank), as a sort key."""
     return timed[0]
 
 
 def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
-    """Build orders by list scheduling with up to `trials` parameter sets; return (makespan, orders by rank) of each.
+    """Build orders by greedy list scheduling with up to `trials` parameter sets; return (makespan, orders by rank) of
+    each.
 
-    The most successful parameters come first. Ends early when a makespan reaches the lower bound.
+    Parameter sets that are usually the best are tried first. Ends early when a makespan reaches the lower bound.
     """
     s, ranks = problem.stages, range(problem.ranks)
     found = []
@@ -365,9 +372,10 @@ def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
 def _improve_until(
     problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
 ) -> tuple[float, str, list[Order]]:
-    """Improve task orders by local search until the deadline or the lower bound; return them in the form of `best`.
+    """Improve the best task orders by local search until the deadline, or until the lower bound is reached; return them
+    in the form of `best`.
 
-    problems: candidate name -> its scheduling problem. best: (makespan, candidate name, orders by rank). deadline:
+    problems: candidate name -> its scheduling problem. best: (makespan, candidate name, task orders by rank). deadline:
         value of `time.monotonic()`, in seconds.
     """
     makespan, name, orders = best

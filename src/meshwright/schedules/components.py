@@ -95,7 +95,8 @@ class ComponentDurations:
 
     @property
     def overlapped(self) -> float:
-        """Time of an overlapped forward and backward (F&B): four groups, each as long as its longer component."""
+        """Time of an overlapped forward and backward (F&B): the sum over its four groups, each as long as the longer of
+        its two components."""
         forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 
@@ -117,9 +118,9 @@ class ComponentDurations:
 class ComponentTiming:
     """Simulated times of a pipeline program whose steps are split into layer components, in the unit of the durations.
 
-    timing: result of the simulation, where all steps of a group start and end together. start, end: [steps], each
-        step's own times. exposed: [ranks], all-to-all time not hidden by computation. all_to_all: [ranks], total
-        all-to-all time.
+    timing: result of the simulation, in which all steps of a group start and end together. start, end: [steps], each
+        step's own times within its group. exposed: [ranks], all-to-all time during which the rank does not compute.
+        all_to_all: [ranks], total all-to-all time.
     """
 
     timing: PipelineTiming

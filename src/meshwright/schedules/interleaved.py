@@ -96,11 +96,12 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
 
 
 def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
-    """Split micro-batches 0 .. micro_batches - 1 into rounds that run through one chunk before the next begins.
+    """Split the micro-batches 0 to micro_batches - 1 into rounds; all of a round run through one chunk before the
+    rank's next chunk begins.
 
-    Returns the micro-batches of each round: as many rounds of at least `ranks` as possible, as equal as possible,
-    longer ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal,
-    PyTorch's.
+    Returns the micro-batches of each round: as many rounds of at least `ranks` micro-batches as possible, as equal as
+    possible, longer ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are
+    equal, PyTorch's.
     """
     count = max(1, micro_batches // ranks)
     size, longer = divmod(micro_batches, count)
@@ -109,10 +110,10 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return a rank's forwards and backwards in depth-first order, each as a list of (micro-batch, stage).
+    """Return (forwards, backwards) of a rank in depth-first order, each a list of (micro-batch, stage). Each round of
+    micro-batches runs through all stages of the rank before the next round starts.
 
-    Each round runs through every stage of the rank before the next round. stages: stages of the rank, ascending.
-    rounds: consecutive micro-batches of each round.
+    stages: stages of the rank, ascending. rounds: consecutive micro-batches of each round.
     """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]

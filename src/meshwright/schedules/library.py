@@ -25,13 +25,12 @@ def generate(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> PipelineProgram:
-    """Generate the program of a named schedule, or load it from a file (`@FILE`); compute steps, without transfers.
+    """Return the program of a named schedule, or of a file (`@FILE`): compute steps only, without sends and receives.
 
     chunks: stages per rank and replica (default: the schedule's). durations, memory (maximum activations of a rank, in
         micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks are optional, and
-        must agree with it.
-
-    Raises UserError for unknown names and for numbers that the schedule does not accept, with valid ones.
+        must agree with it. Raises UserError for unknown names and for numbers that the schedule does not accept, with
+        valid ones.
     """
     if name == "@":
         raise UserError("@: the name of the schedule's file is missing")
@@ -120,11 +119,8 @@ def load_schedule(path: str) -> PipelineProgram:
 def _check_agreement(
     program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
 ) -> PipelineProgram:
-    """Return a loaded program if it has the requested ranks, micro-batches and chunks (None: any), else raise
-    UserError.
-
-    name: the file, for the message.
-    """
+    """Return a program that was loaded from a file if it has the requested ranks, micro-batches and chunks (None: any
+    number), else raise UserError. name: the file, for the message."""
     for what, asked, has in (
         ("ranks", ranks, program.ranks),
         ("micro-batches", micro_batches, program.micro_batches),

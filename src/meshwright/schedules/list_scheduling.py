@@ -17,12 +17,12 @@ from meshwright.schedules.orders import Order, Problem
 
 @dataclass
 class PartialOrders:
-    """State of all ranks during list scheduling, which a rule reads to choose a rank's next task.
+    """State of all ranks during list scheduling, which a scheduling rule reads to choose a rank's next task.
 
-    A task is one pass on one stage, numbered kind x stages + stage, with kinds forward, input gradient, weight
+    A task is one pass on one stage, numbered kind x stages + stage, with kind 0 forward, 1 input gradient, 2 weight
     gradient; its k-th run is that of micro-batch k. ends: [tasks + 1], list of the end times of each task's runs so
-    far; the last list is zeros, the predecessor of the first forward. used: [ranks], activations held, in units of one
-    stage.
+    far; the last list is all zeros and serves as input of the first stage's forward. used: [ranks], saved activations
+    on each rank, in units of one stage and micro-batch.
     """
 
     problem: Problem
@@ -30,7 +30,8 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of the next run of task `task` arrives; infinite if not yet known."""
+        """Return the time at which the input of the next run of task number `task` arrives at its rank; infinite if the
+        task that produces the input has not been scheduled yet."""
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 
@@ -40,11 +41,11 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
-    """Build the task orders of all ranks by asking `rule` for each rank's next task.
+    """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free.
 
-    rule: function (rank, time) -> (task, 0) to run now, or (-1, time at which to ask again). state: end times and
-        memory, updated. Returns (makespan, task orders by rank); the makespan is infinite if the rule lets ranks wait
-        for ever.
+    rule: function (rank, time) -> (task, 0) to run the task now, or (-1, time at which to ask again). state: end times
+        and memory, updated. Returns (makespan, task orders by rank); the makespan is infinite if the rule leaves tasks
+        that never run.
     """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
@@ -80,10 +81,10 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 class GreedyParameters:
     """Parameters of greedy list scheduling.
 
-    cap: [ranks], maximum activations, in units of one stage. forward_first: prefer forwards to input gradients.
-        deep_first: prefer forwards of later stages. hold: wait for an input gradient that arrives within this fraction
-        of a forward's time. patience: a weight gradient may fill an idle interval of at least this fraction of its
-        time.
+    cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: prefer
+        forwards to input gradients. deep_first: among forwards, prefer those of later stages. hold: stay idle for an
+        input gradient that arrives within this fraction of a forward's duration, rather than start a forward. patience:
+        a weight gradient fills an idle interval only if that is at least this fraction of its duration.
     """
 
     cap: tuple[int, ...]
@@ -153,9 +154,9 @@ def reorder_out_of_order(
 ) -> tuple[float, list[Order]]:
     """Reorder task orders as out-of-order execution in a processor would; return (makespan, task orders by rank).
 
-    orders: task orders by rank. One of the next `window` tasks runs ahead of earlier tasks that cannot start yet, if
-        the memory limit still holds for all tasks that it overtakes, and if it delays them little: by at most
-        1 - `patience` of its own duration.
+    orders: task orders by rank. One of the next `window` tasks of a rank runs ahead of earlier tasks that cannot start
+        yet, if the memory limit still holds for all tasks that it overtakes, and if it delays them by at most 1 -
+        `patience` of its own duration.
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

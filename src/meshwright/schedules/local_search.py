@@ -52,11 +52,12 @@ def improve_orders(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, list[Order]]:
-    """Improve task orders by local search; return (makespan, task orders by rank), no worse than those given.
+    """Improve task orders by local search; return (makespan, task orders by rank), with a makespan no larger than that
+    of `orders`.
 
     orders: task orders by rank. runs: number of moves to try. seed: of the random moves; equal seeds give equal
-        results. stop: ends the search early when it returns True, as does reaching the lower bound. Moves that leave
-        the value equal are accepted, to leave plateaus.
+        results. stop: polled before each move; True ends the search early, as does reaching the lower bound. Moves that
+        leave the objective unchanged are accepted, to leave plateaus.
     """
     draw, middle = Random(seed), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)

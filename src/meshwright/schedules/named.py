@@ -51,9 +51,9 @@ def generate_named(name: str, ranks: int | None, micro_batches: int | None, chun
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Return (ranks, micro-batches, chunks) if the named schedule accepts them, else raise UserError.
+    """Return (ranks, micro-batches, chunks) if the named schedule accepts these numbers, else raise UserError.
 
-    chunks: stages per rank; None gives the schedule's default.
+    chunks: stages per rank; None: the schedule's default, which is returned.
     """
     ranks = _check_positive(name, "ranks", "on", ranks)
     micro_batches = _check_positive(name, "micro-batches", "with", micro_batches)
@@ -67,7 +67,8 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
     """Return `number` if it is 1 or more, else raise UserError.
 
-    name, what, preposition: words of the message: schedule, quantity such as `ranks`, and the word before it.
+    name, what, preposition: words of the error message: the schedule, the quantity such as `ranks`, and the word before
+        the number.
     """
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")
@@ -77,10 +78,8 @@ def _check_positive(name: str, what: str, preposition: str, number: int | None) 
 
 
 def _check_chunks(name: str, chunks: int | None) -> int:
-    """Return the stages per rank, `chunks` or for None the default of the schedule `name`.
-
-    Raises UserError if the schedule does not accept the number.
-    """
+    """Return the number of stages per rank: `chunks`, or the default of the schedule `name` if None. Raises UserError
+    if the schedule does not accept the number."""
     default, least, most = SCHEDULE_CHUNKS[name]
     if chunks is None:
         return default

@@ -69,45 +69,46 @@ class Problem:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Number of stages of the pipeline, over all ranks."""
         return len(self.placement)
 
     @property
     def chunks(self) -> int:
-        """Number of stages of each rank."""
+        """Number of stages on each rank (virtual pipeline stages)."""
         return self.stages // self.ranks
 
     @property
     def size(self) -> int:
-        """Number of task runs (tasks x micro-batches) of all ranks."""
+        """Number of task runs of all ranks: tasks (3 per stage) x micro-batches."""
         return 3 * self.stages * self.micro_batches
 
     @cached_property
     def rank(self) -> tuple[int, ...]:
-        """Rank of each task: [tasks]."""
+        """Rank on which each task runs: [tasks]."""
         return self.placement * 3
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Stages of each rank, ascending: [ranks][chunks]."""
+        """Stages on each rank, ascending: indexed [ranks][chunks]."""
         return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Task that produces the input of each task (on the same micro-batch): [tasks]; 3 x stages for the first
-        forward."""
+        """Index of the task that produces the input of each task, on the same micro-batch: [tasks]; 3 x stages (no
+        task) for the forward of the first stage."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time from its predecessor to each task: [tasks]."""
+        """Transfer time from the task that produces the input of each task to that task: [tasks]; 0 if both are on one
+        rank."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Forwards and input gradients that read the result of each task: [tasks][readers]."""
+        """Indices of the forward and input-gradient tasks that read the result of each task: [tasks][readers]."""
         return tuple(
             tuple(y for y in range(2 * self.stages) if self.predecessor[y] == x) for x in range(3 * self.stages)
         )
@@ -123,8 +124,8 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of memory x time that one micro-batch takes on each rank: [ranks], in units of one stage x
-        time."""
+        """Lower bound of the memory x time that the saved activations of one micro-batch occupy on each rank: [ranks],
+        in activations of one stage x unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -157,10 +158,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """End times of all task runs for given task orders, in the unit of the durations.
+    """End times of all task runs under given task orders, in the unit of the durations.
 
-    makespan: infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k, with a last row of
-        zeros, the predecessor of the first forward. by_rank: [rank][position in its order].
+    makespan: total time, infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k; the last
+        row is zeros, as predecessor of the first stage's forward. by_rank: [rank][position in its order].
     """
 
     makespan: float  # infinite for a deadlock
@@ -173,8 +174,8 @@ def time_orders(
 ) -> TaskTimes:
     """Simulate task orders, in which each task runs as early as its rank and its input allow; return all end times.
 
-    orders: task orders by rank. before: times of a similar set of orders, reused for task runs that end before `since`,
-        the end time of the first run that differs.
+    orders: task orders by rank. before: times of orders that differ from these only in tasks that end at time `since`
+        or later; the times of all earlier task runs are reused.
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -215,7 +216,8 @@ def time_orders(
 
 
 def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
-    """Return True if a task order of rank `rank` respects its memory limit and the dependencies between its own tasks.
+    """Return True if a task order of rank `rank` respects the rank's memory limit and runs each task after those tasks
+    of the same rank that produce its input.
 
     order: tasks in execution order.
     """

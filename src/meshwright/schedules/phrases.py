@@ -16,8 +16,8 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Stage on a rank, with the micro-batches that run through it, in order. replica: copy of the model that it belongs
-    to."""
+    """One stage on a rank, with the micro-batches that run through it, in order. replica: index of the copy of the
+    model to which the stage belongs, 0 or 1."""
 
     stage: int
     micro_batches: range
@@ -27,11 +27,11 @@ class Chunk:
 class PhraseWriter:
     """Writer of one rank's pipeline steps from texts in the notation of papers, such as `F0 F1 F0&B1`.
 
-    F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the chunk number. `W` without
-        a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and backward.
-    rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk number. Every
-        chunk runs its micro-batches in order, forwards and backwards alike; steps beyond the last micro-batch are
-        dropped.
+    F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the number of a chunk. `W`
+        without a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and
+        backward. rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk
+        number. In each chunk the k-th forward, and the k-th backward, is that of its k-th micro-batch; steps beyond the
+        last micro-batch are dropped.
     """
 
     def __init__(self, rank: RankBuilder, chunks: Sequence[Chunk]) -> None:
@@ -39,7 +39,8 @@ class PhraseWriter:
         self._written: list[Integers] = []
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """Append the steps of a text such as `F0 F0&B1`, repeated `times` times (not at all for 0 or less)."""
+        """Append the steps of a text such as `F0 F0&B1` (forward of chunk 0, then its next forward overlapped with a
+        backward of chunk 1), repeated `times` times (none for 0 or less)."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:

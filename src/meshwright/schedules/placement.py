@@ -9,10 +9,8 @@ from meshwright.program.pipeline import PipelineProgram
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Split layers 0 .. layers - 1 into contiguous stages whose sizes differ by at most one, larger ones first.
-
-    Returns the layers of each stage.
-    """
+    """Split the layers 0 to layers - 1 into `stages` contiguous stages whose sizes differ by at most one, larger ones
+    first; return the range of layers of each stage."""
     short, longer = divmod(layers, stages)
     starts = [stage * short + min(stage, longer) for stage in range(stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
@@ -40,7 +38,8 @@ def format_placement(program: PipelineProgram, layers: int | None = None) -> str
 
 
 def _format_stage(stage: int, held: list[range]) -> str:
-    """Return text such as `stage 0: embedding, layers 0-3`. held: layers of each stage of the model."""
+    """Return text such as `stage 0: embedding, layers 0-3` for stage number `stage`. held: range of layers of every
+    stage of the model."""
     layers = held[stage]
     what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
     first = "embedding, " if stage == 0 else ""

@@ -136,7 +136,7 @@ def to_csv(program: PipelineProgram) -> str:
 
 
 def _format_row(program: PipelineProgram, rank: int) -> list[str]:
-    """Return the CSV cells of one rank, in execution order."""
+    """Return the CSV cells (one per group of steps) of one rank, in execution order."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]
@@ -155,7 +155,7 @@ def _format_row(program: PipelineProgram, rank: int) -> list[str]:
 
 
 def _check_expressible(program: PipelineProgram) -> None:
-    """Raise UserError for a program that PyTorch's CSV cannot express."""
+    """Raise UserError, with the reason, for a program that PyTorch's schedule CSV cannot express."""
     s = program.steps
     why = None
     if program.replicas > 1:

@@ -25,9 +25,9 @@ from meshwright.schedules.transfers import with_transfers
 class ScheduleReport:
     """Checked pipeline schedule with its simulation; times are in the unit of the durations.
 
-    program: compute steps, as generated or loaded. complete: the same with sends and receives. timing: simulated times.
-        parts: simulation by layer component (attention, dispatch, MLP, combine), if requested. found: search result of
-        `auto`, else None.
+    program: compute steps only, as generated or loaded. complete: the same program with sends and receives. timing:
+        simulated times. parts: simulation by layer component (attention, dispatch, MLP, combine), None if not
+        requested. found: search result of `auto`, else None.
     """
 
     program: PipelineProgram  # as generated or loaded
@@ -37,7 +37,8 @@ class ScheduleReport:
     found: SearchResult | None = None  # search result of `auto`
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright schedule --json`, without the files that the command wrote."""
+        """Return the report as the JSON object that `meshwright schedule --json` prints, except its list of written
+        files."""
         program, timing = self.program, self.timing
         copies = timing.weight_copies
         document: dict[str, Any] = {
@@ -93,7 +94,8 @@ class ScheduleReport:
         return ranks
 
     def timeline(self) -> Timeline:
-        """Return the timeline to draw, with idle time and peak activations beside each rank."""
+        """Return the simulated schedule as a timeline to draw, with texts on idle time and peak activations beside each
+        rank."""
         idle, peak = self.timing.idle.tolist(), self.timing.peak_activations.tolist()
         notes = [f"idle {i:.4g}, peak {p:.4g}" for i, p in zip(idle, peak, strict=True)]
         levels = {}
@@ -134,8 +136,8 @@ class ScheduleReport:
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
-        """Return a table of text cells: a header, then one line per rank with times, peak activations, copies and
-        messages."""
+        """Return the report's table as text cells: a header, then one line per rank with times, peak of saved
+        activations, weight copies and messages."""
         timing = self.timing
         columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -202,6 +204,6 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
 
 
 def _format_range(values: list[float]) -> str:
-    """Return text such as `4`, or `1 to 4` if the values differ."""
+    """Return the range of some numbers as text: `1 to 4`, or `4` if all are equal."""
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

@@ -11,9 +11,10 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the time per micro-batch in a steady state.
+    """Return a lower bound of the time per micro-batch while the pipeline is full.
 
-    The larger of the busiest rank's work on a micro-batch, and the bound that the memory limits set.
+    It is the larger of two: the work of the busiest rank on one micro-batch, and the lifetime of activations divided by
+        the number that fits into memory.
     """
     s, t = problem.stages, problem.duration
     work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)

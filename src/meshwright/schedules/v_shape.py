@@ -66,12 +66,12 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a program in which all micro-batches run through the same block of steps, a fixed number of time slots
-    apart.
+    """Build a program in which every micro-batch runs through the same pattern of steps, a fixed number of time slots
+    after the previous micro-batch.
 
-    name: of the program. block: [ranks], slots at which micro-batch 0 makes its four stops on each rank. most_held:
-        maximum activations of a rank, in stages; the block itself must not need more. Each rank runs at most one step
-        per slot.
+    name: of the program. block: [ranks], the four slots at which micro-batch 0 runs its forwards and input gradients on
+        each rank. most_held: maximum activations of a rank, in stages; the pattern itself must not need more. Each rank
+        runs at most one step per slot.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -89,10 +89,11 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 
 
 class _RankState:
-    """Remaining steps of one rank while a V schedule is built slot by slot.
+    """Remaining steps of one rank while a V-shaped schedule is built, one time slot after another.
 
-    A micro-batch makes 4 x ranks stops: down and up the ranks, then down and up with its gradient. writer: builder of
-    the rank's steps. dues: slots at which micro-batch 0 makes its four stops on this rank. ranks: number of ranks.
+    A micro-batch makes 4 x ranks stops, each a forward or an input gradient on one stage: down and up the ranks, then
+    down and up with its gradient. writer: builder of the rank's steps. dues: slots at which micro-batch 0 makes its
+    four stops on this rank. ranks: number of ranks.
     """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
