@@ -138,6 +138,7 @@ DIRECT_READS = {
             "monitoring.profile",
             "launcher.host_memory",
             "kernels.build",
+            "kernels.choice",
         ),
         "/proc, /sys and caches and traces of its own",
     ),

@@ -128,7 +128,7 @@ def test_missing_or_mistyped_recipe_is_one_error_line(recipe, tmp_path, command_
 
 def test_help_says_how_runs_stop_and_resume(command_line):
     text = " ".join(command_line("train", "--help").output.split())
-    assert "SIGTERM and Ctrl-C end the step under way, save and stop, with exit code 143 or 130" in text
+    assert "SIGTERM and Ctrl-C finish the current step, save and stop, with exit code 143 or 130" in text
     assert "torchrun --nproc-per-node 2 -m meshwright train" in text and "--restarts" in text
 
 

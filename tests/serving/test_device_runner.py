@@ -27,6 +27,7 @@ from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import whole_model
 from tests.serving import device_reference
+from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch
 
@@ -64,7 +65,7 @@ def answer(runner, budget: int) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in requests]
     for output in run_requests(engine, requests):
         answers[int(output.request_id)] += [result.token for result in output.results]
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     return answers
 
 

@@ -353,6 +353,9 @@ class Scheduler:
         self._tables[sequence.row] = 0
         self._rows.append(sequence.row)
         self._admitted.remove(sequence)
+        if not self._admitted:
+            held = self.pool.size - self.pool.available
+            assert not held, f"idle, but {held} of {self.pool.size} KV blocks are neither free nor cached"
 
 
 def sample_batch(batch: StepBatch, logits_RV: npt.NDArray[np.float32]) -> list[TokenResult]:
