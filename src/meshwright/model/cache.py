@@ -32,8 +32,9 @@ class AttentionCache(Protocol):
 
 
 class KeyValueCache:
-    """KV cache of all layers for generation, in buffers that double when they are full. All sequences have the same
-    length. `rows`: number of sequences. `capacity`: tokens per sequence in the first buffers."""
+    """KV cache of all layers for generation; all sequences have the same length. `rows`: number of sequences.
+    `capacity`: tokens per sequence for which buffers are first allocated; a full buffer is replaced by one of twice its
+    size."""
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0

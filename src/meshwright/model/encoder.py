@@ -49,7 +49,7 @@ class EncoderBlock(nn.Module):
 
 
 class _VocabularyBias(nn.Module):
-    """Output bias [V] of the masked-language-model head, whose weight matrix is the embedding's."""
+    """Output bias [V] of the masked-language-model head, as a module; the head's weight matrix is the embedding's."""
 
     def __init__(self, vocabulary: int, **options: Any) -> None:
         super().__init__()

@@ -185,7 +185,8 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
 
 
 def _full_span(q_BKGSD: torch.Tensor) -> Span:
-    """Return the span of all queries and keys of one device."""
+    """Return the span of all queries `q_BKGSD` [B, K, G, S, D] and of as many keys, both from sequence index 0: causal
+    attention on one device, without context parallelism."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 
