@@ -336,7 +336,7 @@ class Layout:
 
 
 def _split_blocks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Split ranks into consecutive blocks of `size` ranks; the last may be shorter."""
+    """Split a list of ranks into consecutive blocks of `size` ranks; the last block may be shorter."""
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
@@ -370,8 +370,8 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Return the `Layout` fields set by the text after a part's colon (`ulysses` in `cp2:ulysses`); {} for None. name:
-    the part's letters."""
+    """Return the `Layout` fields set by `options`, the text after a part's colon (`ulysses` in `cp2:ulysses`); {} for
+    None. part: the whole part, for the error. name: its letters."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":
