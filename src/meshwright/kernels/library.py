@@ -43,8 +43,8 @@ class Kernels:
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return a zeroed array, aligned to 64 bytes, in huge pages where the system has them. Its pages become
-        resident when they are first written."""
+        """Return a zeroed array whose data are aligned to 64 bytes, in huge pages where the system has them. A page
+        becomes resident when it is first written."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         rounded = -(-size // 64) * 64
@@ -86,7 +86,8 @@ class Kernels:
         return count * columns * (-(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4)
 
     def linear(self, x: Float32, weight: PackedMatrix, bias: Float32 | None = None) -> Float32:
-        """Return x Wᵀ + bias, float32 [T, n], of `x` float32 [T, k]."""
+        """Return x Wᵀ + bias, float32 [T, n], for `x` float32 [T, k], the packed W [n, k] in `weight` and `bias` [n]
+        (None: 0)."""
         out = np.empty((len(x), weight.n), np.float32)
         ops = self.op_list()
         ops.append(Linear(out, x, weight, bias))
@@ -94,17 +95,19 @@ class Kernels:
         return out
 
     def op_list(self) -> OpList:
-        """Return an empty list of operations."""
+        """Return a new, empty list of operations, which this library executes."""
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
-        """Execute the entries `begin` to `end` of a ctypes array of operations; what `OpList.run` calls."""
+        """Execute the entries from index `begin` to `end` (exclusive) of a ctypes array of operations on the batch
+        `step`, and return when they are done. Called by `OpList.run`."""
         first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 
 
 def _convert(values: Array, bfloat16: bool) -> Array:
-    """Return float32 or bfloat16 bits of values that are either."""
+    """Return an array of float32 values or bfloat16 bits (uint16) converted to bfloat16 bits if `bfloat16`, else to
+    float32."""
     if bfloat16 == (values.dtype == BFLOAT16):
         return values
     if not bfloat16:
