@@ -32,17 +32,18 @@ Prompt = str | Sequence[int]
 
 
 class OfflineEngine(Protocol):
-    """Interface that runs the requests of a call: `LocalEngine` or `RanksEngine`."""
+    """Interface of engines without a server: `LocalEngine` (this process), `RanksEngine` (several rank processes)."""
 
     def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Yield the outputs of requests until all have ended."""
+        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
+        finished."""
 
 
 class TextStream:
-    """Iterator over the generated text of one prompt, in pieces of complete characters.
+    """Iterator over the generated text of one prompt, in pieces of whole characters (a token may end inside one).
 
     Attributes:
-        generation: Text, tokens and times so far; final once the iterator has ended.
+        generation: Text, token IDs and times so far; complete when the iterator is exhausted.
     """
 
     def __init__(self, outputs: Iterator[Output], answer: Answer) -> None:
@@ -129,7 +130,8 @@ class Model:
         return TextStream(self._engine.run([request]), answer)
 
     def _make_request(self, prompt: object, options: GenerationOptions) -> tuple[Request, Answer]:
-        """Return the request of a prompt and its answer, empty so far."""
+        """Return the engine's request for one prompt (a text or token IDs) and the answer that collects its outputs.
+        options: those of `generate`."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
         wanted = chosen.pop("max_tokens", 256)
@@ -158,7 +160,8 @@ class Model:
         return request, Answer(self._prompts, generation, request, wanted)
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:
-        """Return the token IDs of a prompt; with `chat`, those of a conversation of one user turn."""
+        """Return the token IDs of a prompt, a text or token IDs. chat: the text is a user message, put into the chat
+        template."""
         if chat and self._prompts.chat_template is None:
             raise UserError(
                 f"{self.directory}: its tokenizer comes without a chat template: give a text to be continued (without "
