@@ -42,7 +42,7 @@ Group = tuple[tuple[Kind, int], ...]
 
 def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
     """Return what pipeline rank `stage` executes in each slot of steady state, from the checked 1F1B program over
-    `stages` ranks: groups of (kind of step, batch relative to the slot's own), in order."""
+    `stages` ranks: groups of (kind of step, number of its batch minus the slot's number), in order."""
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
     steps, groups = program.steps, list[list[tuple[Kind, int]]]()
@@ -63,8 +63,8 @@ def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
 
 
 class PipelineEngine(Engine):
-    """Engine of one pipeline stage. Sequences are divided into as many groups as there are stages; while one group's
-    tokens are in the last stage, the others' are in earlier ones. `scheduler`: built with that number of groups."""
+    """Engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each slot,
+    every stage computes the batch of a different group. `scheduler`: built with that number of groups."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
         super().__init__(runner, scheduler)
