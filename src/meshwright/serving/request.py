@@ -52,7 +52,7 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Number of tokens of the prompt plus `max_tokens`."""
         return len(self.tokens) + self.sampling.max_tokens
 
     def check(self, vocabulary: int, max_length: int) -> None:
@@ -87,16 +87,16 @@ class Request:
 
 @dataclass(slots=True)
 class Output:
-    """New results of one request after a step.
+    """New results of one request from one step.
 
     Attributes:
         request_id: ID of the request.
-        results: New tokens of the answer; a stop token included.
-        finish_reason: None while the request runs; `"stop"` (a stop token, the last result), `"length"` (max_tokens),
-            `"cancelled"`, `"error"` (the model computed NaN or infinite logits).
-        cached_tokens: Prompt tokens that the prefix cache held.
-        prompt_results: Results of all prompt tokens, None for the first token, which nothing predicts; once, with the
-            first token of the answer, if `sampling.prompt_logprobs` is given. None in other outputs.
+        results: New tokens of the answer, a stop token included.
+        finish_reason: Why the request has ended: `"stop"` (a stop token, the last of `results`), `"length"`
+            (`max_tokens`), `"cancelled"`, or `"error"` (NaN or infinite logits); None while it runs.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        prompt_results: Log-probabilities of all prompt tokens (None for the first), if `sampling.prompt_logprobs` is
+            given; only in the output with the answer's first token, else None.
     """
 
     request_id: str
