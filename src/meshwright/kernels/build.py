@@ -60,7 +60,7 @@ def supported_instruction_sets() -> tuple[str, ...]:
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled kernels, under XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory of compiled kernels: meshwright/kernels under XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "meshwright" / "kernels"
 
@@ -101,7 +101,7 @@ def _is_intact(library: Path) -> bool:
 
 
 def _checksum_path(library: Path) -> Path:
-    """Return the path of a library's checksum."""
+    """Return the path of the file beside `library` that has its sha256."""
     return library.with_suffix(".sha256")
 
 

@@ -79,7 +79,7 @@ def choose_instruction_set() -> str | None:
 
 
 def describe_processor() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo that name the model of this processor."""
+    """Return the fields of /proc/cpuinfo that identify the processor's model, by field name."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {name: fields.get(name, "") for name in _PROCESSOR_FIELDS}

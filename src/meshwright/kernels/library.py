@@ -33,8 +33,8 @@ class Kernels:
         self.set_threads(1)
 
     def set_threads(self, count: int) -> None:
-        """Set the number of threads that execute operations, the calling one included (at first 1). The threads belong
-        to this process: one that it forks has to set its own."""
+        """Set the number of threads that execute operations, the calling one included (initially 1). The thread pool is
+        not inherited by forked processes, which have to call this again."""
         if count < 1:
             raise ValueError(f"threads must be at least 1, not {count}")
         if self._pool is not None:
@@ -57,8 +57,8 @@ class Kernels:
         return bytes_.view(dtype).reshape(shape)
 
     def pack(self, weight: Array, dtype: str) -> PackedMatrix:
-        """Pack `weight` [n, k] or [count, n, k], float32 or bfloat16 bits (uint16), as `dtype` "float32" or "bfloat16"
-        (rounded to nearest even), on as many threads as execute operations."""
+        """Pack weight matrices into the kernels' memory layout. weight: [n, k] or [count, n, k], float32 or bfloat16
+        bits (uint16). dtype: element type of the result, "float32" or "bfloat16" (rounded to nearest even)."""
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         buffer = self.empty((self.packed_bytes(n, k, dtype, count),), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
@@ -81,7 +81,7 @@ class Kernels:
 
     @staticmethod
     def packed_bytes(n: int, k: int, dtype: str, count: int = 1) -> int:
-        """Return the size in bytes of `count` packed matrices [n, k]."""
+        """Return the size in bytes of `count` packed matrices [n, k]. dtype: "float32" or "bfloat16"."""
         columns = -(-n // 16) * 16
         return count * columns * (-(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4)
 
@@ -117,7 +117,7 @@ def _convert(values: Array, bfloat16: bool) -> Array:
 
 
 def _map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory of `size` bytes, aligned to a huge page."""
+    """Return zeroed memory of `size` bytes that begins at a huge page, in huge pages where the system has them."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -166,11 +166,12 @@ class ExpertsWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """out (+)= sum over a token's top-k experts, in the order of their scores, of weight * down(act(gate) * up), as
-    `model/experts.py` defines it; experts that this rank does not hold add nothing.
+    """Mixture-of-experts layer: out[t] = sum over the token's top-k experts of weight * down(act(gate) * up), as in
+    `model/experts.py`; experts that this rank does not hold add nothing. `accumulate`: added to out[t].
 
-    `router`: packed [E, H] in float32; `up`, `down`: the held experts' [2F, H] and [H, F], packed together
-    (`Kernels.pack` of [held, 2F, H]); `first`: index of the first held one; `router_bias` [E]: changes only the choice.
+    `router`: packed [E, H] in float32; `up`, `down`: packed [held, 2F, H] (gate first) and [held, H, F] of the held
+    experts; `first`: index of the first held expert; `router_bias` [E]: added to scores for the choice only;
+    `normalise`: weights sum to 1; `scale`: factor on the weights.
     """
 
     out: Float32
