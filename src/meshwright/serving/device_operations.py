@@ -61,11 +61,11 @@ def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.
 def rotate_and_store(
     qkv: torch.Tensor, cache: Pair, tiles: Tiles, rotation: Pair | None, norms: Pair | None, epsilon: float
 ) -> None:
-    """Normalise and rotate the queries and keys of `qkv` [T, (N + 2K) D], the queries in place; write keys and values
-    to the cache.
+    """Apply QK norm and RoPE to the queries and keys of `qkv` [T, (N + 2K) D], in place for the queries; write keys and
+    values to the KV cache.
 
-    cache: keys and values [C, K, D]. rotation: cosine and sine by position, float32 [positions, D / 2]. norms: weights
-    [D] of the RMSNorms of queries and keys.
+    cache: (keys, values), [C, K, D] each. rotation: (cosine, sine) by position, float32 [positions, D / 2] each; None:
+    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -80,10 +80,12 @@ def rotate_and_store(
 
 
 def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor) -> torch.Tensor:
-    """Return the causal attention of the queries in `qkv` over their sequences' cached tokens, [T, N D].
+    """Return the causal attention of the queries in `qkv` [T, (N + 2K) D] over the cached keys and values of their
+    sequences, [T, N D].
 
-    Each section of `SECTION` keys gives a partial result, counted from position 0; a second kernel adds them in order
-    (Flash-Decoding). `window`: keys that a token attends to. `scratch`: float32, of `SCRATCH_BYTES`.
+    The context is split into sections of `SECTION` keys from position 0 on, computed in parallel and merged in order by
+    a second kernel (Flash-Decoding). `cache`: (keys, values), [C, K, D] each. `window`: number of keys that a token
+    attends to (None: all). `scratch`: float32 buffer for partial results, at least one tile's.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -137,8 +139,8 @@ def product(
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [token copies, Y], each copy times its expert's W. `ends_E`: exclusive end index of each expert's
-    copies, int32."""
+    """Grouped GEMM of experts: return x Wᵀ, [token copies, Y], for token copies sorted by expert, each with its
+    expert's W. `ends_E`: exclusive end index of each expert's copies, int32."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts

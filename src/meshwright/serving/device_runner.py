@@ -91,8 +91,9 @@ class DeviceRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
-        hidden states [T, H]; valid until the next call. `hidden`: output of the previous stage, None for the first."""
+        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
+        that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's hidden
+        states, None on the first."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens

@@ -43,7 +43,8 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> Output | None:
-        """Cancel a request and return its last output; None if it is unknown or has finished."""
+        """Cancel the request with this ID and return its last output; None if the ID is unknown or the request has
+        finished."""
         return self.scheduler.cancel(request_id)
 
     def step(self) -> list[Output]:

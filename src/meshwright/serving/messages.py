@@ -44,7 +44,8 @@ def make_secret() -> str:
 
 
 def _prove(secret: str, nonce: bytes) -> bytes:
-    """Return the proof that a process knows `secret`: HMAC-SHA256 of the listener's nonce."""
+    """Return the HMAC-SHA256 of the listener's random `nonce` under the shared secret, by which a connecting process
+    proves that it knows the secret."""
     return hmac.new(secret.encode(), nonce, hashlib.sha256).digest()
 
 
@@ -187,7 +188,7 @@ class Listener:
         raise RankLost(f"no rank connected within {seconds:g} s")
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listening socket; accepted connections stay open."""
         self._socket.close()
 
 
@@ -211,7 +212,7 @@ def _message_size(header: bytes) -> int:
 
 
 def _connect_socket(address: str) -> socket.socket:
-    """Return a socket connected to `unix:PATH` or `tcp:HOST:PORT`."""
+    """Return a socket connected to `address`, `unix:PATH` or `tcp:HOST:PORT`."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

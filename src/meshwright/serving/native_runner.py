@@ -44,13 +44,14 @@ class NativeRunner:
             self._memory["communication"] = self._gathered.nbytes
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`, and on
-        tensor-parallel ranks `communication`."""
+        """Return {kind: bytes}: `weights` (tables, norms, biases), `packed` (matrices), `workspace`, `kv` (cache),
+        `logits`, and on tensor-parallel ranks `communication`."""
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
-        hidden states [T, H]; valid until the next call. `hidden`: output of the previous stage, None for the first."""
+        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
+        that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's hidden
+        states, None on the first."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
         assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
         if hidden is not None:

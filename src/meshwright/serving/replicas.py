@@ -109,7 +109,8 @@ class Replicas:
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
-        """Return None if the queue takes all of `requests`, else a refusal; see `EngineClient.admit`."""
+        """Return None if the queue has room for all of `requests`, else the refusal, as described in
+        `EngineClient.admit`."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
@@ -154,7 +155,7 @@ class Replicas:
             self._state = "draining"
 
     def stats(self) -> list[Mapping[str, float]]:
-        """Return the figures of each replica, as `EngineClient.stats` describes them."""
+        """Return one mapping of figures per replica, as described in `EngineClient.stats`."""
         return [replica.stats() for replica in self._replicas]
 
     # --- start and end

@@ -40,9 +40,9 @@ class Runner(Protocol):
     version: str
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run a step: write the keys and values of its tokens into their slots; return the logits float32 [R, V] of
-        its output rows, or, of a pipeline stage that is not last, the hidden states float32 [T, H]. The result is valid
-        until the next call. `hidden`: the previous stage's hidden states, None on the first stage."""
+        """Compute this rank's pipeline stage for a batch, and write the tokens' keys and values to the KV cache. Return
+        the logits of its output rows, float32 [R, V], or from a stage that is not last the hidden states, float32 [T,
+        H]; valid until the next call. `hidden`: the previous stage's hidden states, None on the first."""
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""

@@ -93,7 +93,7 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """True if a penalty needs the counts of tokens."""
+        """True if a repetition, presence or frequency penalty is set, for which `sample` needs token counts."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -115,8 +115,7 @@ class TokenResult:
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence and their counts in the answer, as the penalties need them; a token is added in
-    constant time."""
+    """Token IDs in a sequence, and how often each is in the answer, for the penalties."""
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -135,7 +134,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def penalize(self, logits_V: Logits, sampling: Sampling) -> None:
-        """Apply the penalties of `sampling` to logits [V] in place."""
+        """Apply the repetition, frequency and presence penalties of `sampling` to the logits [V], in place."""
         tokens, counts = self._tokens[: len(self._places)], self._counts[: len(self._places)]
         values = logits_V[tokens]
         penalty = np.float32(sampling.repetition_penalty)
@@ -148,8 +147,12 @@ class TokenCounts:
 def sample(
     logits_V: Logits, sampling: Sampling, *, choice: int = 0, position: int = 0, counts: TokenCounts | None = None
 ) -> TokenResult:
-    """Sample the token at `position` of an answer (0: its first) from logits [V]. The draw is a function of (seed,
-    choice, position). `counts`: needed if `sampling.penalizes`. Raises InvalidLogits."""
+    """Sample the token at `position` of an answer (0: its first) from logits [V], as a function of these, the options,
+    `choice` and `position` alone.
+
+    `choice`: index among several answers to the prompt. `counts`: token counts, required if `sampling.penalizes`.
+    Raises InvalidLogits.
+    """
     token = _find_best(logits_V)
     adjusted_V = _adjust(logits_V, sampling, position, counts)
     if sampling.temperature < GREEDY_TEMPERATURE:
@@ -160,8 +163,8 @@ def sample(
 
 
 def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
-    """Return a token with its log-probability and the `alternatives` most likely tokens, under a log-softmax of the
-    logits [V], within 1e-6. Raises InvalidLogits."""
+    """Return the log-probability of the token ID `token`, and the `alternatives` most likely tokens with theirs, by a
+    log-softmax of the logits [V] (absolute error up to 1e-6). Raises InvalidLogits."""
     highest = logits_V[_find_best(logits_V)]
     normalizer = float(highest) + math.log(_weigh(logits_V, highest, 1.0).sum(dtype=np.float64))
     best = min(alternatives, len(logits_V))
@@ -181,8 +184,8 @@ def draw_uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _find_best(logits_V: Logits) -> int:
-    """Return the most likely token, the lowest token ID among equals; raise InvalidLogits if its logit is not finite,
-    as it is if any logit is NaN or +inf."""
+    """Return the ID of the most likely token, the lowest among equals (greedy sampling). Raises InvalidLogits if its
+    logit is NaN or infinite, as it is if any logit is NaN or +inf."""
     token = int(logits_V.argmax())  # the first NaN, if there is one
     if not math.isfinite(logits_V[token]):
         raise InvalidLogits(

@@ -84,7 +84,8 @@ class Scheduler:
         self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if its ID is in use, or if it can never fit the pool or `max_length`."""
+        """Queue a request. Raises UserError if its ID is in use, or if prompt and `max_tokens` exceed the KV pool or
+        `max_length`."""
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
         longest = count_blocks(self._limits.max_length)
@@ -158,10 +159,10 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Current figures: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or `paused`,
-        which keep their blocks; KV blocks that are `free` (without content), `cached` (evictable) and `held`; and since
-        the start `prompt_tokens` of admitted sequences, those of them that the prefix cache held (`prefix_hit_tokens`),
-        and `pauses`."""
+        """Present figures by name: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
+        `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
+        `held`; and since the start `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in
+        the prefix cache, and `pauses`."""
         paused = sum(sequence.state is State.PAUSED for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {

@@ -105,14 +105,14 @@ def serve(
     Args:
         path: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory.
         layout: Ranks, such as `"tp2 pp2 dp2"`; one rank unless given.
-        on_ready: Called once when requests are taken, with `url`, `model`, `layout`, `dtype`, `kv_blocks`, `memory`,
-            `seconds_to_ready`, `ranks`.
+        on_ready: Called once requests are accepted, with a dictionary of `url`, `model`, `layout`, `dtype`,
+            `kv_blocks`, `memory`, `seconds_to_ready` and `ranks`.
         log: Called with a line for each phase of the start, with its time, and for each lost rank.
         **options: Fields of `ServeOptions`.
 
     Raises:
-        UserError: The checkpoint, the layout, the memory or an option does not do, or the port is in use.
-        RankLost: Ranks were lost again and again.
+        UserError: The checkpoint, the layout, the memory or an option is invalid, or the port is in use.
+        RankLost: A replica was lost several times in a row.
         Terminated: After SIGTERM.
         KeyboardInterrupt: After an interrupt.
 
@@ -226,7 +226,7 @@ def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[
 
 
 def _find_place() -> rendezvous.Place | None:
-    """Return the rank of this process if torchrun or SLURM has started one process for each rank, else None."""
+    """Return the rank of this process if torchrun or SLURM has started one process per rank, else None."""
     return rendezvous.read_place() if rendezvous.join_if_started_by_others() else None
 
 

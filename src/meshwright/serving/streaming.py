@@ -180,7 +180,7 @@ async def _wait_until_left(receive: Receive) -> None:
 
 
 async def _stop(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they raise."""
+    """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -82,8 +82,8 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
-        hidden states [T, H]. `hidden`: output of the previous stage, None for the first."""
+        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
+        that is not last the hidden states [T, H]. `hidden`: the previous stage's hidden states, None on the first."""
         tokens, size = len(batch.tokens), self._tile
         states = []
         with torch.inference_mode():

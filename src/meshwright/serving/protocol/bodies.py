@@ -298,13 +298,13 @@ class OpenAIBody(GenerationBody):
 
 
 class CompletionBody(PromptBody, OpenAIBody):
-    """Body of `/v1/completions`."""
+    """Body of OpenAI's `/v1/completions`: generation from prompts."""
 
     default_tokens = 16  # as in OpenAI's API
 
 
 class ChatBody(OpenAIBody, ConversationBody):
-    """Body of `/v1/chat/completions`."""
+    """Body of OpenAI's `/v1/chat/completions`: generation of a conversation's next assistant message."""
 
     unsupported = {**UNSUPPORTED, "echo": (False,)}
 

@@ -42,7 +42,7 @@ class Job:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests for the engine, in the order of the choices."""
+        """The engine's requests of this job, one for each choice, in order."""
         return [choice.request for choice in self.choices]
 
 

@@ -48,12 +48,12 @@ class LlamaForm(AnswerForm):
         return described
 
     def _describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return the ID, text, log-probability and bytes of a token."""
+        """Return {"id", "token" (text), "logprob", "bytes"} of a token ID with its log-probability."""
         return {"id": token, **self.describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON document that ends an answer: the last event of a stream, or the whole
-        response. piece: the text and tokens to put into it."""
+        """Return the JSON object that ends an answer: the last event of a stream, or the whole response, with settings,
+        stop reason and timings. piece: the text and tokens to put into it."""
         now, body, request = time.perf_counter(), self._body, choice.request
         first = choice.first or now
         computed = len(request.tokens) - choice.cached_tokens
