@@ -22,7 +22,7 @@ _ROWS = 256  # of a Parquet file at a time
 
 class FileRecord(NamedTuple):
     """One parsed record of a file. place: its position in the file, such as ":17". where: file and position, for
-    errors. value: the JSON value. problem: why it is not JSON, as a clause; None if it is.
+    errors. value: the JSON value. problem: the parser's message if the record is not valid JSON; None if it is valid.
     """
 
     place: str
