@@ -15,10 +15,10 @@ from meshwright.spec.config import ModelConfig
 
 
 class AttentionCache(Protocol):
-    """KV cache as attention sees it: it stores the keys and values of new tokens and attends to them and the cached
-    ones.
+    """Interface of a KV cache for attention layers: stores the keys and values of new tokens, and attends to them and
+    to those cached before.
 
-    length: tokens of each sequence that every layer has cached; positions continue from it where none are given.
+    length: number of tokens of each sequence that all layers have cached; position IDs continue from it unless given.
     """
 
     length: int

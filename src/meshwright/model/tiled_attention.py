@@ -31,9 +31,9 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """A range of queries and an equally long range of keys to be attended to: `queries`, `keys` are slices along the
-    token dim of the tensors; `query_place`, `key_place` are the sequence index of each range's first token. Both
-    indices are equal (causal mask), or all keys precede all queries."""
+    """A range of queries and an equally long range of keys they attend to, on one device. `queries`, `keys`: slices
+    along the token dim of the tensors; `query_place`, `key_place`: index in the sequence of each range's first token.
+    Either both indices are equal (causal mask within the range), or all keys precede all queries (no mask)."""
 
     queries: slice
     keys: slice
@@ -42,8 +42,9 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention: slices of the query and the key tensor along the token dim, and an additive `mask` [...,
-    queries, m] for the last m keys (None: all visible)."""
+    """One tile of attention. queries, keys: slices of the query and the key tensor along the token dim. mask: additive
+    mask [..., queries, m] for the last m of these keys, the ones before are visible to all queries; None: all keys are
+    visible."""
 
     queries: slice
     keys: slice
