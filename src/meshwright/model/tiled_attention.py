@@ -65,7 +65,8 @@ def tiled_attention(
 def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `tiled_attention` without autograd."""
+    """Compute causal attention, softmax(q kᵀ / √D) v, [B, N, S, D], without autograd. `first_BS`: first visible key
+    index of each query (None: 0)."""
     q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
