@@ -164,13 +164,14 @@ def product(
     x, weight, bias, out, ends, rows, columns, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     SPLITS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and W [columns, inner]; STEP is the block of the
-    inner dimension.
+    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and W [columns, inner], in steps of STEP elements
+    of the inner dimension.
 
-    Grid: (row tile, column tile, split); split s of SPLITS sums over its part of the inner dimension only, and `out` is
-    then [SPLITS, rows, columns], to be summed by `add_splits`; with SPLITS = 1 [rows, columns], plus `bias` if BIAS.
-    GROUPED (grouped GEMM of experts): program ID 2 is the expert, weight is [E, columns, inner], and expert e has the
-    rows ends[e - 1] to ends[e] (exclusive) of x, on which row tiles begin anew; otherwise `ends` is not read.
+    Program IDs: 0 row tile, 1 column tile, 2 split, or with GROUPED expert. Split s of SPLITS sums over the s-th part
+    of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else [rows,
+    columns], plus `bias` if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is [E, columns, inner], and
+    `ends` int32 [E] has the exclusive end of each expert's rows in x; row tiles begin anew for each expert. Otherwise
+    `ends` is not read.
     """
     z = tl.program_id(2)
     begin, end = 0, rows
