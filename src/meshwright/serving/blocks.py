@@ -41,12 +41,12 @@ class BlockPool:
     """Pool of KV blocks with a prefix cache. A block is free (no content), held by one or more sequences, or cached:
     held by none, its content found by hash until the block is needed; the least recently released one is evicted first.
 
-    A sequence is identified by its age, a number that grows with each admission (`holder`); holders join a block in
-    that order.
+    Methods identify a sequence (`holder`) by its age, a number that grows with each admission: the youngest has the
+    largest.
 
     Attributes:
         size: Number of KV blocks.
-        owned: {holder: number of blocks of which it is the youngest holder}, which become available when it and all
+        owned: {holder: number of blocks of which it is the youngest holder}; these become available when it and all
             older sequences have ended.
         releases: Number of releases since the start, one for each block and holder.
     """

@@ -35,9 +35,9 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Slice of a list of operations, up to index `end` (exclusive), after which `partial` [T, H] is all-reduced over
-    the tensor-parallel ranks, `bias` [H] added, and the result added to `residual` [T, H] (None: written to `partial`).
-    With partial=None there is no sum."""
+    """Slice of a list of operations, up to index `end` (exclusive). After it, `partial` [T, H] is all-reduced over the
+    tensor-parallel ranks, `bias` [H] (None: 0) added, and the result added to `residual` [T, H] (None: written back to
+    `partial`). partial=None: nothing is reduced."""
 
     end: int
     partial: Float32 | None = None

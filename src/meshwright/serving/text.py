@@ -53,8 +53,8 @@ class AnswerText:
     not depend on how tokens are divided into outputs.
 
     Attributes:
-        offsets: For each token, the number of characters of the answer before the first one that the token completes;
-            may exceed the visible text for tokens of a stop string.
+        offsets: For each token, the index in the answer's text of the first character that the token completes; may lie
+            beyond the visible text for tokens of a stop string.
         stopped_by: Stop string that ended the text; None if none has.
     """
 
