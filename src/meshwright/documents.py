@@ -18,7 +18,7 @@ def to_json_dict(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_json_types(value: Any) -> Any:
-    """Convert a value and everything nested in it to JSON types, as `to_json_dict` says."""
+    """Convert a value and everything nested in it to JSON types: arrays become lists, paths text, nan and inf None."""
     if isinstance(value, Mapping):
         return {str(key): _to_json_types(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

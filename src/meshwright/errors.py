@@ -34,8 +34,8 @@ def ignore_model_warnings() -> None:
 
 
 class CheckFailed(MeshwrightError):
-    """Failure of a check: a layout or collective computes something else than its reference, or too many training steps
-    were not finite."""
+    """Failure of a check: a layout's or collective's result differs from the reference, or too many training steps had
+    a loss or gradient that is nan or inf."""
 
     exit_code = 1
 

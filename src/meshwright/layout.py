@@ -54,13 +54,13 @@ class Layout:
     """Parallel layout of a job: sizes and options of the parallel axes. Impossible combinations raise `UserError`.
 
     dp: data-parallel replicas. zero: ZeRO stage over dp x cp (0: nothing sharded, 1: optimizer state, 2: and gradients,
-        3: and parameters). hybrid: ranks in a ZeRO sharding group, replicated across groups (HSDP); None: one group.
-    tp: tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp: context-parallel
-        ranks.
-    pp: pipeline ranks. schedule: pipeline schedule, a name or @FILE. chunks: model chunks on a pipeline rank.
-    micro_batches: per step and pipeline, both directions counted.
-    ep, etp: expert- and expert-tensor-parallel ranks, out of a stage's tp x cp x dp.
-    recompute: activation checkpointing. offload: "cpu", "nvme" or None. precision: None if chosen before the run.
+    3: and parameters). hybrid: ranks in a ZeRO sharding group, replicated across groups (HSDP); None: one group. tp:
+    tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp: context-parallel ranks,
+    by cp_method "ring" or "ulysses". pp: pipeline ranks. schedule: pipeline schedule, a name or @FILE. chunks: model
+    chunks on each pipeline rank. micro_batches: number per step in each pipeline; a bidirectional schedule's directions
+    share them. ep, etp: expert- and expert-tensor-parallel ranks, out of a stage's tp x cp x dp. recompute: activation
+    checkpointing, "none", "selective" or "full". offload: "cpu", "nvme" or None. precision: such as "bf16"; None if
+    chosen before the run.
     """
 
     dp: int = 1
@@ -336,7 +336,7 @@ class Layout:
 
 
 def _split_blocks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Split ranks into consecutive blocks of `size` ranks; the last may be shorter."""
+    """Split a list of ranks into consecutive blocks of `size` ranks; the last block may be shorter."""
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
@@ -370,8 +370,8 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Return the `Layout` fields set by the text after a part's colon (`ulysses` in `cp2:ulysses`); {} for None. name:
-    the part's letters."""
+    """Return the `Layout` fields set by `options`, the text after a part's colon (`ulysses` in `cp2:ulysses`); {} for
+    None. part: the whole part, for the error. name: its letters."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":

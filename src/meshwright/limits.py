@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Largest accepted value of a size, `most`, and the reason for it as text for the error message."""
+    """Upper limit on an accepted size. most: largest accepted value, inclusive. reason: why it is enough, for the error
+    message."""
 
     most: int
     reason: str
@@ -85,5 +86,5 @@ def shorten_repr(value: object, width: int = 60) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Cut text to at most `width` characters, the last three of which are then dots."""
+    """Return `text`, if longer than `width` characters cut to `width`, the last three of which are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

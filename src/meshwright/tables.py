@@ -40,7 +40,8 @@ def at_most(name: str) -> AfterValidator:
 
 @dataclass(frozen=True)
 class Size(GroupedMetadata):
-    """Pydantic constraint on an integer: at least `ge`, at most the limit `name` of `limits.LIMITS`."""
+    """Pydantic constraint on an integer: at least `ge` (inclusive; default 1), at most the limit named `name`
+    ("layers") in `limits.LIMITS`."""
 
     name: str
     ge: int = 1

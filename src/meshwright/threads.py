@@ -43,7 +43,7 @@ def prepare_process(environment: MutableMapping[str, str] | None = None) -> None
 
 def build_child_environment(threads: int | None = None) -> dict[str, str]:
     """Return the environment variables for a child process that will import torch with `threads` OpenMP threads (None:
-    as inherited). Raises as `prepare_process`."""
+    as inherited). Raises `UserError` for an OMP_NUM_THREADS above the limit of `meshwright.limits`."""
     environment = dict(os.environ)
     prepare_process(environment)
     if threads is not None:

@@ -45,7 +45,8 @@ def find_compiler() -> str | None:
 
 
 def supported_instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets that this processor and system run, the fastest first."""
+    """Return the instruction sets that both this processor and the operating system support ("amx", "avx512_bf16",
+    "avx512", "avx2"), the most capable first."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
     try:
@@ -59,14 +60,14 @@ def supported_instruction_sets() -> tuple[str, ...]:
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled kernels, under XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory of compiled kernels: meshwright/kernels under XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "meshwright" / "kernels"
 
 
 def compute_version(compiler: str, instruction_set: str) -> str:
-    """Return the sha256 of sources, compiler version and flags; `OSError` or `CalledProcessError` if the compiler does
-    not run."""
+    """Return the hex sha256 of kernel sources, compiler version and flags, the version of a library. Raises `OSError`
+    or `CalledProcessError` if the compiler does not run."""
     described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     digest = hashlib.sha256(described + repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
     for path in SOURCES:
@@ -75,8 +76,8 @@ def compute_version(compiler: str, instruction_set: str) -> str:
 
 
 def build(instruction_set: str) -> tuple[Path, str] | None:
-    """Return the path of the compiled library and its version, built if the cache does not hold it intact; None
-    without a compiler that can build it."""
+    """Return (path, version) of the compiled library for `instruction_set`, compiling it unless the cache holds an
+    undamaged one; None if there is no compiler that can build it."""
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -92,7 +93,7 @@ def build(instruction_set: str) -> tuple[Path, str] | None:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return True if the file has the checksum that was written beside it."""
+    """Return True if the sha256 of the file `library` equals the one that was written beside it."""
     try:
         return _checksum_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
     except (OSError, UnicodeDecodeError):
@@ -100,12 +101,13 @@ def _is_intact(library: Path) -> bool:
 
 
 def _checksum_path(library: Path) -> Path:
-    """Return the path of a library's checksum."""
+    """Return the path of the file beside `library` that has its sha256."""
     return library.with_suffix(".sha256")
 
 
 def _compile(compiler: str, instruction_set: str, library: Path) -> None:
-    """Compile into the cache; the file appears whole, its checksum after it. Several processes may do it at once."""
+    """Compile the library for `instruction_set` to the file `library` in the cache, atomically, and then write its
+    checksum. Several processes may do so at once."""
     sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
     options = [f"-m{option}" for option in INSTRUCTION_SETS[instruction_set]]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

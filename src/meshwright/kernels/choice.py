@@ -28,8 +28,9 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Return the library for `instruction_set` (None: that of `choose_instruction_set`); None without a compiler (g++
-    or what CXX names), on another architecture than x86-64 with AVX2, or where the system denies AMX.
+    """Return the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
+    from `choose_instruction_set`). Return None without a C++ compiler, on a processor other than x86-64 with AVX2, or
+    where the system denies AMX.
 
     Raises `ValueError` for an instruction set that the processor lacks, UserError as `choose_instruction_set`.
     """
@@ -43,11 +44,11 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
 
 
 def choose_instruction_set() -> str | None:
-    """Return the instruction set that is the fastest on this processor, measured at the first call and stored for all
-    later ones; one that has no alternative is not measured. None where no kernels can be built. The environment's
-    `INSTRUCTION_SET_VARIABLE` comes first.
+    """Return the name of the instruction set whose kernels are the fastest on this processor; None where no kernels can
+    be built. Measured at the first call, if there is more than one, and stored on disk for later processes.
 
-    Raises UserError if the variable names one that the processor lacks.
+    The environment variable named by `INSTRUCTION_SET_VARIABLE` overrides it. Raises UserError if that names an
+    instruction set that the processor lacks.
     """
     supported = build.supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
@@ -78,20 +79,21 @@ def choose_instruction_set() -> str | None:
 
 
 def describe_processor() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo that name the model of this processor."""
+    """Return the fields of /proc/cpuinfo that identify the processor's model, by field name."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {name: fields.get(name, "") for name in _PROCESSOR_FIELDS}
 
 
 def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the candidate with the least product of its seconds over all cases: each case counts alike."""
+    """Return the instruction set with the smallest product (equivalently geometric mean) of seconds over all cases.
+    seconds: {instruction set: {case: seconds}}."""
     return min(seconds, key=lambda name: float(np.prod(list(seconds[name].values()))))
 
 
 def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, float]]:
-    """Return the least processor seconds of each candidate, by case: bfloat16 products and attention at decode and
-    prefill shapes, on one thread. Candidates take turns."""
+    """Return {instruction set: {case: smallest processor seconds of several runs}}. Cases: bfloat16 matrix products and
+    attention at the shapes of decode and prefill, on one thread. The candidates are measured in turns."""
     runs = {name: _make_cases(kernels) for name, kernels in candidates.items()}
     seconds = {name: dict.fromkeys(cases, float("inf")) for name, cases in runs.items()}
     for _ in range(_TURNS):
@@ -104,8 +106,8 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Return a function for each case that runs it: T rows of a product [1536, 1536]; T tokens of one sequence with
-    1,024 tokens of context, 8 heads of 64 features for 2 key-value heads."""
+    """Return {case: function that runs it once}: matrix products of T rows with a [1536, 1536] weight, and attention of
+    the last T tokens of one sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads."""
     random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
     matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
     keys, values = (kernels.empty(shape, np.uint16) for shape in LayerCache.shapes(context // 16, kv_heads, size))
@@ -124,7 +126,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Step (`StepArrays`) with the last `tokens` tokens of one sequence of `context` tokens."""
+    """Batch (`StepArrays`) of the last `tokens` tokens of one sequence whose context has `context` tokens, those
+    included."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)
@@ -135,7 +138,8 @@ class _LastTokens:
 
 
 def _open_library(instruction_set: str) -> Kernels | None:
-    """Return the library, compiled or from the cache; None where it cannot be built, or the system denies AMX."""
+    """Return the library for one instruction set, compiled now or loaded from the cache; None where it cannot be built,
+    or the system denies AMX."""
     if (built := build.build(instruction_set)) is None:
         return None
     path, version = built

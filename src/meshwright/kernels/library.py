@@ -33,8 +33,8 @@ class Kernels:
         self.set_threads(1)
 
     def set_threads(self, count: int) -> None:
-        """Set the number of threads that execute operations, the calling one included (at first 1). The threads belong
-        to this process: one that it forks has to set its own."""
+        """Set the number of threads that execute operations, the calling one included (initially 1). The thread pool is
+        not inherited by forked processes, which have to call this again."""
         if count < 1:
             raise ValueError(f"threads must be at least 1, not {count}")
         if self._pool is not None:
@@ -43,8 +43,8 @@ class Kernels:
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return a zeroed array, aligned to 64 bytes, in huge pages where the system has them. Its pages become
-        resident when they are first written."""
+        """Return a zeroed array whose data are aligned to 64 bytes, in huge pages where the system has them. A page
+        becomes resident when it is first written."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         rounded = -(-size // 64) * 64
@@ -57,8 +57,8 @@ class Kernels:
         return bytes_.view(dtype).reshape(shape)
 
     def pack(self, weight: Array, dtype: str) -> PackedMatrix:
-        """Pack `weight` [n, k] or [count, n, k], float32 or bfloat16 bits (uint16), as `dtype` "float32" or "bfloat16"
-        (rounded to nearest even), on as many threads as execute operations."""
+        """Pack weight matrices into the kernels' memory layout. weight: [n, k] or [count, n, k], float32 or bfloat16
+        bits (uint16). dtype: element type of the result, "float32" or "bfloat16" (rounded to nearest even)."""
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         buffer = self.empty((self.packed_bytes(n, k, dtype, count),), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
@@ -81,12 +81,13 @@ class Kernels:
 
     @staticmethod
     def packed_bytes(n: int, k: int, dtype: str, count: int = 1) -> int:
-        """Return the size in bytes of `count` packed matrices [n, k]."""
+        """Return the size in bytes of `count` packed matrices [n, k]. dtype: "float32" or "bfloat16"."""
         columns = -(-n // 16) * 16
         return count * columns * (-(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4)
 
     def linear(self, x: Float32, weight: PackedMatrix, bias: Float32 | None = None) -> Float32:
-        """Return x Wᵀ + bias, float32 [T, n], of `x` float32 [T, k]."""
+        """Return x Wᵀ + bias, float32 [T, n], for `x` float32 [T, k], the packed W [n, k] in `weight` and `bias` [n]
+        (None: 0)."""
         out = np.empty((len(x), weight.n), np.float32)
         ops = self.op_list()
         ops.append(Linear(out, x, weight, bias))
@@ -94,17 +95,19 @@ class Kernels:
         return out
 
     def op_list(self) -> OpList:
-        """Return an empty list of operations."""
+        """Return a new, empty list of operations, which this library executes."""
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
-        """Execute the entries `begin` to `end` of a ctypes array of operations; what `OpList.run` calls."""
+        """Execute the entries from index `begin` to `end` (exclusive) of a ctypes array of operations on the batch
+        `step`, and return when they are done. Called by `OpList.run`."""
         first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 
 
 def _convert(values: Array, bfloat16: bool) -> Array:
-    """Return float32 or bfloat16 bits of values that are either."""
+    """Return an array of float32 values or bfloat16 bits (uint16) converted to bfloat16 bits if `bfloat16`, else to
+    float32."""
     if bfloat16 == (values.dtype == BFLOAT16):
         return values
     if not bfloat16:
@@ -114,7 +117,7 @@ def _convert(values: Array, bfloat16: bool) -> Array:
 
 
 def _map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory of `size` bytes, aligned to a huge page."""
+    """Return zeroed memory of `size` bytes that begins at a huge page, in huge pages where the system has them."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -43,7 +43,8 @@ _ROUTER = {"softmax": 0, "sigmoid": 1}
 
 
 class OpList:
-    """Operations that the library executes in order, on the thread pool, with a barrier after each."""
+    """Operations that the compiled library executes in order, each on all threads, with a barrier after each. An
+    operation takes one or more entries (structs `Op`); `len` is the number of entries."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
@@ -56,14 +57,14 @@ class OpList:
 
     @property
     def array(self) -> Any:
-        """The operations as a ctypes array."""
+        """Entries of the list as a ctypes array of `structures.Op`."""
         if self._array is None:
             self._array = (structures.Op * len(self._ops))(*self._ops)
         return self._array
 
     def append(self, op: AnyOp) -> int:
-        """Append an operation; return the index of its first entry (experts are several), for `run`'s range: a segment
-        ends where `len` of the list was. Raises `ValueError` where arrays do not fit."""
+        """Append an operation; return the index of its first entry, a bound for `run`. Most operations take one entry,
+        a mixture-of-experts layer several. Raises `ValueError` where the shapes of its arrays do not fit each other."""
         begin = len(self._ops)
         self._ops.extend(_LOWER[type(op)](op))
         self._held.append(op)
@@ -71,8 +72,8 @@ class OpList:
         return begin
 
     def run(self, step: StepArrays, begin: int = 0, end: int | None = None) -> None:
-        """Execute the entries `begin` to `end` (exclusive; None: all) on the batch `step`; returns when they are
-        done."""
+        """Execute the entries from index `begin` to `end` (exclusive; None: to the last) on the batch `step`, and
+        return when they are done."""
         arrays = structures.Step(
             *(address(getattr(step, name), np.int32) for name in StepArrays.__annotations__),
             token_count=len(step.tokens),
@@ -84,7 +85,7 @@ class OpList:
 
 
 def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
-    """Return the structure of a packed matrix."""
+    """Return the ctypes struct of a packed matrix, which holds the address of its buffer."""
     size = len(weight.buffer) // weight.count
     return structures.Matrix(
         weight.buffer.ctypes.data, weight.n, weight.k, weight.count, size, bfloat16=weight.bfloat16, packed=True
@@ -92,7 +93,8 @@ def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
 
 
 def _cache(cache: LayerCache) -> structures.Cache:
-    """Return the structure of a layer's KV cache; `ValueError` if the arrays do not fit each other."""
+    """Return the ctypes struct of a layer's KV cache. Raises `ValueError` if the shapes of its keys and values do not
+    fit each other."""
     blocks, kv_heads = cache.keys.shape[:2]
     if (cache.keys.shape, cache.values.shape) != LayerCache.shapes(blocks, kv_heads, cache.head_dim):
         raise ValueError(f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.shapes")
@@ -105,8 +107,9 @@ def _cache(cache: LayerCache) -> structures.Cache:
 def _op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Return an operation that writes rows of `width` elements to `out` and reads rows of `in_width` (default
-    `width`) from `x`; `ValueError` if the buffers' rows have other widths."""
+    """Return the ctypes struct of an operation of the kind named `kind` ("linear" ...), which writes rows of `width`
+    elements to `out` and reads rows of `in_width` (default: `width`) elements from `x`. fields: its further fields of
+    `structures.Op`. Raises `ValueError` if the rows of the buffers have other widths."""
     for array, columns in ((out, width), (x, width if in_width is None else in_width)):
         if array is not None and array.shape[1] != columns:
             raise ValueError(f"{kind}: a buffer has rows of {array.shape[1]} elements, expected {columns}")
@@ -118,6 +121,7 @@ def _op(
 
 
 def _lower_embed(op: Embed) -> list[structures.Op]:
+    """Convert an embedding lookup (of token IDs or positions) to its one entry of the list."""
     if isinstance(op.table, np.ndarray):
         wide = BFLOAT16 if op.table.dtype == BFLOAT16 else np.dtype(np.float32)
         (n, k), data = op.table.shape, address(op.table, wide)
@@ -129,6 +133,7 @@ def _lower_embed(op: Embed) -> list[structures.Op]:
 
 
 def _lower_norm(op: Norm) -> list[structures.Op]:
+    """Convert an RMSNorm or LayerNorm to its one entry of the list."""
     size = len(op.weight)
     return [
         _op(
@@ -146,6 +151,7 @@ def _lower_norm(op: Norm) -> list[structures.Op]:
 
 
 def _lower_linear(op: Linear) -> list[structures.Op]:
+    """Convert a linear layer to its one entry of the list."""
     return [
         _op(
             "linear",
@@ -162,6 +168,7 @@ def _lower_linear(op: Linear) -> list[structures.Op]:
 
 
 def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
+    """Convert QK norm, rotary embedding and the write to the KV cache to their one entry of the list."""
     cache, size = _cache(op.cache), op.cache.head_dim
     rotated = 0 if op.cosine is None else 2 * op.cosine.shape[1]
     return [
@@ -183,6 +190,7 @@ def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
 
 
 def _lower_attention(op: Attention) -> list[structures.Op]:
+    """Convert the attention over the KV cache to its one entry of the list; without a window, 2^40 tokens."""
     cache, size = _cache(op.cache), op.cache.head_dim
     return [
         _op(
@@ -200,6 +208,8 @@ def _lower_attention(op: Attention) -> list[structures.Op]:
 
 
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> list[structures.Op]:
+    """Convert an activation to its one entry of the list. rows: what a row of its buffers belongs to, "tokens",
+    "outputs" or "assignments" (of tokens to experts). fields: further fields of `structures.Op`, such as `routing`."""
     width = op.out.shape[1]
     wide = 2 * width if op.gated else width
     mode = _ACTIVATION[op.kind]
@@ -219,6 +229,9 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> li
 
 
 def _lower_experts(op: Experts) -> list[structures.Op]:
+    """Convert a mixture-of-experts layer to its seven entries of the list: router product, top-k choice, sorting by
+    expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if its workspace has other
+    sizes."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -243,12 +256,14 @@ def _lower_experts(op: Experts) -> list[structures.Op]:
 
 
 def _lower_gate(op: Gate) -> list[structures.Op]:
+    """Convert the sigmoid gate of a shared expert to its one entry of the list."""
     matrix = structures.Matrix(k=op.x.shape[1])
     weight = address(op.weight, np.float32, op.x.shape[1])
     return [_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)]
 
 
 def _lower_take_rows(op: TakeRows) -> list[structures.Op]:
+    """Convert the copy of the rows whose logits are wanted to its one entry of the list."""
     return [_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])]
 
 

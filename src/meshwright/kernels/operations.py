@@ -25,10 +25,11 @@ Rows = Literal["tokens", "outputs"]
 
 
 class StepArrays(Protocol):
-    """The ragged batch of one step, int32 and C-contiguous (`serving.scheduler.StepBatch` is one).
+    """The ragged batch of one step of S sequences, arrays int32 and C-contiguous: T tokens, sequence after sequence,
+    those of sequence s at the indices starts[s] to starts[s + 1] (exclusive). `serving.scheduler.StepBatch` is one.
 
-    A token's position is its index in its sequence; its key and value are at `block_tables[s, position // 16]`, place
-    `position % 16`, which `slots` says as one number: block * 16 + place.
+    A token's position p is its index in its sequence. Its key and value are in the KV block block_tables[s, p // 16] at
+    offset p % 16, in `slots` as one number: block * 16 + offset. `output_rows`: tokens whose logits are wanted.
     """
 
     tokens: Int32  # [T]
@@ -41,8 +42,8 @@ class StepArrays(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of one layer, float32 or bfloat16 bits (uint16), zeroed at the start. `keys`: [B, K, D, 16]; `values`:
-    [B, K, 16, D rounded up to 16]; `head_dim`: D."""
+    """KV cache of one layer in B blocks of 16 tokens, float32 or bfloat16 bits (uint16), zeroed when allocated. `keys`:
+    [B, K, D, 16]; `values`: [B, K, 16, D rounded up to a multiple of 16]; `head_dim`: D."""
 
     keys: Array
     values: Array
@@ -50,16 +51,18 @@ class LayerCache:
 
     @staticmethod
     def shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of keys and values."""
+        """Return (shape of keys, shape of values) of a layer's KV cache with `blocks` KV blocks of 16 tokens."""
         padded = -(-head_dim // 16) * 16
         return (blocks, kv_heads, head_dim, BLOCK_TOKENS), (blocks, kv_heads, BLOCK_TOKENS, padded)
 
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """out[t] (+)= table[id - first], zeros for an ID outside the table (vocabulary-parallel slice, first token
-    `first`). `table`: [V, H] float32 or bfloat16 bits, or the packed matrix of a tied head (one copy of it); `ids`: the
-    tokens, or their positions (learned positions)."""
+    """Embedding lookup: out[t] = table[id - first], zeros for an ID outside the table; `accumulate`: added to out[t].
+
+    `table`: [V, H] float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied; `ids`: token
+    IDs, or "positions" for learned positions; `first`: first ID of the table, above 0 for a vocabulary-parallel slice.
+    """
 
     out: Float32
     table: Array | PackedMatrix
@@ -70,8 +73,9 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """out = norm(x) * weight + bias over rows of `len(weight)` elements; "rms": RMSNorm, "layer": LayerNorm. `x` may be
-    `out`."""
+    """Normalisation over rows of `len(weight)` elements: out = norm(x) * weight + bias (None: 0). `kind`: "rms"
+    (RMSNorm) or "layer" (LayerNorm); `epsilon`: added to the mean square or variance; `rows`: "tokens" (T rows) or
+    "outputs" (R rows). `x` and `out` may be the same array."""
 
     out: Float32
     x: Float32
@@ -84,7 +88,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """out (+)= x Wᵀ + bias. `weight`: packed W [Y, X]; `accumulate`: add the result to `out` (residual)."""
+    """Linear layer: out = x Wᵀ + bias. `weight`: packed W [Y, X]; `accumulate`: add to the present values of `out` (a
+    residual connection); `rows`: the buffers have a row per token ("tokens", T) or per row of logits ("outputs", R)."""
 
     out: Float32
     x: Float32
@@ -96,10 +101,12 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RopeStore:
-    """Norm (if given) and rotate queries and keys in place, and write keys and values into their KV slots.
+    """QK norm (if given) and rotary embedding of the step's queries and keys, in place; keys and values are then
+    written into their KV-cache slots.
 
-    `qkv`: [T, (N + 2K) D], queries first; `cosine`, `sine`: [P, R/2] for the R <= D rotated features, whose pairs are i
-    and i + R/2 (None: learned positions); `query_norm`, `key_norm`: RMSNorm weights [D].
+    `qkv`: [T, (N + 2K) D], queries first, then keys, then values; `heads`: N; `cosine`, `sine`: [P, R/2] by position,
+    for the R <= D rotated features, whose pairs are i and i + R/2 (None: no rotation, learned positions); `query_norm`,
+    `key_norm`: RMSNorm weights [D].
     """
 
     qkv: Float32
@@ -114,10 +121,11 @@ class RopeStore:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal grouped-query attention of the queries in `qkv` over the cached keys and values of their sequences.
+    """Causal grouped-query attention of the step's queries, the first N D columns of `qkv` [T, (N + 2K) D], over the
+    cached keys and values of their sequences.
 
-    `out`: [T, N D]; `window`: tokens that a token attends to, itself included (0: all before it); `scale`: factor of
-    the scores, D ** -0.5 as a rule. Score softcaps and attention sinks are not implemented.
+    `out`: [T, N D]; `heads`: N; `window`: tokens that a token attends to, itself included (0: no limit); `scale`:
+    factor of the scores, D ** -0.5 as a rule. Score softcaps and attention sinks are not implemented.
     """
 
     out: Float32
@@ -130,7 +138,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """out = activation(gate) * up with x = [gate, up] of [T, 2F], or activation(x) of [T, F] if not `gated`."""
+    """Activation of an MLP. `gated`: out = activation(gate) * up, where x [T, 2F] has the columns of gate first, then
+    those of up; else out = activation(x), x [T, F]. `kind`: "relu2" is relu squared, "gelu_tanh" GELU's tanh
+    approximation."""
 
     out: Float32
     x: Float32
@@ -139,8 +149,8 @@ class Activation:
 
 
 class ExpertsWorkspace:
-    """Buffers of the mixture-of-experts layers, shared by all of them, for `tokens` tokens of a step with `top_k` of
-    `experts` experts of width `width` each. `nbytes`: its size."""
+    """Temporary buffers of the mixture-of-experts layers; all layers share one workspace. Sized for `tokens` tokens of
+    a step, each with `top_k` of `experts` experts, of intermediate size `width`. `nbytes`: bytes of all buffers."""
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, width: int) -> None:
         rows = tokens * top_k
@@ -156,11 +166,12 @@ class ExpertsWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """out (+)= sum over a token's top-k experts, in the order of their scores, of weight * down(act(gate) * up), as
-    `model/experts.py` defines it; experts that this rank does not hold add nothing.
+    """Mixture-of-experts layer: out[t] = sum over the token's top-k experts of weight * down(act(gate) * up), as in
+    `model/experts.py`; experts that this rank does not hold add nothing. `accumulate`: added to out[t].
 
-    `router`: packed [E, H] in float32; `up`, `down`: the held experts' [2F, H] and [H, F], packed together
-    (`Kernels.pack` of [held, 2F, H]); `first`: index of the first held one; `router_bias` [E]: changes only the choice.
+    `router`: packed [E, H] in float32; `up`, `down`: packed [held, 2F, H] (gate first) and [held, H, F] of the held
+    experts; `first`: index of the first held expert; `router_bias` [E]: added to scores for the choice only;
+    `normalise`: weights sum to 1; `scale`: factor on the weights.
     """
 
     out: Float32
@@ -181,7 +192,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """out *= sigmoid(x · weight), row by row: the gate of a shared expert. `weight`: [H]."""
+    """Sigmoid gate of a shared expert, row by row: out *= sigmoid(x · weight). `x`: [T, H]; `weight`: [H]."""
 
     out: Float32
     x: Float32
@@ -190,7 +201,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class TakeRows:
-    """out[r] = x[output_rows[r]], [R, H]."""
+    """Copy of the rows whose logits are wanted: out[r] = x[output_rows[r]]; `out`: [R, H], `x`: [T, H]."""
 
     out: Float32
     x: Float32

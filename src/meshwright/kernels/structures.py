@@ -16,9 +16,10 @@ BFLOAT16 = np.dtype(np.uint16)  # numpy has no bfloat16: its bits
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`count` weight matrices of one shape [n, k] in panels of 16 columns (of n), as the kernels read them.
+    """`count` weight matrices [n, k] (output x input size) in the memory layout that the kernels read: panels of 16 of
+    the n outputs each.
 
-    `buffer`: the bytes; `bfloat16`: True if the elements are bfloat16, else float32.
+    `buffer`: the bytes of all; `bfloat16`: True if the elements are bfloat16, else float32.
     """
 
     buffer: npt.NDArray[np.uint8]
@@ -32,7 +33,8 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 class Matrix(ctypes.Structure):
-    """`count` matrices [n, k] of one shape, in column panels, or one matrix row by row."""
+    """Struct `Matrix` of structures.h: `count` weight matrices of one shape [n, k]. packed: in panels of 16 columns (of
+    n); else one matrix, row-major. stride: bytes from one matrix to the next. bfloat16: element type; else float32."""
 
     _fields_ = [
         ("data", _POINTER),
@@ -46,7 +48,8 @@ class Matrix(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """KV cache of one layer."""
+    """Struct `Cache` of structures.h: KV cache of one layer, addresses of keys and values with the shapes of
+    `operations.LayerCache`. bfloat16: element type; else float32."""
 
     _fields_ = [
         ("keys", _POINTER),
@@ -58,7 +61,10 @@ class Cache(ctypes.Structure):
 
 
 class Routing(ctypes.Structure):
-    """The experts of each token: their weights and indices, and the assignments sorted by expert."""
+    """Struct `Routing` of structures.h: expert routing of a step. weights, experts: addresses of the weights and
+    indices [tokens, top_k] of each token's experts, chosen among `count`. order: assignments (token * top_k + rank) to
+    the `held` experts of this rank, which begin at expert `first`, sorted by expert. ends: exclusive end of each
+    expert's in `order`."""
 
     _fields_ = [
         ("weights", _POINTER),
@@ -75,7 +81,12 @@ class Routing(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """One operation of a step; each kind reads the fields it needs."""
+    """Struct `Op` of structures.h: one operation of a forward step, such as a linear layer, for the compiled library.
+
+    kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
+    such as RMSNorm or LayerNorm. rows: 0 one row per token, 1 per output row, 2 per (token, expert) assignment. out,
+    input: addresses of float32 rows, `out_stride` and `in_stride` elements apart. size: elements of an output row.
+    """
 
     _fields_ = [
         ("kind", _INT),
@@ -107,7 +118,9 @@ class Op(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The ragged batch of one step."""
+    """Struct `Step` of structures.h: the ragged batch of one step, addresses of the int32 arrays of
+    `operations.StepArrays` and their sizes. table_width: blocks of a row of `block_tables`. outputs: length of
+    `output_rows`."""
 
     _fields_ = [
         ("tokens", _POINTER),
@@ -124,9 +137,10 @@ class Step(ctypes.Structure):
 
 
 def address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) -> int | None:
-    """Return the address of a C-contiguous array of `dtype` with `size` elements (None: any number); None for None.
+    """Return the address of the data of a C-contiguous array of type `dtype` with `size` elements (None: any number);
+    for the array None return None, a null pointer.
 
-    Raises `ValueError` for another array.
+    Raises `ValueError` for an array of another type, size or memory layout.
     """
     if array is None:
         return None
@@ -138,7 +152,8 @@ def address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) 
 
 
 def rows_of(array: Float32) -> tuple[int, int]:
-    """Return address and row stride (in elements) of a float32 matrix whose rows are contiguous; `ValueError` else."""
+    """Return (address, elements from one row to the next) of a float32 matrix whose rows are contiguous. Raises
+    `ValueError` for any other array."""
     if array.dtype != np.float32 or array.ndim != 2 or array.strides[1] != 4:
         raise ValueError(f"expected a float32 matrix with contiguous rows, not {array.dtype}{array.shape}")
     return array.ctypes.data, array.strides[0] // 4

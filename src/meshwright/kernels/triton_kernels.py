@@ -12,7 +12,10 @@ import triton.language as tl
 def add_norm(
     x, delta, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add `delta` to a row of `x`, where asked for, and write its RMSNorm."""
+    """Write the RMSNorm of one row of `x` to `out`. ADD: first add the row of `delta` to `x` in place.
+
+    Grid: (rows). size: elements of a row. BLOCK: power of 2 >= size.
+    """
     places = tl.arange(0, BLOCK)
     inside = places < size
     at = tl.program_id(0).to(tl.int64) * size + places
@@ -30,7 +33,12 @@ def rotate_and_store(
     qkv, keys, values, positions, slots, cosine, sine, query_norm, key_norm, epsilon, heads, kv_heads,
     SIZE: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate one head of one token; a key or value goes to its slot."""
+    """Apply QK norm (NORM) and RoPE (ROTATE) to one head of one token in `qkv`. A query is written back, a key or a
+    value to its token's slot of the KV cache; values are copied unchanged.
+
+    Grid: (tokens, heads + 2 kv_heads), a token's query heads first, then keys, then values. SIZE: head size. HALF:
+    power of 2 >= SIZE / 2.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.arange(0, HALF)
     inside = places < SIZE // 2
@@ -70,8 +78,13 @@ def attend_sections(
     window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one tile over every so many sections of its context: for each the highest
-    score, the sum of weights, and the weighted sum of values."""
+    """Compute the attention of one tile of queries for one key-value head over sections of SECTION keys of its context
+    (split-K): for each section the highest score and sum of exp(score - highest) go to `stats`, the weighted sum of
+    values to `partial`.
+
+    Grid: (tiles, key-value heads, P); program p of P computes every P-th section. A tile has at most `most` tokens of
+    one sequence. STEP: keys of an iteration. BLOCK: tokens of a KV block.
+    """
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
     table = tables + tl.load(tiles + 2 * stride + tile).to(tl.int64) * table_width
@@ -121,7 +134,8 @@ def merge_sections(
     partial, stats, positions, tiles, out, stride, most, sections, window,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
-    """Add the sections of one token and head in order."""
+    """Combine the partial attention results of `attend_sections`, section after section in order, to the output of one
+    query head of one token (a log-sum-exp merge). Grid: (tiles x `most` tokens, query heads)."""
     place, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, token = place // most, place % most
     first = tl.load(tiles + tile)
@@ -150,7 +164,15 @@ def product(
     x, weight, bias, out, ends, rows, columns, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     SPLITS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of x Wᵀ: of one split of the sum, or of one expert."""
+    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and W [columns, inner], in steps of STEP elements
+    of the inner dimension.
+
+    Program IDs: 0 row tile, 1 column tile, 2 split, or with GROUPED expert. Split s of SPLITS sums over the s-th part
+    of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else [rows,
+    columns], plus `bias` if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is [E, columns, inner], and
+    `ends` int32 [E] has the exclusive end of each expert's rows in x; row tiles begin anew for each expert. Otherwise
+    `ends` is not read.
+    """
     z = tl.program_id(2)
     begin, end = 0, rows
     first, last = 0, inner
@@ -187,7 +209,8 @@ def product(
 def add_splits(
     parts, bias, out, size, columns, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add the splits of a product in order, and the bias."""
+    """Sum the SPLITS partial products `parts` [SPLITS, rows, columns] in order, with the bias if BIAS; write BLOCK of
+    the `size` = rows x columns elements to `out`. Grid: (blocks of elements)."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     total = tl.load(parts + places, inside, 0.0)
@@ -200,7 +223,8 @@ def add_splits(
 
 @triton.jit
 def gate(up, out, width, BLOCK: tl.constexpr):
-    """Compute silu(first half) * second half of a row."""
+    """Compute SwiGLU for BLOCK elements of a row: out = silu(first half of the row of `up`) * second half. Grid: (rows,
+    blocks). width: elements of half a row."""
     row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < width
     value = tl.load(up + row * 2 * width + places, inside, 0.0).to(tl.float32)

@@ -22,8 +22,9 @@ class Attention(nn.Module):
     """Grouped-query attention with `heads` query heads and `kv_heads` key-value heads on this rank (Ainslie et al.
     2023, arXiv:2305.13245).
 
-    Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], queries first. Queries and keys may be
-    normalised before the rotary embedding (QK norm: Henry et al. 2020, arXiv:2010.04245; Qwen3).
+    Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
+    those of keys and values. Queries and keys may be normalised before the rotary embedding (QK norm: Henry et al.
+    2020, arXiv:2010.04245; Qwen3).
     """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:

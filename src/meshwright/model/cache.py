@@ -15,10 +15,10 @@ from meshwright.spec.config import ModelConfig
 
 
 class AttentionCache(Protocol):
-    """KV cache as attention sees it: it stores the keys and values of new tokens and attends to them and the cached
-    ones.
+    """Interface of a KV cache for attention layers: stores the keys and values of new tokens, and attends to them and
+    to those cached before.
 
-    length: tokens of each sequence that every layer has cached; positions continue from it where none are given.
+    length: number of tokens of each sequence that all layers have cached; position IDs continue from it unless given.
     """
 
     length: int
@@ -32,8 +32,9 @@ class AttentionCache(Protocol):
 
 
 class KeyValueCache:
-    """KV cache of all layers for generation, in buffers that double when they are full. All sequences have the same
-    length. `rows`: number of sequences. `capacity`: tokens per sequence in the first buffers."""
+    """KV cache of all layers for generation; all sequences have the same length. `rows`: number of sequences.
+    `capacity`: tokens per sequence for which buffers are first allocated; a full buffer is replaced by one of twice its
+    size."""
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0

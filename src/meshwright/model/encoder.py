@@ -49,7 +49,7 @@ class EncoderBlock(nn.Module):
 
 
 class _VocabularyBias(nn.Module):
-    """Output bias [V] of the masked-language-model head, whose weight matrix is the embedding's."""
+    """Output bias [V] of the masked-language-model head, as a module; the head's weight matrix is the embedding's."""
 
     def __init__(self, vocabulary: int, **options: Any) -> None:
         super().__init__()
@@ -117,7 +117,8 @@ class Encoder(nn.Module):
 
         `targets`: with head "masked" the true token ID at each masked position, [B, S], elsewhere -100; with head
         "classes" the class of each sequence, [B], or of each document, [D]. Only masked positions go through the head.
-        `units`: hooks around FSDP units. Other arguments as in `hidden`.
+        `units`: hooks around FSDP units; `documents`: boundaries in packed sequences; `attention_mask_BS`: 0 at
+        padding, which no token attends to; `token_types_BS`: segment IDs (default 0).
         """
         x_BSH = self._forward_blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
         x_BSH = units.enter("head", x_BSH)
@@ -169,7 +170,11 @@ class Encoder(nn.Module):
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits in the model's dtype: with head "masked" [B, S, V], with head "classes" [B, C] (packed
-        documents: [D, C]). Arguments as in `hidden`."""
+        documents: [D, C]).
+
+        `documents`: boundaries in packed sequences; `attention_mask_BS`: 0 at padding, which no token attends to;
+        `token_types_BS`: segment ID of each token (default 0).
+        """
         hidden_BSH = self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
@@ -193,7 +198,8 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None,
         token_types_BS: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run embeddings and all blocks; return the last block's output, [B, S, H]."""
+        """Run embeddings and all blocks; return the last block's output, [B, S, H]. `units`: hooks around FSDP units;
+        `attention_mask_BS`: 0 at padding, which no token attends to; `token_types_BS`: segment IDs (default 0)."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
             raise UserError(

@@ -29,9 +29,8 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], as `grouped_product`, without autograd. `ends_E`: exclusive end index of each expert's
-    token copies.
-    """
+    """Return x Wᵀ, [N, Y], without autograd, for token copies sorted by expert, each with its expert's W. `ends_E`:
+    exclusive end index of each expert's token copies."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])

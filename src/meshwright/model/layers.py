@@ -84,7 +84,8 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, **options: Any) -> nn.Module:
-    """Build the norm layer that `config.norm` selects, over the hidden dimension. options: device and dtype."""
+    """Build the norm layer over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). options:
+    `device` and `dtype` of its parameters."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_epsilon, **options)
     return LayerNorm(config.hidden, config.norm_epsilon, config.norm_bias, **options)

@@ -66,7 +66,7 @@ class OutputHead(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Autograd function of `linear_cross_entropy`."""
+    """Autograd function of `linear_cross_entropy`: chunked cross-entropy of the output head, summed over tokens."""
 
     @staticmethod
     def forward(
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Autograd function of `token_cross_entropy`."""
+    """Autograd function of `token_cross_entropy`: the cross-entropy of each token at the output head, in chunks."""
 
     @staticmethod
     def forward(

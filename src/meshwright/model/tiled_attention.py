@@ -31,9 +31,9 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """A range of queries and an equally long range of keys to be attended to: `queries`, `keys` are slices along the
-    token dim of the tensors; `query_place`, `key_place` are the sequence index of each range's first token. Both
-    indices are equal (causal mask), or all keys precede all queries."""
+    """A range of queries and an equally long range of keys they attend to, on one device. `queries`, `keys`: slices
+    along the token dim of the tensors; `query_place`, `key_place`: index in the sequence of each range's first token.
+    Either both indices are equal (causal mask within the range), or all keys precede all queries (no mask)."""
 
     queries: slice
     keys: slice
@@ -42,8 +42,9 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention: slices of the query and the key tensor along the token dim, and an additive `mask` [...,
-    queries, m] for the last m keys (None: all visible)."""
+    """One tile of attention. queries, keys: slices of the query and the key tensor along the token dim. mask: additive
+    mask [..., queries, m] for the last m of these keys, the ones before are visible to all queries; None: all keys are
+    visible."""
 
     queries: slice
     keys: slice
@@ -64,7 +65,8 @@ def tiled_attention(
 def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `tiled_attention` without autograd."""
+    """Compute causal attention, softmax(q kᵀ / √D) v, [B, N, S, D], without autograd. `first_BS`: first visible key
+    index of each query (None: 0)."""
     q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
@@ -185,7 +187,8 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
 
 
 def _full_span(q_BKGSD: torch.Tensor) -> Span:
-    """Return the span of all queries and keys of one device."""
+    """Return the span of all queries `q_BKGSD` [B, K, G, S, D] and of as many keys, both from sequence index 0: causal
+    attention on one device, without context parallelism."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 

@@ -26,7 +26,8 @@ class Units(Protocol):
 
 
 class NoUnits:
-    """Hooks around FSDP units that do nothing, for a model whose parameters are all unsharded."""
+    """Implementation of `Units` whose hooks around FSDP units (embedding, layer, head) do nothing: for a model whose
+    parameters are all unsharded."""
 
     def enter(self, unit: str, x: X) -> X:
         """Return `x`, the input of the FSDP unit named `unit`, unchanged."""

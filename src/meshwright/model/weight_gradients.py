@@ -280,7 +280,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    """Call `function.apply`."""
+    """Call `function.apply` on `arguments` and return its output tensor; typed, as torch's own `apply` is not."""
     return function.apply(*arguments)  # type: ignore[no-any-return]
 
 

@@ -17,10 +17,12 @@ Counts = npt.NDArray[np.int64]
 
 
 class AdmissionState:
-    """Claims of N sequences on the available blocks, in order of age, the oldest first.
+    """State of the banker's algorithm: how many KV blocks are available, and what N sequences, ordered from the oldest
+    to the youngest, may still claim.
 
-    For sequence i, slack_i = available + sum over j < i of owned_j - need_i: the blocks that are left when i has grown
-    to its most, all older ones have ended and no younger one has grown. The state is safe if no slack is negative.
+    For sequence i, slack_i = available + sum over older j of owned_j - need_i: the blocks left over when all older
+    sequences have ended, i has allocated all that it may need, and no younger one has allocated more. The state is safe
+    if no slack is negative.
     """
 
     def __init__(self, available: int, remaining: Sequence[int], most: Sequence[int], owned: Sequence[int]) -> None:
@@ -37,26 +39,30 @@ class AdmissionState:
 
     @property
     def safe(self) -> bool:
-        """True if all sequences can end, whatever they allocate."""
+        """True if all sequences can run to their ends, one after the other from the oldest on, even if each allocates
+        its maximum of KV blocks."""
         return not len(self._slack) or int(self._slack.min()) >= 0
 
     def allowance(self, index: int) -> int:
-        """Return the most blocks that sequence `index` may allocate now; at least what it needs if it is the oldest."""
+        """Return how many KV blocks the sequence at `index` (0: the oldest) may allocate now without making the state
+        unsafe. For the oldest this is every available block."""
         older = self._slack[:index]
         return min(self.available, int(older.min())) if index else self.available
 
     def take(self, index: int, count: int) -> None:
-        """Record that sequence `index` allocates `count` blocks, at most its allowance."""
+        """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks, at most its allowance."""
         self.available -= count
         self._remaining[index] -= count
         self._owned[index] += count
         self._slack[:index] -= count
 
     def admit(self, most: int, remaining: int, cached: int, shared: Mapping[int, int]) -> AdmissionState:
-        """Return the state after a new, youngest sequence has joined, which need not be safe.
+        """Return the admission state with one more, youngest sequence; this state is unchanged, and the new one may be
+        unsafe.
 
-        `most` and `remaining`: as in the constructor, without the blocks of its prefix in `remaining`; `cached`: blocks
-        of its prefix that nobody held; `shared`: for each sequence, the blocks of the prefix that it owned.
+        `most`: KV blocks that the sequence may hold at once; `remaining`: blocks that it may allocate until its end,
+        cached prefix excluded; `cached`: blocks of its prefix that no sequence holds; `shared`: {index of a sequence:
+        number of prefix blocks of which that one was the youngest holder}.
         """
         owned = self._owned.copy()
         for index, count in shared.items():
@@ -71,10 +77,10 @@ class AdmissionState:
 
 
 class AnswerShare:
-    """Moving average of the share of `max_tokens` that answers use.
+    """Moving average of answer length / `max_tokens` over finished answers, which predicts the length of running ones.
 
     Attributes:
-        share: 0 to 1; 0.5 before the first answer.
+        share: The average, 0 to 1; 0.5 before the first answer.
     """
 
     def __init__(self) -> None:
@@ -82,9 +88,11 @@ class AnswerShare:
         self.share = 0.5
 
     def observe(self, tokens: int, max_tokens: int) -> None:
-        """Learn from an answer that ended with `tokens` of at most `max_tokens` tokens, more than 0."""
+        """Update the moving average of answer length / `max_tokens` by a finished answer of `tokens` tokens.
+        max_tokens: at least 1."""
         self.share += 0.1 * (tokens / max_tokens - self.share)
 
     def expect(self, tokens: int, max_tokens: int) -> int:
-        """Return the expected length of an answer that has `tokens` tokens: one more than now at least."""
+        """Return the expected final length in tokens of an answer that has `tokens` tokens so far: at least one more,
+        at most `max_tokens`."""
         return min(max_tokens, max(int(self.share * max_tokens), tokens + 1))

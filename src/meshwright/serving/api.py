@@ -32,17 +32,18 @@ Prompt = str | Sequence[int]
 
 
 class OfflineEngine(Protocol):
-    """Interface that runs the requests of a call: `LocalEngine` or `RanksEngine`."""
+    """Interface of engines without a server: `LocalEngine` (this process), `RanksEngine` (several rank processes)."""
 
     def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Yield the outputs of requests until all have ended."""
+        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
+        finished."""
 
 
 class TextStream:
-    """Iterator over the generated text of one prompt, in pieces of complete characters.
+    """Iterator over the generated text of one prompt, in pieces of whole characters (a token may end inside one).
 
     Attributes:
-        generation: Text, tokens and times so far; final once the iterator has ended.
+        generation: Text, token IDs and times so far; complete when the iterator is exhausted.
     """
 
     def __init__(self, outputs: Iterator[Output], answer: Answer) -> None:
@@ -59,11 +60,11 @@ class TextStream:
 
 
 class Model:
-    """A model with its tokenizer, loaded by `meshwright.load`.
+    """A loaded model with its tokenizer, from `meshwright.load`, that generates text from prompts.
 
     Attributes:
-        directory: Directory of the model: a checkpoint or a Hugging Face directory.
-        layout: Layout over ranks of this machine; None for one process.
+        directory: Directory of the model, a checkpoint or a Hugging Face directory.
+        layout: Layout over several rank processes of this machine; None: the model runs in this process.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Model:
     def generate(
         self, prompts: str | Sequence[Prompt], **options: Unpack[GenerationOptions]
     ) -> Generation | list[Generation]:
-        """Continue one prompt, or several at once, each as if it were alone.
+        """Generate text after one prompt, or after several in one batch; results are those of each prompt alone.
 
         Args:
             prompts: A text, or several texts or lists of token IDs.
@@ -116,7 +117,7 @@ class Model:
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
-        """Continue a prompt and yield the text as it is generated; options and errors as in `generate`.
+        """Generate text after a prompt, and return an iterator over it; options and errors as in `generate`.
 
         Examples:
             >>> import meshwright as mw
@@ -129,7 +130,8 @@ class Model:
         return TextStream(self._engine.run([request]), answer)
 
     def _make_request(self, prompt: object, options: GenerationOptions) -> tuple[Request, Answer]:
-        """Return the request of a prompt and its answer, empty so far."""
+        """Return the engine's request for one prompt (a text or token IDs) and the answer that collects its outputs.
+        options: those of `generate`."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
         wanted = chosen.pop("max_tokens", 256)
@@ -158,7 +160,8 @@ class Model:
         return request, Answer(self._prompts, generation, request, wanted)
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:
-        """Return the token IDs of a prompt; with `chat`, those of a conversation of one user turn."""
+        """Return the token IDs of a prompt, a text or token IDs. chat: the text is a user message, put into the chat
+        template."""
         if chat and self._prompts.chat_template is None:
             raise UserError(
                 f"{self.directory}: its tokenizer comes without a chat template: give a text to be continued (without "
@@ -179,22 +182,22 @@ def load(
     *,
     log: Callable[[str], None] = lambda line: None,
 ) -> Model:
-    """Load a model and its tokenizer to continue prompts.
+    """Load a model and its tokenizer, to generate text from prompts.
 
     Args:
         path: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory. Every byte of a
             checkpoint's model is checked against its hash.
-        layout: Split over CPU ranks of this machine, by dp, tp, pp and ep, such as `"tp2 pp2"`. Each call then starts
+        layout: Layout over CPU ranks of this machine, by dp, tp, pp and ep, such as `"tp2 pp2"`. Each call then starts
             the ranks and loads the model on them.
-        dtype: Dtype of weights and KV cache, a name such as `"bfloat16"` or a torch dtype; float32 unless given.
+        dtype: Dtype of weights and KV cache, a name such as `"bfloat16"` or a torch dtype; default float32.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
-        log: Called with a line for each newer checkpoint that is damaged and passed over.
+        log: Called with one line of text for each newer checkpoint that is skipped because it is damaged.
 
     Returns:
         The model, with `generate` and `stream`.
 
     Raises:
-        UserError: No model or tokenizer is there, a checkpoint is damaged, it is an encoder, or the layout does not fit
+        UserError: The model or tokenizer is missing or damaged, the model is an encoder, or the layout does not fit
             the model.
 
     Examples:

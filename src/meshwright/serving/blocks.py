@@ -11,16 +11,16 @@ BLOCK_TOKENS = 16
 
 
 def count_blocks(tokens: int) -> int:
-    """Return the number of blocks that hold so many tokens."""
+    """Return the number of KV blocks (16 tokens each) that `tokens` tokens need: tokens / 16, rounded up."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 class HashChain:
-    """Hashes of a sequence's full blocks, each of its tokens and of all before it; blocks of equal hashes hold equal
-    keys and values.
+    """Hash of each full KV block of a sequence, computed from the block's tokens and the hash of the block before:
+    equal hashes mean equal prefixes, thus equal keys and values.
 
     Attributes:
-        hashes: 16 bytes for each full block so far.
+        hashes: One hash of 16 bytes for each full block so far, in order.
     """
 
     def __init__(self, tokens: Sequence[int] = (), salt: str = "") -> None:
@@ -30,7 +30,7 @@ class HashChain:
         self.extend(array("i", tokens))
 
     def extend(self, tokens: array[int]) -> None:
-        """Add the hashes of the full blocks of `tokens`, the whole sequence, that are not in the chain yet."""
+        """Append the hashes of full blocks that are new. tokens: all token IDs of the sequence, from its first on."""
         for block in range(len(self.hashes), len(tokens) // BLOCK_TOKENS):
             content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
             parent = self.hashes[-1] if self.hashes else self._salt
@@ -38,16 +38,17 @@ class HashChain:
 
 
 class BlockPool:
-    """Pool of KV blocks. Each is free, held by one or more sequences, or cached: held by none, found again by the hash
-    of its content until it is needed, the least recently released first.
+    """Pool of KV blocks with a prefix cache. A block is free (no content), held by one or more sequences, or cached:
+    held by none, its content found by hash until the block is needed; the least recently released one is evicted first.
 
-    A holder is the age of a sequence, a number that grows with each admission; a block's holders join in that order.
+    Methods identify a sequence (`holder`) by its age, a number that grows with each admission: the youngest has the
+    largest.
 
     Attributes:
-        size: Number of blocks.
-        owned: For each holder, the number of blocks of which it is the youngest holder: those that become available
-            when it and all older ones end.
-        releases: Blocks that holders gave back so far.
+        size: Number of KV blocks.
+        owned: {holder: number of blocks of which it is the youngest holder}; these become available when it and all
+            older sequences have ended.
+        releases: Number of releases since the start, one for each block and holder.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,21 +64,22 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks without content."""
+        """Number of KV blocks without content."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks of the prefix cache that nobody holds."""
+        """Number of KV blocks that no sequence holds but that the prefix cache still finds; they can be evicted."""
         return len(self._cached)
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated: free or cached."""
+        """Number of KV blocks that can be allocated now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, holder: int) -> int:
-        """Return a block for a holder, evicting a cached one if none is free. One must be available."""
+        """Allocate a KV block to a sequence and return its index. A cached block is evicted if none is free. holder:
+        age of the sequence. At least one block must be available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -91,7 +93,8 @@ class BlockPool:
         return block
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix of a hash chain that the pool has, held or cached."""
+        """Return the indices of the KV blocks with the longest known prefix of a sequence, held or cached ones. hashes:
+        of the sequence's blocks, in order."""
         blocks = []
         for content in hashes:
             if (block := self._block_of.get(content)) is None:
@@ -100,11 +103,13 @@ class BlockPool:
         return blocks
 
     def youngest_holder(self, block: int) -> int | None:
-        """Return the youngest holder of a block, None if nobody holds it."""
+        """Return the age of the youngest sequence that holds the KV block with index `block`; None if no sequence holds
+        it."""
         return self._holders[block][-1] if self._holders[block] else None
 
     def share(self, block: int, holder: int) -> None:
-        """Add a holder, younger than all present ones, to a block that `find` returned."""
+        """Let one more sequence hold the KV block with index `block`, which `find` returned. holder: age of the
+        sequence, which is younger than (a number above) those that hold the block."""
         holders = self._holders[block]
         if holders:
             assert holders[-1] < holder
@@ -115,8 +120,12 @@ class BlockPool:
         self.owned[holder] += 1
 
     def release(self, block: int, holder: int) -> None:
-        """Remove a holder from a block. A sequence releases its last block first: the beginnings of prompts, which more
-        requests share, stay cached for longer."""
+        """Let a sequence no longer hold a KV block; a block that none holds then is cached if it was registered, else
+        free. holder: age of the sequence.
+
+        A sequence releases its last block first: beginnings of prompts, which more requests share, then stay cached
+        longer.
+        """
         holders = self._holders[block]
         if holders[-1] == holder:
             self.owned[holder] -= 1
@@ -132,7 +141,8 @@ class BlockPool:
         self.releases += 1
 
     def register(self, block: int, content: bytes) -> None:
-        """Make a held block, now full, known to the prefix cache, unless another block of equal content is."""
+        """Make a full, held KV block findable in the prefix cache, unless another block with the same hash is. content:
+        hash of the block, from `HashChain`."""
         if content not in self._block_of:
             self._block_of[content] = block
             self._hashes[block] = content

@@ -13,26 +13,29 @@ from meshwright.serving.text import AnswerText
 
 
 class StopRule(NamedTuple):
-    """Stop strings of a request; `include`: the text keeps the stop string or stop token at its end."""
+    """Stop strings of a request, any of which ends the answer. include: the returned text keeps the stop string or stop
+    token at its end."""
 
     strings: Sequence[str] = ()
     include: bool = False
 
 
 class PlacedToken(NamedTuple):
-    """Result of one token, with the number of characters of the choice's text before it."""
+    """One generated token. offset: number of characters in the choice's text (an echoed prompt included) before the
+    token."""
 
     result: TokenResult
     offset: int
 
 
 class Piece(NamedTuple):
-    """New part of a choice, or all of it.
+    """Part of a choice (an OpenAI API answer) that is new since the last part; in a response without streaming, all of
+    it.
 
     Attributes:
-        text: Text that the tokens complete.
-        tokens: New tokens; their text may come in a later piece.
-        finish_reason: `"stop"`, `"length"`, `"cancelled"`, or None while the choice goes on.
+        text: New text, whole characters.
+        tokens: New tokens; the text of the last ones may come in a later piece.
+        finish_reason: `"stop"`, `"length"`, `"cancelled"`; None while the choice goes on.
     """
 
     text: str
@@ -41,24 +44,25 @@ class Piece(NamedTuple):
 
     @classmethod
     def join(cls, pieces: Sequence[Piece]) -> Piece:
-        """Join the consecutive pieces of a choice."""
+        """Return the consecutive pieces of one choice as one piece."""
         tokens = [token for piece in pieces for token in piece.tokens]
         return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
 
 
 class Choice:
-    """One answer to one prompt, as it arrives from the engine.
+    """One answer to one prompt (a choice of the OpenAI API), built up from the engine's outputs.
 
     Attributes:
-        index: Number in the response.
+        index: Index in the response's `choices`.
         request: Request that the engine runs.
-        cached_tokens: Prompt tokens found in the prefix cache.
-        prompt_results: Results of the prompt's tokens, if they are scored; None for the first.
-        completion_tokens: Tokens of the answer so far, a stop token included.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        prompt_results: Log-probabilities of the prompt's tokens, None for the first token; empty if not requested.
+        completion_tokens: Number of tokens generated so far, a stop token included.
         finish_reason: As in `Piece`.
-        stop_reason: Stop string, or stop token ID that is no end token of the model, that ended the answer; else None.
-        begun: Time of its creation, seconds of `time.perf_counter`.
-        first, last: Times of its first and newest tokens; None before.
+        stop_reason: What ended the answer, if a stop string, or the ID of a stop token other than the model's end
+            tokens; else None.
+        begun: Time of creation in seconds of `time.perf_counter`.
+        first, last: Times of the first and the newest token so far, likewise; None before the first.
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
@@ -78,7 +82,8 @@ class Choice:
         self._characters = 0  # of the answer's text so far
 
     def push(self, output: Output) -> Piece:
-        """Append what the engine generated; what follows a stop string is dropped."""
+        """Add an engine output to the choice and return the new piece of its text. What was generated after a stop
+        string is dropped."""
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         text, tokens = self._extend(output)
         if tokens:
@@ -95,7 +100,8 @@ class Choice:
         return Piece(text, tokens, self.finish_reason)
 
     def _extend(self, output: Output) -> tuple[str, list[PlacedToken]]:
-        """Return the new text and tokens of the answer, and note how it ended."""
+        """Return the new text and new tokens of an output, and set `finish_reason` and `stop_reason` if it ends the
+        choice."""
         answer, text, tokens = self._answer, "", []
         hidden = output.results[-1:] if output.finish_reason == "stop" and not self._stop.include else []
         for result in output.results[: len(output.results) - len(hidden)]:
@@ -117,7 +123,8 @@ class Choice:
         return text, tokens
 
     def _place_prompt(self) -> list[PlacedToken]:
-        """Return the tokens of the prompt with their places in its text; empty without results."""
+        """Return the prompt's tokens for an echo, each with its character offset; empty if no prompt log-probabilities
+        were requested."""
         detokenizer, placed, characters = self._prompts.detokenizer(()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))

@@ -27,13 +27,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tiles(NamedTuple):
-    """Consecutive tokens of one sequence each, the unit of attention.
+    """Tiles of attention: runs of consecutive tokens of one sequence each, computed by one program of the kernel.
 
     Attributes:
-        numbers: int32 [3, I]: first token, tokens, row of the block table; a row each.
+        numbers: int32 [3, I], for each tile the index of its first token in the step, its number of tokens, and the
+            index of its sequence's row in `tables`.
         tokens: Most tokens of a tile.
-        rows: Rows of a tile's product, tokens times query heads of a key-value head: 16 or 64.
-        positions, slots: Of each token, int32 [T].
+        rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
+        positions, slots: Position and KV-cache slot of each token of the step, int32 [T].
         tables: Block tables, int32 [sequences, blocks].
     """
 
@@ -46,7 +47,8 @@ class Tiles(NamedTuple):
 
 
 def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Add `delta_TH` to `x_TH` in place; return the RMSNorm of the sum, [T, H]."""
+    """Residual connection and norm: add `delta_TH` (None: nothing) to `x_TH` in place; return RMSNorm(x_TH) *
+    `weight_H`, [T, H]. epsilon: added to the mean square."""
     out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
@@ -59,11 +61,11 @@ def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.
 def rotate_and_store(
     qkv: torch.Tensor, cache: Pair, tiles: Tiles, rotation: Pair | None, norms: Pair | None, epsilon: float
 ) -> None:
-    """Normalise and rotate the queries and keys of `qkv` [T, (N + 2K) D], the queries in place; write keys and values
-    to the cache.
+    """Apply QK norm and RoPE to the queries and keys of `qkv` [T, (N + 2K) D], in place for the queries; write keys and
+    values to the KV cache.
 
-    cache: keys and values [C, K, D]. rotation: cosine and sine by position, float32 [positions, D / 2]. norms: weights
-    [D] of the RMSNorms of queries and keys.
+    cache: (keys, values), [C, K, D] each. rotation: (cosine, sine) by position, float32 [positions, D / 2] each; None:
+    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -78,10 +80,12 @@ def rotate_and_store(
 
 
 def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor) -> torch.Tensor:
-    """Return the causal attention of the queries in `qkv` over their sequences' cached tokens, [T, N D].
+    """Return the causal attention of the queries in `qkv` [T, (N + 2K) D] over the cached keys and values of their
+    sequences, [T, N D].
 
-    Each section of `SECTION` keys gives a partial result, counted from position 0; a second kernel adds them in order
-    (Flash-Decoding). `window`: keys that a token attends to. `scratch`: float32, of `SCRATCH_BYTES`.
+    The context is split into sections of `SECTION` keys from position 0 on, computed in parallel and merged in order by
+    a second kernel (Flash-Decoding). `cache`: (keys, values), [C, K, D] each. `window`: number of keys that a token
+    attends to (None: all). `scratch`: float32 buffer for partial results, at least one tile's.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -113,7 +117,8 @@ def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scr
 def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [T, Y], in `dtype`; tiles and the split of the sum over X follow from the weight's shape."""
+    """Return x Wᵀ + b, [T, Y], in `dtype` (None: that of x). Tile sizes and the split-K of the sum over X depend on the
+    weight's shape alone, not on T, so that each row's bits do not depend on the batch."""
     rows, (columns, inner) = len(x_TX), weight_YX.shape
     wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
     block = 128 if wide else 64
@@ -134,8 +139,8 @@ def product(
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [token copies, Y], each copy times its expert's W. `ends_E`: exclusive end index of each expert's
-    copies, int32."""
+    """Grouped GEMM of experts: return x Wᵀ, [token copies, Y], for token copies sorted by expert, each with its
+    expert's W. `ends_E`: exclusive end index of each expert's copies, int32."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
@@ -144,8 +149,8 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
-    """Launch the product. rows: end index of each expert's rows, and of all; chosen: columns of a tile, splits,
-    grouped, with bias."""
+    """Launch the Triton kernel `product`. rows: (exclusive end of each expert's rows, number of all rows). chosen:
+    (columns of a tile, splits of the inner dimension, True for a grouped product, True to add the bias)."""
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
     kernels.product[grid](
@@ -155,7 +160,7 @@ def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: A
 
 
 def gate(up_TF: torch.Tensor) -> torch.Tensor:
-    """Return silu(first half) * second half of each row of `up_TF` [T, 2F], [T, F]."""
+    """Return SwiGLU, silu(gate) * up, [T, F], of `up_TF` [T, 2F], whose first F columns are the gate."""
     width = up_TF.shape[1] // 2
     out_TF = up_TF.new_empty(len(up_TF), width)
     kernels.gate[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)

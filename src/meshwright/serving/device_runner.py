@@ -31,10 +31,11 @@ _DECODE_ROWS, _PREFILL_ROWS = 16, 64
 
 
 class DeviceRunner:
-    """The training model's parameters under the operations of `device_operations`; attributes as in `Runner`.
+    """Runner of serving steps on a GPU: the model's parameters with the Triton kernels of `device_operations`;
+    attributes as in `Runner`.
 
-    With `batch_invariant` the bits of a token depend on its sequence alone. Without it, products and tiles of attention
-    are chosen by the number of tokens too.
+    `batch_invariant`: the bits of a sequence's results do not depend on the rest of the batch; without it, matrix
+    products and attention tiles are chosen by the number of tokens too, which is faster.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class DeviceRunner:
             self._capture()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by kind on the device: `weights`, `kv`, `logits`, `workspace` (without the allocator's)."""
+        """Return {kind: bytes on the device}: `weights`, `kv`, `logits`, `workspace` (buffers of the runner; the
+        caching allocator's own memory is not counted)."""
         tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
@@ -89,8 +91,9 @@ class DeviceRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
-        hidden states [T, H]; valid until the next call. `hidden`: output of the previous stage, None for the first."""
+        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
+        that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's hidden
+        states, None on the first."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -116,8 +119,12 @@ class DeviceRunner:
         return self._logits[:rows].numpy()
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the stage on the batch in the buffers, without a host synchronisation; return logits float32 [R, V] or
-        hidden states [T, H]. `counts`: tokens, tiles and output rows; `x_TH`: input of a stage that is not first."""
+        """Run this rank's pipeline stage on the batch that lies in the device's buffers, without a host
+        synchronisation; return logits float32 [R, V], or from a stage that is not last hidden states [T, H].
+
+        `counts`: numbers of tokens, attention tiles and output rows; `decoding`: one token per sequence; `x_TH`: hidden
+        states of the previous stage, None on the first.
+        """
         tokens, tiles, rows = counts
         number = self._numbers
         lines = self._tile_rows(decoding)
@@ -150,16 +157,18 @@ class DeviceRunner:
 
     @property
     def _padded_group(self) -> int:
-        """Query heads of a key-value head, padded to a power of 2."""
+        """Number of query heads per key-value head, rounded up to a power of 2."""
         return 1 << (self._group - 1).bit_length()
 
     def _tile_rows(self, decoding: bool) -> int:
-        """Return the rows of a tile of attention."""
+        """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
+        every sequence of the step has one token."""
         rows = _DECODE_ROWS if decoding or self._invariant else _PREFILL_ROWS
         return max(rows, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
-        """Write a batch, padded to `size` sequences where all decode, into the host's buffers; return the tiles."""
+        """Write a batch into the pinned host buffers; return its number of attention tiles. decoding: every sequence
+        has one token; the batch is then padded to `size` sequences, for a CUDA graph."""
         numbers, tables = (each.numpy() for each in self._staged)
         tokens, sequences = len(batch.tokens), len(batch.context)
         numbers[0, :tokens], numbers[1, :tokens], numbers[2, :tokens] = batch.tokens, batch.positions, batch.slots
@@ -179,7 +188,8 @@ class DeviceRunner:
         return len(first_I)
 
     def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, tiles: Any) -> torch.Tensor:
-        """Return the attention layer's output; the keys and values of the tokens go to the cache."""
+        """Return the output of a layer's attention, projections included, [T, H]; write the tokens' keys and values to
+        the KV cache. layer: index of the layer. tiles: `device_operations.Tiles` of the step."""
         qkv, cache = self._linear(attention.qkv, x_TH), self._cache[layer]
         norms = None
         if attention.query_norm is not None and attention.key_norm is not None:
@@ -189,7 +199,8 @@ class DeviceRunner:
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of routed and shared experts."""
+        """Return the output of a mixture-of-experts layer, routed and shared experts, [T, H], summed over
+        tensor-parallel ranks."""
         experts, (tokens, hidden) = mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count = chosen_TK.shape[1]
@@ -213,11 +224,13 @@ class DeviceRunner:
         return self._tensor.leave(total_TH, "mlp.output")
 
     def _activate_up(self, mlp: Any, x_TH: torch.Tensor, gated: bool) -> torch.Tensor:
-        """Return the input of an MLP's second product."""
+        """Return activation(up projection of x), the input of an MLP's down projection, [T, F]. gated: the up
+        projection includes a gate, as in SwiGLU."""
         return self._activate(self._linear(mlp.up, x_TH), mlp.activation, gated)
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return activation(gate) * up of the two halves, or without a gate activation(up)."""
+        """Return the MLP activation of `up_TF`: with `gated` activation(first half) * second half, else activation(up).
+        activation: its name, such as "silu"."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":
@@ -226,13 +239,14 @@ class DeviceRunner:
         return modules.activate(gate_TF, activation) * up_TF
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
-        """Add `delta_TH` to the hidden states in place; return their norm."""
+        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return their norm, [T, H]."""
         if isinstance(norm, modules.RMSNorm):
             return self._operations.add_norm(x_TH, delta_TH, norm.weight, norm.epsilon)
         return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
 
     def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return the product with a layer's weight and bias, summed over the ranks where the layer says so."""
+        """Return the output of a linear layer, [T, Y]; that of a row-parallel layer is summed over the tensor-parallel
+        ranks before the bias is added."""
         if not isinstance(linear, modules.RowParallelLinear) or self._tensor.trivial:
             return self._product(x_TX, linear.weight, linear.bias)
         y_TY = self._tensor.leave(self._product(x_TX, linear.weight), linear.site)
@@ -241,7 +255,8 @@ class DeviceRunner:
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, in `dtype` unless that of `x` is wanted."""
+        """Return x Wᵀ + b, [T, Y], in `dtype` (None: that of `x`): by the batch-invariant kernel if that is required,
+        else by torch."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
         if dtype in (None, x.dtype):
@@ -249,12 +264,15 @@ class DeviceRunner:
         return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros on the device, written, so that the memory is the process's."""
+        """Return a tensor of zeros of this shape on the device, whose memory is allocated at once."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _capture(self) -> None:
-        """Run a step of each padded size and one of the most tokens, so that everything is compiled and allocated, and
-        capture decoding in graphs, which share their memory; with a stage or a slice of the model run them alone."""
+        """Warm up: run one decode step of each padded size and one step of `token_budget` tokens, so that all kernels
+        are compiled and all memory is allocated.
+
+        Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
+        """
         numbers = self._numbers
         numbers[2].fill_(self.blocks * BLOCK_TOKENS)
         self._tables.fill_(self.blocks)

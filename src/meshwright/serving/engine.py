@@ -18,10 +18,11 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Engine:
-    """Continues requests. It is deterministic: ranks of a replica that get the same calls stay in the same state.
+    """Engine of one rank: schedules, runs and samples the steps of continuous batching. It is deterministic: ranks of a
+    replica that get the same calls stay in the same state.
 
     Attributes:
-        runner: Executes the steps.
+        runner: Computes a step's logits on this rank's part of the model.
         scheduler: Chooses the tokens of each step.
     """
 
@@ -32,26 +33,30 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if no request is unfinished."""
+        """True if every request that was added has finished."""
         return self.scheduler.idle
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if it names a token that the model lacks, or can never fit."""
+        """Queue a request. Raises UserError if it has a token ID outside the vocabulary, or needs more tokens than the
+        KV pool or `max_length` allows."""
         request.check(self.runner.config.vocabulary, request.longest)
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> Output | None:
-        """Cancel a request and return its last output; None if it is unknown or has finished."""
+        """Cancel the request with this ID and return its last output; None if the ID is unknown or the request has
+        finished."""
         return self.scheduler.cancel(request_id)
 
     def step(self) -> list[Output]:
-        """Run one step; return what it adds to each answer. Nothing runs while no sequence can."""
+        """Run one step (at most one batch of tokens) and return the new outputs, one for each request that got tokens
+        or ended; empty if no sequence can run now."""
         self._last = {}
         batch = self.scheduler.schedule()
         return [] if batch is None else self.scheduler.publish(batch, sample_batch(batch, self._run(batch)))
 
     def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> Float32:
-        """Run a batch, as `Runner.run`, and note its figures."""
+        """Return the runner's result for a batch (logits, or hidden states from a stage that is not last), and record
+        time, tokens and keys of the step for `report`. hidden_TH: the previous stage's hidden states."""
         began = time.perf_counter()
         found = self.runner.run(batch, hidden_TH)
         self._kernel_seconds += time.perf_counter() - began
@@ -60,17 +65,19 @@ class Engine:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return the figures of the last step (`tokens`; `context`: keys to which they attend), the scheduler's, and
-        `kernel_seconds`, the time spent in the runner so far."""
+        """Return figures by name: of the last step `tokens` and `context` (number of keys that these attend to,
+        summed); those of `Scheduler.stats`; and `kernel_seconds`, the time in the runner since the start."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
-        """Return `instruction_set`, `kernels` (their version) and `memory` (bytes by kind)."""
+        """Return facts about the runner: `instruction_set` (or GPU name), `kernels` (their version) and `memory`
+        ({kind: bytes})."""
         runner = self.runner
         return {"instruction_set": runner.instruction_set, "kernels": runner.version, "memory": runner.memory()}
 
 
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
-    """Build a scheduler for a runner of these limits. `groups`: pipeline stages."""
+    """Build the scheduler for a model and the sizes in `limits`. groups: number of pipeline stages; sequences are
+    divided into as many groups, one of which each step computes."""
     windows = {config.layer_window(layer) for layer in range(config.layers)}
     return Scheduler(limits, windows.pop() if len(windows) == 1 else None, groups)

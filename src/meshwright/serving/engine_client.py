@@ -14,12 +14,13 @@ State = Literal["starting", "ready", "recovering", "draining", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusal of requests before they are queued.
+    """Refusal to queue requests.
 
     Attributes:
-        reason: Limit that is reached, a label of the metrics: `"requests"`, `"tokens"`, `"seconds"` (of the queue),
-            `"connections"`; or `"starting"`, `"recovering"`, `"draining"`, `"failed"`: the server takes no request now.
-        retry_after_seconds: Predicted time until a request of this size is admitted.
+        reason: The limit that is reached, as a label of the metrics: `"requests"` or `"tokens"` that wait, `"seconds"`
+            of predicted wait, or `"connections"`; or the state in which no request is accepted: `"starting"`,
+            `"recovering"`, `"draining"` or `"failed"`.
+        retry_after_seconds: Predicted time until a request of this size would be queued.
     """
 
     reason: str
@@ -27,40 +28,44 @@ class Refusal:
 
 
 class EngineClient(Protocol):
-    """Engine as the HTTP server sees it; all methods are called on the event loop's thread."""
+    """Interface of the engine (all replicas) for the HTTP server; its methods are called on the event loop's thread."""
 
     @property
     def state(self) -> State:
-        """State of the engine: it computes in `"ready"` and `"draining"`."""
+        """State of the engine: "starting", "ready", "recovering" (restarting lost ranks), "draining" or "failed"."""
 
     @property
     def properties(self) -> Mapping[str, Any]:
         """JSON object of facts about the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
-        """Return None if the queue takes all of `requests`, which are then submitted at once, without an await in
-        between; a refusal if it does not take one of them. Of no requests: the refusal of any, however short."""
+        """Return None if the queue has room for all of `requests`, else the refusal; nothing is queued yet: the caller
+        submits them without an await in between. With no requests: the refusal that every request would get, however
+        short."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request (at the call, not at the first item); the iterator ends after an output with a finish reason.
+        """Queue a request at once and return the iterator over its outputs, which ends after the one with a finish
+        reason.
 
-        Outputs wait until they are read. It raises `meshwright.errors.RankLost` if the request cannot be finished.
+        Outputs that have not been read are merged. The iterator raises `meshwright.errors.RankLost` if the request
+        cannot be finished.
         """
 
     def cancel(self, request_id: str) -> None:
-        """End a request by the next step and free its blocks; unknown and finished requests are ignored."""
+        """Cancel the request with this ID: it ends by the next step and its KV blocks are freed. IDs of unknown or
+        finished requests are ignored."""
 
     async def wait_for_failure(self) -> MeshwrightError:
-        """Wait until the engine has failed for good; return the reason."""
+        """Wait until the engine has failed and will not restart; return the error."""
 
     def drain(self) -> None:
-        """Admit no further requests; those admitted are finished."""
+        """Accept no further requests from now on; queued and running ones are finished."""
 
     def stats(self) -> Sequence[Mapping[str, float]]:
-        """Return one mapping per replica; what is missing in it counts as 0.
+        """Return one mapping of figures per replica; a missing key counts as 0.
 
-        Keys: `running`, `waiting`, `paused` sequences; `free`, `cached`, `held` KV blocks; totals since the start:
+        Keys: `running`, `waiting`, `paused` sequences; `free`, `cached`, `held` KV blocks; and totals since the start:
         `steps`, `step_seconds` (measured, from one schedule to the next), `kernel_seconds` (of it, inside kernels),
-        `predicted_seconds` (of the same steps), `pauses`, `prefix_queries` and
-        `prefix_hits` (prompt tokens looked up and found in the prefix cache), `restarts` (after a lost rank).
+        `predicted_seconds` (predicted for the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens
+        looked up and found in the prefix cache), `restarts` (after a lost rank).
         """

@@ -26,18 +26,18 @@ _GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Settings of the HTTP API. A client that reads too slowly is dropped, and its requests are cancelled.
+    """Settings of the HTTP API. A client that reads too slowly is disconnected, and its requests are cancelled.
 
     Attributes:
         model: Name of the served model.
-        api_keys: Keys of which a request must name one; empty: none is needed.
-        cors_origins: Origins whose pages may call the API, `"*"` for all; empty: CORS is off.
-        body_bytes: Limit on one body.
-        all_body_bytes: Limit on all bodies that are being read or parsed together.
-        body_seconds: From the first to the last byte of a body.
-        stream_bytes: Events that wait for a client beside the buffers of its socket, for each choice of its response.
-        drain_seconds: From the last token until a client has read its stream.
-        connections: Limit on those served at once, if so many files may be open. Each takes some 10 KB.
+        api_keys: API keys, one of which each request must have; empty: no key is needed.
+        cors_origins: Origins whose web pages may call the API, `"*"` for all; empty: no CORS headers.
+        body_bytes: Most bytes of one request body.
+        all_body_bytes: Most bytes of all bodies that are being read or parsed at a time.
+        body_seconds: Most seconds from the first to the last byte of a body.
+        stream_bytes: Most bytes of unsent events per choice of a streamed response, beyond the socket's own buffers.
+        drain_seconds: Most seconds from the last token until a client has read its stream.
+        connections: Most connections served at once, if the limit on open files allows it; each takes some 10 KB.
     """
 
     model: str
@@ -52,7 +52,8 @@ class HttpSettings:
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Read API keys from a file, one a line; blank lines and lines that begin with # are skipped. Raises UserError."""
+    """Read API keys from a file, one per line; blank lines and lines that begin with # are skipped. Raises UserError if
+    it cannot be read or has no key."""
     try:
         lines = read_file(path, "config_bytes", pipe=True).decode().splitlines()
     except OSError as error:
@@ -66,8 +67,8 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 class Gate:
-    """ASGI middleware: gives each request its ID (`X-Request-Id`, honoured and returned), checks its API key, and
-    refuses it before its body is read while the engine takes none."""
+    """ASGI middleware in front of all endpoints: assigns each request its ID (`X-Request-Id`, the client's own if it
+    sent one), checks its API key, and refuses it before its body is read while the engine accepts none."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], refuse: Callable[[str], ApiError | None]) -> None:
         """`api_keys`: any of them admits; none: no key is needed. `refuse`: returns the refusal of a POST to a path."""
@@ -97,7 +98,7 @@ class Gate:
         return await (self._app if error is None else error.to_response())(scope, receive, send_named)
 
     def _admits(self, authorization: bytes) -> bool:
-        """Return whether the header names one of the keys; its time does not depend on which."""
+        """Return True if the Authorization header contains one of the API keys, compared in constant time."""
         kind, _, key = authorization.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
@@ -105,7 +106,7 @@ class Gate:
 
 
 class BodyReader:
-    """Reads the bodies of requests within their limits."""
+    """Reader of request bodies within the limits of `HttpSettings` on size, total memory and time."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._settings = settings
@@ -113,8 +114,9 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Yield the whole body, which counts as in memory until the context ends. Raises ApiError, and starlette's
-        ClientDisconnect."""
+        """Context manager that reads and yields the whole body of a request; it counts towards `all_body_bytes` until
+        the context exits. Raises ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone.
+        """
         settings, body = self._settings, bytearray()
         too_large = ApiError(413, f"the body is larger than {settings.body_bytes:,} bytes", code="body_too_large")
         declared = request.headers.get("content-length", "0")

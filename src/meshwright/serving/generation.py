@@ -14,20 +14,21 @@ from meshwright.serving.text import AnswerText
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Options of `Model.generate` and `Model.stream`.
+    """Options of `Model.generate` and `Model.stream`; all may be left out.
 
     Attributes:
-        max_tokens: New tokens of each prompt, at most; 256 unless given.
-        temperature: Divisor of the logits; 0, the default, takes the most likely token each time.
-        top_k: Draw among the k most likely tokens; 0: among all.
-        top_p: Draw among the most likely tokens that together reach this probability.
-        min_p: Draw among tokens with at least this fraction of the highest probability.
-        repetition_penalty: Divides the logits of tokens in prompt and answer; 1: off.
-        presence_penalty: Subtracted from the logits of tokens in the answer.
-        frequency_penalty: The same for each occurrence.
-        seed: Seed of the draws, the same for each prompt.
-        chat: The prompt is a user's turn and the text the answer, by the chat template of the directory.
-        ignore_eos: End tokens do not end the text.
+        max_tokens: Most new tokens for each prompt; default 256.
+        temperature: Divisor of the logits; 0, the default: greedy.
+        top_k: Sample from the k most likely tokens; 0, the default: from all.
+        top_p: Sample from the most likely tokens that together reach this probability (nucleus); default 1: off.
+        min_p: Sample from tokens with at least this fraction of the highest probability; default 0: off.
+        repetition_penalty: Divides the positive logits, and multiplies the negative ones, of tokens in prompt and
+            answer; default 1: off.
+        presence_penalty: Subtracted from the logits of tokens that are in the answer; default 0: off.
+        frequency_penalty: Subtracted from the logits of tokens for each time they are in the answer; default 0: off.
+        seed: Seed of sampling, the same for each prompt.
+        chat: The prompt is a user message, put into the chat template, and the text is the assistant's answer.
+        ignore_eos: Generate up to `max_tokens`; end tokens do not end the text.
     """
 
     max_tokens: int
@@ -45,16 +46,17 @@ class GenerationOptions(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Generation:
-    """Continuation of a prompt.
+    """Result of generation for one prompt.
 
     Attributes:
-        prompt: Text that was continued.
-        text: New text, without the prompt.
-        tokens: IDs of the new tokens.
-        stopped: `"end"` (the model ended the text), `"length"` (max_tokens), or `"context"` (no more positions).
-        prompt_tokens: Tokens of the prompt, with the start token.
-        seconds_to_first_token: Time to first token (TTFT), other prompts of the same call included.
-        tokens_per_second: New tokens per second after the first.
+        prompt: Text of the prompt.
+        text: Generated text, without the prompt.
+        tokens: IDs of the generated tokens.
+        stopped: Why it ended: `"end"` (end token), `"length"` (`max_tokens`) or `"context"` (the model has no more
+            positions).
+        prompt_tokens: Number of prompt tokens, start token included.
+        seconds_to_first_token: Time to first token (TTFT) from the call on, which may include other prompts' work.
+        tokens_per_second: Generated tokens per second after the first token.
         checkpoint: Directory of the model.
     """
 
@@ -73,10 +75,10 @@ class Generation:
 
 
 class Answer:
-    """The generation of one request as its outputs arrive.
+    """The `Generation` of one request, built up from the engine's outputs.
 
     Attributes:
-        generation: Text, tokens and times so far.
+        generation: Text, token IDs and times so far.
     """
 
     def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int) -> None:
@@ -89,7 +91,7 @@ class Answer:
         self._count = 0
 
     def add(self, output: Output) -> str:
-        """Add an output of the request; return the text that becomes visible."""
+        """Add an output of the engine to the generation; return the new text, whole characters only, perhaps empty."""
         generation, piece, now = self.generation, "", time.perf_counter()
         for result in output.results:
             if self._count == 0:

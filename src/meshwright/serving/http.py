@@ -38,7 +38,8 @@ _Result = TypeVar("_Result")
 
 
 def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -> FastAPI:
-    """Create the application that answers HTTP requests through `client`."""
+    """Create the FastAPI application of the server. client: engine that runs the requests. prompts: tokenizer and chat
+    template."""
     app = FastAPI(title="Meshwright", version=__version__, docs_url=None, redoc_url=None)
     api = _Api(client, prompts, settings)
     posts: dict[str, tuple[type[Body], Callable[..., Awaitable[object]]]] = {
@@ -74,7 +75,7 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
 
 
 class _Api:
-    """Endpoints of the application."""
+    """Handlers of all HTTP endpoints."""
 
     def __init__(self, client: EngineClient, prompts: Prompts, settings: HttpSettings) -> None:
         self._client, self._prompts, self._settings = client, prompts, settings
@@ -84,28 +85,30 @@ class _Api:
         self._created = int(time.time())
 
     def refuse(self, path: str) -> ApiError | None:
-        """Return the refusal of each POST to `path`, None while some are taken: before the work of reading one."""
+        """Return the error response for a POST to `path` while the engine queues no request at all; None while it does,
+        and for paths that generate no text. Called before the body is read."""
         if path not in GENERATION or (refusal := self._client.admit(())) is None:
             return None
         self.metrics.refuse(refusal.reason)
         return refusal_error(refusal)
 
     def refuse_connection(self) -> Response:
-        """Return the response to a connection for which there is no room."""
+        """Return the HTTP response (429) for a new connection beyond the limit on connections."""
         refusal = self._client.admit(())
         self.metrics.refuse("connections")
         wait = 1.0 if refusal is None else refusal.retry_after_seconds
         return refusal_error(Refusal("connections", wait)).to_response()
 
     async def generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
-        """Build the job of a body, run it, and answer."""
+        """Handle a POST that generates text: parse the body as a `model`, run its choices, and return the whole
+        response or an event stream."""
         name = request.state.request_id
         job = await self.parse(request, model, lambda body: build_job(body, self._prompts, self._settings.model, name))
         return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
 
     async def parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
-        """Read and parse the body, and return what `use` makes of it, beside the event loop where that may take long.
-        Raises ApiError."""
+        """Read the body of `request`, validate it as a `model`, and return `use(body)`; large bodies and conversations
+        are parsed in a thread, so that the event loop is not blocked. Raises ApiError."""
 
         def parse(data: bytes) -> _Result:
             body = parse_body(model, data)
@@ -121,13 +124,14 @@ class _Api:
             return await asyncio.to_thread(parse, data) if slow else parse(data)
 
     def _check_model(self, name: str) -> None:
-        """Raise ApiError if a model of another name is asked for."""
+        """Raise ApiError (404) if `name`, the `model` of a request, is not the served model."""
         if name != self._settings.model:
             message = f"the model {name[:100]!r} is not served here; the one there is: {self._settings.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def tokenize(self, body: bodies.TokenizeBody) -> dict[str, Any]:
-        """Return the tokens of the one text that a body holds, in vLLM's and llama.cpp's form at once."""
+        """Handle `/tokenize`: return a JSON object with the token IDs of the body's `prompt`, `content` or `messages`;
+        it has the fields of both vLLM and llama.cpp."""
         prompts = self._prompts
         if body.messages is not None:
             tokens = prompts.encode_chat([message.to_message() for message in body.messages])
@@ -145,29 +149,30 @@ class _Api:
         }
 
     def detokenize(self, body: bodies.DetokenizeBody) -> dict[str, str]:
-        """Return the text of tokens, under vLLM's name `prompt` and llama.cpp's `content`."""
+        """Handle `/detokenize`: return the text of token IDs, as `prompt` (vLLM) and again as `content` (llama.cpp)."""
         text = self._prompts.decode(self._prompts.check(body.tokens, empty=True))
         return {"prompt": text, "content": text}
 
     def apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
-        """Return the text that the chat template makes of a conversation."""
+        """Handle `/apply-template`: return {"prompt": text of the conversation in the model's chat template}."""
         return {"prompt": self._prompts.render_chat(body.conversation())}
 
     def show_model(self, name: str) -> dict[str, Any]:
-        """Return the entry of the served model. Raises ApiError for another name."""
+        """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) for another
+        `name`."""
         self._check_model(name)
         about = {"created": self._created, "owned_by": "meshwright", "max_model_len": self._prompts.max_length}
         return {"id": name, "object": "model", **about}
 
     def show_tokenizer(self) -> dict[str, Any]:
-        """Return the special tokens and chat template, which lm-eval reads."""
+        """Handle `/tokenizer_info`: return special tokens and chat template as JSON, in the form that lm-eval reads."""
         prompts = self._prompts
         start = None if prompts.start is None else prompts.token_text(prompts.start)
         end = next((prompts.token_text(token) for token in sorted(prompts.ends)), None)
         return {"bos_token": start, "eos_token": end, "pad_token": end, "chat_template": prompts.chat_template}
 
     def show_properties(self) -> dict[str, Any]:
-        """Return facts about model and engine, in llama.cpp's form."""
+        """Handle `/props`: return facts about model and engine as JSON, under llama.cpp's names."""
         return {
             **self.show_tokenizer(),
             "default_generation_settings": {"n_ctx": self._prompts.max_length}, "model_alias": self._settings.model,
@@ -176,7 +181,8 @@ class _Api:
         }  # fmt: skip
 
     def report_state(self, *good: str) -> dict[str, str]:
-        """Return the state, or raise its ApiError (503) unless it is among `good`."""
+        """Return the engine's state as JSON if it is one of `good` ("ready", "draining"); else raise ApiError (503).
+        Handles `/health` and `/ready`."""
         state = self._client.state
         if state not in good:
             raise refusal_error(Refusal(state, 1.0))
@@ -184,7 +190,8 @@ class _Api:
 
 
 def _answer(endpoint: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint that returns a response or JSON, so that every error becomes a response in OpenAI's shape."""
+    """Wrap an endpoint, which returns a response or a JSON value, as a handler that always returns a response;
+    exceptions become error responses in OpenAI's JSON form."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -200,7 +207,7 @@ def _answer(endpoint: Callable[[Request], Any]) -> Callable[[Request], Awaitable
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Answer an unknown path (404) or method (405)."""
+    """Return the error response for an unknown path (404) or a method that the path does not have (405)."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return ApiError(error.status_code, message, code="not_found", headers=error.headers).to_response()

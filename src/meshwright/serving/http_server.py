@@ -36,7 +36,7 @@ LINGER_SECONDS = 5  # for which a closed connection is still read
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open the listening socket; port 0: any free one. Raises UserError if the address cannot be used."""
+    """Open the listening TCP socket; port 0: any free port. Raises UserError if the address is in use or invalid."""
     try:
         if not 0 <= port < 2**16:
             raise OverflowError("should be 0 to 65535")
@@ -53,9 +53,11 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class _LingeringTransport:
-    """Transport that closes a connection without a reset. A socket that is closed with unread bytes resets the
-    connection, and the client loses the answer: while `unread`, only the sending side is closed at first, and what the
-    client still sends is read, for `LINGER_SECONDS`."""
+    """asyncio transport that closes connections without a TCP reset, with which a client could lose the response.
+
+    While the client still sends (`unread`), `close` shuts down the sending side only, and what arrives is read and
+    discarded for up to `LINGER_SECONDS`.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -66,11 +68,12 @@ class _LingeringTransport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Return True from the first `close` on."""
+        """Return True once `close` has been called, also while the client's remaining data are still read."""
         return self._lingers or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection once all is sent, and the client has read it if it is still sending."""
+        """Close the connection after all data have been sent; if the client is still sending, only after it has closed
+        too, or after `LINGER_SECONDS`."""
         if not self.unread:
             self._transport.close()
         elif not self.is_closing():
@@ -81,14 +84,14 @@ class _LingeringTransport:
 
 
 class _LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the headers of a request and on clients that send or read nothing, and a way to
-    drop the connection.
+    """uvicorn's HTTP protocol for one connection, with limits on header bytes and on the time that a client may neither
+    send nor read.
 
-    `crowded`: each response ends the connection, so that there is room for other clients. `refuse`: returns the answer
-    to the first bytes of a connection for which there is no room, unless it asks for the server's health.
+    `crowded`: close the connection after each response, as there are many. `refuse`: returns the response with which a
+    connection beyond the limit is refused, health checks excepted; None: it is accepted.
 
     Attributes:
-        deadline: Monotonic time at which `expire` is to be called.
+        deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
     """
 
     deadline = math.inf
@@ -99,13 +102,14 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._crowded, self._refuse = crowded, refuse
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request."""
+        """Start the connection; it must send its first headers within `HEADER_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._wait(HEADER_SECONDS)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, or refuse the connection; skip what arrives while it is closing."""
+        """Parse received data, or answer with the refusal if the connection is refused; data are ignored once it is
+        closing."""
         if data.startswith(PROBES):
             self._refuse = None
         if self.transport.is_closing():
@@ -120,49 +124,53 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP."""
+        """Send a 400 response to data that are not valid HTTP."""
         self._lingering.unread = True
         super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Wait for the end of the headers."""
+        """Start to count a request's header bytes; the headers must be complete within `HEADER_SECONDS`."""
         super().on_message_begin()
         self._header_bytes, self._lingering.unread = 0, True
         self._wait(HEADER_SECONDS)
 
     def on_url(self, url: bytes) -> None:
-        """Count the path."""
+        """Count the bytes of the request's path towards the limit on headers."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header."""
+        """Count the bytes of one header towards the limit on headers."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request."""
+        """Start to handle the request, without a deadline from now on; with many connections, its response closes the
+        connection."""
         super().on_headers_complete()
         self._wait(math.inf)
         self.cycle.keep_alive &= not self._crowded
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
-        """Wait for the next request if this one has been answered."""
+        """Note that the body is complete; if the request was answered already, the next one may take
+        `KEEP_ALIVE_SECONDS`."""
         super().on_message_complete()
         self._lingering.unread = False
         if self.cycle.response_complete:
             self._wait(KEEP_ALIVE_SECONDS)
 
     def on_response_complete(self) -> None:
-        """Wait for the rest of a body that was not read, or for the next request, or until the client has read all."""
+        """Set the deadline after a response: `HEADER_SECONDS` for the rest of an unread body, else `KEEP_ALIVE_SECONDS`
+        for the next request."""
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's timer would keep a connection that was reset for a minute
         if self.cycle.response_complete:
             self._wait(HEADER_SECONDS if self._lingering.unread else KEEP_ALIVE_SECONDS)
 
     def expire(self) -> None:
-        """Drop the connection unless the client still reads a response."""
+        """Abort the connection at its deadline, unless the client has read a part of a response since the last
+        deadline."""
         unsent, before = self.transport.get_write_buffer_size(), self._unsent_bytes
         self._unsent_bytes = unsent
         if unsent in (0, before):
@@ -170,21 +178,21 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._wait(KEEP_ALIVE_SECONDS)
 
     def _count(self, size: int) -> None:
-        """Drop the connection if the headers are too large."""
+        """Add `size` to the request's header bytes; abort the connection above `HEADER_BYTES`."""
         self._header_bytes += size
         if self._header_bytes > HEADER_BYTES:
             self.transport.abort()
 
     def _wait(self, seconds: float) -> None:
-        """Set the deadline."""
+        """Set the deadline to `seconds` from now."""
         self.deadline = time.monotonic() + seconds
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a limit on connections, which leaves signals to `serve_http`.
+    """uvicorn's server with a limit on connections; signals are handled by `serve_http` instead.
 
-    With more than half of `limit` connections, each response ends its connection; beyond `limit` a connection gets a
-    429; with twice as many, new ones wait in the kernel's queue.
+    From limit / 2 connections on, new ones are closed after each response (no keep-alive); beyond `limit` they get a
+    429; from 2 * limit on they wait in the kernel's backlog.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
@@ -193,30 +201,30 @@ class _Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Return a context that does nothing."""
+        """Return a context manager that does nothing, in place of uvicorn's signal handlers."""
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections."""
+        """Start to accept connections on `sockets`."""
         await super().startup(sockets=[])
         listeners = [each.dup() for each in sockets or () for _ in range(ACCEPTS)]
         self._accepting = [asyncio.create_task(self._accept(each)) for each in listeners]
 
     async def on_tick(self, counter: int) -> bool:
-        """Drop the connections whose time is over."""
+        """Call `expire` for each connection whose deadline has passed; called by uvicorn several times a second."""
         now = time.monotonic()
         for each in [each for each in self.server_state.connections if each.deadline < now]:  # type: ignore[union-attr]
             each.expire()  # type: ignore[union-attr]
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, and close the others."""
+        """Stop accepting connections and close the open ones."""
         for task in self._accepting:
             task.cancel()
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections, one after the other, while there is room."""
+        """Accept connections on `listener` in a loop, while there are fewer than twice the limit."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:
@@ -230,7 +238,7 @@ class _Server(uvicorn.Server):
                     await asyncio.sleep(PAUSE_SECONDS)
 
     def _make_protocol(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
+        """Return the protocol object for a new connection, which refuses it if the limit is reached."""
         count = len(self.server_state.connections)
         refuse = self._refuse if count >= self._limit else None
         place = self.config, self.server_state, self.lifespan.state
@@ -238,8 +246,8 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """Return the server of an application (`create_app`); its `serve([listener])` runs until its `should_exit` is
-    set."""
+    """Return the uvicorn server of an application from `create_app`, and raise the process's limit on open files to
+    what it needs. Its `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=5,
@@ -255,8 +263,11 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Restore the signal handlers at the end. Until then no signal may have its default action, which would leave the
-    directory of the sockets behind; so the handlers are Python's, as those of an event loop end with the loop."""
+    """Context manager that restores the handlers of SIGTERM and SIGINT at its exit.
+
+    Until then they must be Python's handlers, not an event loop's, which end with the loop: a signal's default action
+    would end the process before its socket directory is removed.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield

@@ -35,8 +35,9 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Operations up to index `end`, after which the tensor-parallel ranks' `partial` [T, H] are summed, `bias` [H]
-    added, and the result added to `residual` (None: put into `partial`)."""
+    """Slice of a list of operations, up to index `end` (exclusive). After it, `partial` [T, H] is all-reduced over the
+    tensor-parallel ranks, `bias` [H] (None: 0) added, and the result added to `residual` [T, H] (None: written back to
+    `partial`). partial=None: nothing is reduced."""
 
     end: int
     partial: Float32 | None = None
@@ -45,14 +46,14 @@ class Segment:
 
 
 class Lowering:
-    """The operations of one rank's stage and all that they read and write.
+    """A pipeline stage of one rank as a list of kernel operations, with all buffers and packed weights that they use.
 
     Attributes:
-        ops: The operations.
-        segments: Their cuts at sums over tensor-parallel ranks; one without these.
-        states: Hidden states [T, H]: input and output of the stage.
-        logits: Logits [R, V / P] of this rank's slice of the vocabulary; None but on the last stage.
-        nbytes: Bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`.
+        ops: The operations, in order.
+        segments: Slices of `ops` between all-reduces over tp; a single one without tp.
+        states: Hidden states [T, H], input and output of the stage.
+        logits: Logits [R, V / P] of this rank's vocabulary slice; None unless this is the last stage.
+        nbytes: {kind: bytes}: `weights` (tables, norms, biases), `packed` (matrices), `workspace`, `kv`, `logits`.
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
@@ -90,7 +91,7 @@ class Lowering:
             reserve_pool(self._caches)
 
     def _lower(self) -> None:
-        """Append the operations of the stage."""
+        """Append the operations of the whole stage: embedding, blocks, head."""
         packed = self._lower_embedding() if self._stage.first else None
         for layer in self._stage.layers:
             self._lower_block(self._model.layers[layer], layer)
@@ -99,7 +100,8 @@ class Lowering:
         self.segments.append(Segment(len(self.ops)))
 
     def _lower_embedding(self) -> PackedMatrix | None:
-        """Append token and position embeddings; return the packed matrix of a head that shares the table."""
+        """Append token and position embeddings. Return the packed embedding matrix if this stage also has a tied head,
+        else None."""
         packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
         table = packed or self._keep(self._read("embedding.weight", keep_dtype=True))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
@@ -110,7 +112,7 @@ class Lowering:
         return packed
 
     def _lower_block(self, block: Block, layer: int) -> None:
-        """Append a transformer block."""
+        """Append the operations of the transformer block with index `layer`."""
         normed = self._buffer("normed", self.config.hidden)
         self._lower_norm(block.attention_norm, normed, self.states)
         self._lower_attention(block.attention, normed, layer)
@@ -122,7 +124,8 @@ class Lowering:
             self._lower_row_parallel(block.mlp.down, hidden)
 
     def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> None:
-        """Append projections, rotation, cache and attention of one layer, added to the states."""
+        """Append QKV projection, RoPE, KV-cache write, attention and output projection of the layer with index `layer`;
+        the result is added to the hidden states. `x`: normed input [T, H]."""
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
@@ -143,7 +146,8 @@ class Lowering:
         self._lower_row_parallel(attention.output, out)
 
     def _lower_mixture(self, mixture: Mixture, x: Float32) -> None:
-        """Append routed and shared experts, added to the states."""
+        """Append a mixture-of-experts layer, routed and shared experts; the result is added to the hidden states. `x`:
+        normed input [T, H]."""
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
         if self._experts_workspace is None:
@@ -168,14 +172,15 @@ class Lowering:
             self._sum_over_ranks(out, self.states)
 
     def _lower_shared(self, mixture: Mixture, shared: SharedExpert, x: Float32, out: Float32) -> None:
-        """Append the shared expert and its gate, added to `out`."""
+        """Append the shared expert with its sigmoid gate; the result is added to `out` [T, H]. `x`: normed input."""
         hidden = self._lower_up(shared, True, shared.activation, x)
         if mixture.shared_gate is not None:  # a factor of each token: before or after the second product
             self.ops.append(op.Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: Any, gated: bool, activation: Any, x: Float32) -> Float32:
-        """Append the first product of an MLP and its activation; return the input of the second, [T, F]."""
+        """Append an MLP's up projection and activation; return the buffer of the result, [T, F]. gated: `mlp.up` also
+        computes a gate. `x`: normed input [T, H]."""
         width = mlp.down.weight.shape[1]
         up = self._buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
@@ -184,7 +189,8 @@ class Lowering:
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:
-        """Append the final norm of the output rows and their logits. `packed`: matrix that the embedding shares."""
+        """Append the final norm of the output rows and the output head. `packed`: the packed embedding matrix of a tied
+        head; None: the head's own weight is packed."""
         rows = self._buffer("rows", self.config.hidden, self._limits.logits)
         self.ops.append(op.TakeRows(rows, self.states))
         assert self._model.final_norm is not None
@@ -196,18 +202,20 @@ class Lowering:
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
 
     def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, outputs: bool = False) -> None:
-        """Append a norm over the hidden dimension."""
+        """Append a norm over the hidden dimension, from `x` to `out`. outputs: of the R output rows; else of all T
+        tokens."""
         weight, bias = self._parameter(norm, "weight"), self._optional(norm, "bias")
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
         rows: op.Rows = "outputs" if outputs else "tokens"
         self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
-        """Append a product with its bias."""
+        """Append a linear layer with its bias, from `x` to `out`. accumulate: add to the present values of `out`."""
         self.ops.append(op.Linear(out, x, self._pack(linear), self._optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
-        """Append a product whose result is summed over tensor-parallel ranks and added to the states."""
+        """Append a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the hidden
+        states."""
         if not self._split:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
@@ -216,12 +224,13 @@ class Lowering:
         self._sum_over_ranks(partial, self.states, self._optional(linear, "bias"))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
-        """End the segment with the sum of `partial` over tensor-parallel ranks; nothing on one rank."""
+        """End the current segment with an all-reduce of `partial` over tp (see `Segment`); do nothing without tp."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
     def _pack(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
-        """Return the packed weight of a module; `count` matrices stacked along dim 0."""
+        """Return the packed weight of a module. dtype: "float32" or "bfloat16" (None: that of the model). count: number
+        of experts' matrices that are stacked along dim 0."""
         values = self._read(f"{self._names[id(module)]}.weight", keep_dtype=True)
         if count > 1:
             values = values.reshape(count, -1, values.shape[-1])
@@ -230,26 +239,28 @@ class Lowering:
         return packed
 
     def _parameter(self, module: nn.Module | None, leaf: str) -> Float32:
-        """Return a small parameter (norm weight, bias) as float32."""
+        """Return the parameter named `leaf` ("weight", "bias") of a norm or linear layer as a float32 array."""
         return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", keep_dtype=False))
 
     def _optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
-        """Return a small parameter, None if the module is or has none."""
+        """Return the parameter named `leaf` of a module as float32; None if the module is None or lacks it."""
         return None if getattr(module, leaf, None) is None else self._parameter(module, leaf)
 
     def _read(self, name: str, keep_dtype: bool) -> npt.NDArray[Any]:
-        """Read an engine tensor: float32, or with `keep_dtype` in the model's dtype, bfloat16 as its bits."""
+        """Read the engine tensor `name` as a float32 array; keep_dtype: in the model's dtype instead, bfloat16 as
+        uint16 bits."""
         if keep_dtype and self._dtype == "bfloat16":
             return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
         return self._weights.read(name, torch.float32).numpy()
 
     def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of an array, counted as weights."""
+        """Return a copy of an array that stays in memory, and count its bytes as weights."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 
     def _buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
-        """Return the buffer of this name, float32 [T or `rows`, width]; layers share it."""
+        """Return the workspace buffer named `name`, float32 [rows, width] (default: a row per token of the budget); it
+        is allocated once and shared by all layers."""
         rows = self._limits.token_budget if rows is None else rows
         key = f"{name}.{width}"
         if key not in self._buffers:

@@ -28,11 +28,11 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 
 
 def parse_memory(text: str, host: HostMemory) -> int:
-    """Return the bytes that `--memory` means: a fraction of what the machine or its control group has ("0.9"), or a
-    size ("12GiB").
+    """Convert the value of `--memory` to bytes: a fraction ("0.9") of the memory of the machine or its cgroup (`host`),
+    or a size ("12GiB").
 
-    A fraction never exceeds what is available now. Raises UserError for another form, and for a size that is not
-    available.
+    The result of a fraction is capped at the memory that is available now. Raises UserError for any other text, and for
+    a size above what is available.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
@@ -58,16 +58,16 @@ def plan_memory(
     config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
     steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), hosts: Sequence[HostMemory] | None = None,
 ) -> ServingLedger:  # fmt: skip
-    """Return the memory bill of a server with the KV blocks that fit.
+    """Return the predicted memory of a server by item (a ledger), with as many KV blocks as fit.
 
     Args:
         config: Configuration of the model.
         layout: As `spec.refuse.serving_layout` returns it.
-        dtype: Of parameters and KV cache.
-        memory: `--memory`; unless given, 0.9 with at most `DEFAULT_POOL` of KV blocks.
-        max_length: Most tokens of a sequence; the model's positions, or as many as fit, unless given.
-        steps: Most tokens and most sequences of a step.
-        hosts: Memory of each machine, or each rank's GPU, over which the ranks are spread; this machine unless given.
+        dtype: Dtype of parameters and KV cache.
+        memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
+        max_length: Most tokens of a sequence; None: the model's positions, or fewer if they do not fit.
+        steps: (most tokens, most sequences) of a step.
+        hosts: Memory of each machine, or of each rank's GPU; None: this machine.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
@@ -97,7 +97,7 @@ def plan_memory(
 
 
 def _ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes, hosts: Sequence[HostMemory]) -> ServingLedger:
-    """Return the ledger without KV blocks; on GPUs without what the host's processes take."""
+    """Return the ledger (predicted bytes by item) of a server without KV blocks; on GPUs host memory is left out."""
     ledger = serving_ledger(config, layout, sizes)
     if any(host.source != GPU for host in hosts):
         return ledger
@@ -106,7 +106,8 @@ def _ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes, hosts: Seq
 
 
 def step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
-    """Return what the ranks of a bill allocate. `touched`: the KV pool at once."""
+    """Return the sizes for which ranks allocate buffers, from the ledger of `plan_memory`. touched: make the whole KV
+    pool resident at the start, not as it is used."""
     sizes = ledger.sizes
     return StepLimits(
         ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, touched

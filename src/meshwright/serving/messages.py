@@ -33,23 +33,25 @@ Message = dict[str, Any]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return the bytes of one message on the wire."""
+    """Return a message as it is sent: a 4-byte big-endian length, then JSON."""
     content = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTH.pack(len(content)) + content
 
 
 def make_secret() -> str:
-    """Return a new shared secret, 64 hexadecimal digits."""
+    """Return a new random secret, 64 hexadecimal digits, by which processes of one server recognise each other."""
     return secrets.token_hex(32)
 
 
 def _prove(secret: str, nonce: bytes) -> bytes:
-    """Return the proof that a process knows `secret`: HMAC-SHA256 of the listener's nonce."""
+    """Return the HMAC-SHA256 of the listener's random `nonce` under the shared secret, by which a connecting process
+    proves that it knows the secret."""
     return hmac.new(secret.encode(), nonce, hashlib.sha256).digest()
 
 
 class Channel:
-    """Blocking end of a connection, for rank processes. Raises `RankLost` when the other end is gone."""
+    """Blocking connection of a rank process to the front (the process of the HTTP server) or to another rank. All
+    methods raise `RankLost` if the other process has closed it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -60,9 +62,9 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
-        """Connect to a listener at `unix:PATH` or `tcp:HOST:PORT` and prove knowledge of `secret`.
+        """Connect to the listener at `unix:PATH` or `tcp:HOST:PORT` and prove knowledge of `secret`.
 
-        Tries for `CONNECT_SECONDS`, then raises RankLost.
+        Tries for `CONNECT_SECONDS`, as the listener may start later; then raises RankLost.
         """
         deadline = time.monotonic() + CONNECT_SECONDS
         while True:
@@ -79,35 +81,36 @@ class Channel:
 
     @property
     def own_host(self) -> str:
-        """Address of this machine by which the other end knows it; empty for a Unix socket."""
+        """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message."""
+        """Send one message, an object of JSON types."""
         self.send_encoded(encode(message))
 
     def send_encoded(self, data: bytes) -> None:
-        """Send one message that `encode` has made, which several connections can share."""
+        """Send one message, already encoded by `encode`, so that the same bytes can go to several ranks."""
         try:
             self._socket.sendall(data)
         except OSError as error:
             raise RankLost(f"the other end of a connection is gone: {error}") from error
 
     def receive(self) -> Message:
-        """Wait for one message and return it."""
+        """Wait for the next message and return it."""
         size = _message_size(self._read_exactly(_LENGTH.size))
         found: Message = json.loads(self._read_exactly(size))
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
-        """Return all messages that have begun to arrive; with `wait`, sleep until there is one."""
+        """Return all messages that have arrived, at least in part. wait: if there is none, block until one arrives;
+        else []."""
         found = [self.receive()] if wait else []
         while self._unread or select.select([self._socket], [], [], 0.0)[0]:
             found.append(self.receive())
         return found
 
     def _read_exactly(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
+        """Read and return exactly `size` bytes, blocking until they have arrived."""
         while len(self._unread) < size:
             try:
                 data = self._socket.recv(max(65536, size - len(self._unread)))
@@ -126,8 +129,8 @@ class Channel:
 
 
 class Listener:
-    """Listening socket of the front, or of a rank that leads others. address: where ranks connect, `unix:PATH` or
-    `tcp:HOST:PORT`."""
+    """Listening socket of the front (the process of the HTTP server), or of a replica's first rank for its other ranks.
+    address: for `Channel.connect`, `unix:PATH` or `tcp:HOST:PORT`."""
 
     def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
         """Listen at a Unix socket `name` in the private `directory`, or without one on a free TCP port of `host`.
@@ -150,7 +153,8 @@ class Listener:
     async def serve(
         self, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
     ) -> asyncio.Server:
-        """Call `answer` for each connection that proves the secret, and close the connection then."""
+        """Start an asyncio server that calls `answer` for each connection whose peer proves knowledge of the secret;
+        the connection is closed when `answer` returns."""
 
         async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """Answer one connection."""
@@ -165,7 +169,8 @@ class Listener:
         return await start(check, sock=self._socket, limit=2**24)
 
     def accept(self, seconds: float) -> Channel:
-        """Return the next connection that proves the secret; raises RankLost after `seconds` without one."""
+        """Wait for the next connection whose peer proves knowledge of the secret, and return it. Raises RankLost after
+        `seconds` without one."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
@@ -183,12 +188,12 @@ class Listener:
         raise RankLost(f"no rank connected within {seconds:g} s")
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listening socket; accepted connections stay open."""
         self._socket.close()
 
 
 async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """Return the next message of a connection; None at its end."""
+    """Read the next message from a stream; None if the connection was closed."""
     try:
         size = _message_size(await reader.readexactly(_LENGTH.size))
         found: Message = json.loads(await reader.readexactly(size))
@@ -198,7 +203,8 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 
 
 def _message_size(header: bytes) -> int:
-    """Return the length of a message's content; raises RankLost above `MAX_MESSAGE_BYTES`."""
+    """Parse the 4-byte header of a message; return the number of bytes that follow. Raises RankLost above
+    `MAX_MESSAGE_BYTES`."""
     size: int = _LENGTH.unpack(header)[0]
     if size > MAX_MESSAGE_BYTES:
         raise RankLost(f"a message of {size:,} bytes on a connection of the server: at most {MAX_MESSAGE_BYTES:,}")
@@ -206,7 +212,7 @@ def _message_size(header: bytes) -> int:
 
 
 def _connect_socket(address: str) -> socket.socket:
-    """Return a socket connected to `unix:PATH` or `tcp:HOST:PORT`."""
+    """Return a socket connected to `address`, `unix:PATH` or `tcp:HOST:PORT`."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

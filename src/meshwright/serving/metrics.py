@@ -47,7 +47,8 @@ _HISTOGRAMS = (
 
 
 class ServingMetrics:
-    """Counters and histograms of the requests, and the state of the engine when they are read."""
+    """Prometheus metrics of a server: counters and histograms of requests, and figures of the engine, read when the
+    page is requested."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         """`model`: value of the label `model_name`."""
@@ -65,11 +66,13 @@ class ServingMetrics:
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        """Register a counter with labels beside `model_name`."""
+        """Register and return a Prometheus counter with the description `text`; `labels`: its labels besides
+        `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
 
     def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
-        """Count a new piece of a choice. `before`: `choice.last` before it."""
+        """Record the tokens and latencies of a new piece of a choice (an API answer). before: time of the choice's last
+        token before this piece, None if it had none."""
         if choice.last is not None and choice.last != before:
             self._generation_tokens.inc(len(piece.tokens))
             if before is None:
@@ -80,7 +83,8 @@ class ServingMetrics:
             self.finish(choice, piece.finish_reason)
 
     def finish(self, choice: Choice, reason: str) -> None:
-        """Count the end of a choice; `reason`: as in `Piece`, `"abort"` where the client left or gave up."""
+        """Record that a choice (an API answer) has ended. reason: its finish reason ("stop", "length", "cancelled"), or
+        "abort" if the client disconnected or the request timed out."""
         self._ended.labels(self._model, reason).inc()
         if reason == "abort":
             return
@@ -93,7 +97,7 @@ class ServingMetrics:
                 self._mean.observe((choice.last - choice.first) / (choice.completion_tokens - 1))
 
     def refuse(self, reason: str) -> None:
-        """Count an HTTP request that was not queued."""
+        """Count an HTTP request that was not queued. reason: as in `Refusal` ("requests", "connections" ...)."""
         self._refused.labels(self._model, reason).inc()
 
     def page(self) -> bytes:
@@ -102,13 +106,13 @@ class ServingMetrics:
 
 
 class _EngineCollector:
-    """Metrics that are read from the engine, one series for each replica (label `engine`)."""
+    """Prometheus collector of the engine's figures, one time series per replica (label `engine`)."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families."""
+        """Yield the engine's metrics with their present values, read from `EngineClient.stats`."""
         labels, replicas = ["model_name", "engine"], []
         for number, stats in enumerate(self._client.stats()):
             usage = stats.get("held", 0) / max(sum(stats.get(state, 0) for state in _BLOCK_STATES), 1)
@@ -125,5 +129,5 @@ class _EngineCollector:
         yield blocks
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the registry then does not read the engine before it computes."""
+        """Return an empty list, so that registration does not call `collect` before the engine has started."""
         return []

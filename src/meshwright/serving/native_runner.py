@@ -21,11 +21,12 @@ SUM_SITE, LOGITS_SITE = "serving.sum", "serving.logits"
 
 
 class NativeRunner:
-    """Executes a stage's list of operations; attributes as in `Runner`.
+    """Runner of serving steps on a CPU by the compiled kernels: executes the operation list of this rank's pipeline
+    stage; attributes as in `Runner`.
 
     Attributes:
-        seconds_to_load: Time spent reading the checkpoint's tensors.
-        bytes_read: Bytes read from its files.
+        seconds_to_load: Seconds spent reading the checkpoint's tensors.
+        bytes_read: Bytes read from the checkpoint's files.
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
@@ -43,13 +44,14 @@ class NativeRunner:
             self._memory["communication"] = self._gathered.nbytes
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by kind: `weights` (tables, norms, biases), `packed`, `workspace`, `kv`, `logits`, and on
-        tensor-parallel ranks `communication`."""
+        """Return {kind: bytes}: `weights` (tables, norms, biases), `packed` (matrices), `workspace`, `kv` (cache),
+        `logits`, and on tensor-parallel ranks `communication`."""
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
-        hidden states [T, H]; valid until the next call. `hidden`: output of the previous stage, None for the first."""
+        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
+        that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's hidden
+        states, None on the first."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
         assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
         if hidden is not None:
@@ -65,7 +67,8 @@ class NativeRunner:
         return self._logits[:rows] if self._tensor.trivial or not rows else self._gather_logits(self._logits[:rows])
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
-        """Add the ranks' partial results in rank order, then the bias, and add the sum to the residual."""
+        """All-reduce the tensor-parallel ranks' partial results, [T, H], added in rank order, then add the segment's
+        bias, and add the sum to its residual, if any."""
         first_TH, *others = self._gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH
@@ -77,12 +80,14 @@ class NativeRunner:
             segment.residual[: len(partial_TH)] += first_TH
 
     def _gather_logits(self, logits_RV: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the logits of the whole vocabulary, [R, V], of the ranks' slices, without padding."""
+        """All-gather the tensor-parallel ranks' vocabulary slices of the logits; return [R, V], without vocabulary
+        padding."""
         parts_PRV = self._gather(logits_RV, LOGITS_SITE)
         return np.concatenate(list(parts_PRV), axis=1)[:, : self.config.vocabulary]
 
     def _gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
-        """Return the arrays of all ranks of tp, [P, ...]."""
+        """All-gather the array `own` over the tensor-parallel ranks; return [P, ...] in rank order. site: label of the
+        call in traces."""
         parts = self._gathered[: self._tensor.size * own.size].view(self._tensor.size, *own.shape)
         all_gather(parts, torch.from_numpy(own), self._tensor, site)
         return parts.numpy()

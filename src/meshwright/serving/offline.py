@@ -30,17 +30,17 @@ _STEP_SECONDS = 24 * 3600.0  # no client waits for a step
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Return what ranks allocate for a call's requests; the KV pool becomes resident as it is used. Raises UserError
-    where one sequence does not fit the memory, and for what is no decoder."""
+    """Return the sizes for which ranks allocate buffers and KV pool to generate without a server. Raises UserError if
+    one sequence does not fit in memory, or the model is no decoder."""
     hosts = [current_device_memory()] if device == "cuda" else None
     return step_limits(plan_memory(decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
 
 
 def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bool = False) -> Engine:
-    """Build this rank's engine for a call's requests.
+    """Build this rank's engine for generation without a server.
 
-    `scoring`: for requests with `prompt_logprobs`, whose last token, a target alone, may lie behind the model's last
-    position. Raises UserError as `plan_offline` and `runner.build_runner`.
+    `scoring`: allow one position more than the model has, for requests with `prompt_logprobs`: their last token is only
+    a target. Raises UserError as `plan_offline` and `runner.build_runner` do.
     """
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
@@ -49,8 +49,8 @@ def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bo
 
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output]:
-    """Yield the outputs of requests until all have ended; those unfinished when the iterator is closed are cancelled.
-    Raises InvalidLogits."""
+    """Run `requests` on an engine, and yield their outputs, interleaved, until every request has finished. Closing the
+    iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits."""
     for request in requests:
         engine.add(request)
     try:
@@ -69,25 +69,27 @@ def _raise_error(output: Output) -> Output:
 
 
 class LocalEngine:
-    """An engine in this process, on a CPU or a GPU. `device`: "cpu" or "cuda"."""
+    """Engine in this process, without a server. `device`: "cpu" or "cuda"."""
 
     def __init__(self, directory: Path, dtype: str, device: str) -> None:
         self._engine = build_offline_engine(directory, Mesh.single(device=device), dtype)
 
     def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Yield the outputs of requests until all have ended."""
+        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
+        finished."""
         return run_requests(self._engine, requests)
 
 
 class RanksEngine:
-    """Engines on local ranks, as a server has them; each call starts the ranks and loads the model. `layout`: as
-    `spec.refuse.serving_layout` returns it; replicas of dp share the requests."""
+    """Engine on several rank processes of this machine, without a server; each call of `run` starts the ranks and loads
+    the model. `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas."""
 
     def __init__(self, directory: Path, layout: Layout, dtype: str) -> None:
         self._directory, self._layout, self._dtype = directory, layout, dtype
 
     def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Yield the outputs of requests until all have ended; closing the iterator ends the ranks."""
+        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
+        finished. Closing the iterator ends the rank processes."""
         if not requests:
             return
         outputs = queue.SimpleQueue[Output | None]()
@@ -104,7 +106,7 @@ class RanksEngine:
                 loop.call_soon_threadsafe(work.cancel)
 
     async def _run_on_ranks(self, requests: Sequence[Request], put: Callable[[Output], None]) -> None:
-        """Start the ranks and give the outputs of all requests to `put` as they come."""
+        """Start the rank processes, run all requests, and call `put` with each output; end the processes at last."""
 
         async def follow(outputs: AsyncIterator[Output]) -> None:
             """Pass on the outputs of one request."""

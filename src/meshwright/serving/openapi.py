@@ -32,7 +32,8 @@ _BODY_ERRORS = {
 
 
 def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
-    """Return the OpenAPI document. `posts`: body by path; `gets`: paths."""
+    """Return the OpenAPI document of the server. `posts`: {path: model of its JSON body}; `gets`: paths of GET
+    endpoints."""
     paths = {path: {"get": _describe_operation(path, _ERRORS)} for path in gets}
     for path, body in posts.items():
         operation = _describe_operation(path, _ERRORS | _BODY_ERRORS)
@@ -57,7 +58,7 @@ def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[s
 
 
 def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
-    """Return one operation, without its body. `errors`: description by status."""
+    """Return the OpenAPI operation object for `path`, without a request body. `errors`: {HTTP status: description}."""
     media, kind = ("text/plain", "string") if path == "/metrics" else ("application/json", "object")
     good = {"description": "The answer", "content": {media: {"schema": {"type": kind}}}}
     bad = {status: _describe_error(text) for status, text in errors.items()}
@@ -68,10 +69,10 @@ def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _describe_error(text: str) -> dict[str, Any]:
-    """Return an error response."""
+    """Return the OpenAPI response object of an error with the description `text`."""
     return {"description": text, "content": _content("Error")}
 
 
 def _content(schema: str) -> dict[str, Any]:
-    """Return a JSON body of a named schema."""
+    """Return the OpenAPI content object of a JSON body whose schema has the name `schema`."""
     return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=schema)}}}

@@ -18,17 +18,18 @@ from meshwright.spec.config import ModelConfig
 
 
 class _Segment(NamedTuple):
-    """One token: its row of the tile, and the slots of all positions up to its own."""
+    """One token of a batch for attention. row: its index among the selected tokens. slots_C: KV-cache slots of the
+    positions 0 to its own, in order."""
 
     row: int
     slots_C: torch.Tensor
 
 
 class PagedCache:
-    """KV cache of some layers in blocks of `BLOCK_TOKENS` tokens, for a ragged batch of sequences.
+    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of some layers in plain torch, for a ragged batch of sequences.
 
-    Positions are always given, so `length` stays 0. Every token attends on its own, over its own keys and
-    values alone, so that its result does not depend on which tokens are computed with it.
+    Attention is computed token by token, so that a token's result does not depend on which others are in the batch.
+    Positions are always given by the caller, so `length` stays 0.
     """
 
     length = 0
@@ -47,16 +48,17 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the keys and values of all layers in bytes."""
         return sum(each.nbytes for each in (*self._keys.values(), *self._values.values()))
 
     def touch(self) -> None:
-        """Write to the whole memory, so that it is the process's from now on."""
+        """Write zeros to the whole KV cache, so that its memory is resident from now on."""
         for each in (*self._keys.values(), *self._values.values()):
             each.zero_()
 
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
-        """Choose the tokens `begin` to `end` of a batch as those that `attend` gets next, possibly with padding."""
+        """Select the tokens with the indices `begin` to `end` (exclusive) of a batch as input of the next calls of
+        `attend`, which may have padding after them."""
         self._slots_T = torch.from_numpy(batch.slots[begin:end]).long().to(self._device)
         self._segments = []
         for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
@@ -71,8 +73,8 @@ class PagedCache:
                 self._segments.append(_Segment(row - begin, slots[: len(slots) - (high - row - 1)]))
 
     def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
-        """Write the keys and values of the selected tokens into their slots; return the attention of each over the
-        tokens of its sequence up to itself, inside the layer's window, [1, N, T, D]; 0 for padding."""
+        """Write the keys and values of the selected tokens to the cache of layer number `layer`; return the causal
+        attention of each over its sequence, inside the layer's sliding window, [1, N, T, D]; 0 for padding."""
         tokens = len(self._slots_T)
         for cache, new in ((self._keys[layer], k_BKTD), (self._values[layer], v_BKTD)):
             cache[self._slots_T] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
@@ -86,7 +88,8 @@ class PagedCache:
         """Do nothing: the scheduler counts the tokens of each sequence."""
 
     def _attend_segment(self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
-        """Return the attention of the last token of a sequence, [N, D], in float32 at least."""
+        """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C`, computed in
+        float32 or float64."""
         window = self._windows[layer]
         if window is not None:  # blocks behind the window may be free: nothing there is read
             slots_C = slots_C[max(0, len(slots_C) - window) :]

@@ -41,7 +41,8 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return what a stage executes in each slot, in order, from the checked program of 1F1B over `stages` ranks."""
+    """Return what pipeline rank `stage` executes in each slot of steady state, from the checked 1F1B program over
+    `stages` ranks: groups of (kind of step, number of its batch minus the slot's number), in order."""
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
     steps, groups = program.steps, list[list[tuple[Kind, int]]]()
@@ -62,7 +63,8 @@ def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
 
 
 class PipelineEngine(Engine):
-    """Engine of one stage of a model that is cut into pipeline stages. `scheduler`: with a group for each stage."""
+    """Engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each slot,
+    every stage computes the batch of a different group. `scheduler`: built with that number of groups."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
         super().__init__(runner, scheduler)
@@ -77,11 +79,12 @@ class PipelineEngine(Engine):
 
     @property
     def idle(self) -> bool:
-        """True if no request is unfinished and no batch in a stage."""
+        """True if every request has finished and no batch is in flight in any stage."""
         return self.scheduler.idle and not any(self._batches.values())
 
     def step(self) -> list[Output]:
-        """Run one slot; return what the batch that ends in it adds to each answer."""
+        """Run one slot: schedule one group's batch, compute this stage for the batch that has reached it, and publish
+        the batch whose tokens have come back from the last stage. Return the outputs of the published one."""
         slot, self._last = self._slot, {}
         self._batches[slot] = self.scheduler.schedule(slot % self._stages)
         outputs: list[Output] = []
@@ -102,7 +105,7 @@ class PipelineEngine(Engine):
         return outputs
 
     def _compute(self, number: int, batch: StepBatch) -> None:
-        """Run this rank's stage on a batch; the last one samples."""
+        """Run this rank's stage on the batch of slot `number`; the last stage also samples its tokens."""
         hidden_TH = None
         if self._stage > 0:
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
@@ -114,7 +117,7 @@ class PipelineEngine(Engine):
             self._hidden[number] = torch.from_numpy(found.copy())  # the runner's next call overwrites it
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:
-        """Record a batch that has left the last stage."""
+        """Record the sampled tokens of the batch of slot `number` in the scheduler, and return its outputs."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
             self._results[number] = self._receive_results(number)
         results = self._results.get(number, [])
@@ -123,7 +126,8 @@ class PipelineEngine(Engine):
         return self.scheduler.publish(batch, results)
 
     def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Post one message of a batch: hidden states to the next stage, or tokens to the one before."""
+        """Start one send or receive for the batch of slot `number`: hidden states go to the next stage, sampled tokens
+        to the previous one. kind: SEND or RECEIVE, FORWARD (hidden states) or BACKWARD (tokens)."""
         if kind == Kind.RECEIVE_FORWARD:
             self._hidden[number] = torch.empty(len(batch.tokens), self.runner.config.hidden)
             self._exchange(kind, number, [self._hidden[number]], self._stage - 1)
@@ -140,7 +144,8 @@ class PipelineEngine(Engine):
             self._exchange(kind, number, _encode_results(self._results.pop(number)), self._stage - 1)
 
     def _exchange(self, kind: Kind, number: int, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Post messages with a neighbour; the last one's handle is kept, as messages of two ranks stay in order."""
+        """Start sends or receives of `tensors` with the pipeline rank `peer`, and keep the handle of the last, which
+        completes after the others. kind, number: as in `_post`."""
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         site = HIDDEN_SITE if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) else TOKENS_SITE
         messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
@@ -149,12 +154,12 @@ class PipelineEngine(Engine):
             handle.wait()
 
     def _finish_sends(self, kind: Kind) -> None:
-        """Wait for earlier messages of a kind, which their receiver has taken long since."""
+        """Wait for the pending sends of a kind (of earlier batches), which frees their buffers."""
         for key in [key for key in self._pending if key[0] == kind]:
             self._pending.pop(key).wait()
 
     def _receive_results(self, number: int) -> list[TokenResult]:
-        """Wait for the tokens of a batch."""
+        """Wait for the sampled tokens of the batch of slot `number` from the next stage, and return them."""
         self._pending.pop((Kind.RECEIVE_BACKWARD, number)).wait()
         data = self._tokens.pop(number).numpy().tobytes()
         size, content = int.from_bytes(data[:8], "little"), data[8:]
@@ -167,7 +172,8 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Return the one or two messages that carry the results of a batch."""
+    """Encode sampled tokens as the uint8 tensors to be sent: one of fixed size, and a second one for what does not fit
+    in it."""
     content = json.dumps([pack_result(result) for result in results], separators=(",", ":")).encode()
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)
@@ -185,7 +191,8 @@ def build_engine(
     batch_invariant: bool = False,
     instruction_set: str | None = None,
 ) -> Engine:
-    """Load this rank's part of a model and build its engine; arguments and errors as of `runner.build_runner`."""
+    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. Arguments and errors are
+    those of `runner.build_runner`."""
     runner = build_runner(directory, mesh, dtype, limits, threads, batch_invariant, instruction_set)
     scheduler = build_scheduler(runner.config, limits, groups=mesh.pp.size)
     return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

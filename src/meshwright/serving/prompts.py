@@ -19,14 +19,14 @@ from meshwright.untrusted import parse_json, read_file, read_json
 
 
 class Prompts:
-    """Tokenizer and chat template of a served model.
+    """Tokenizer and chat template of a served model: converts prompts to token IDs and back.
 
     Attributes:
-        start: Token ID put before a text, as before each document in training; None: the model has none.
-        ends: Token IDs that end a text.
-        vocabulary: Token IDs of the model: 0 to `vocabulary - 1`.
-        max_length: Most tokens of a prompt and its continuation together.
-        chat_ends: `ends` and the token that ends the assistant's turn.
+        start: ID of the start (BOS) token put before a text; None if the model has none.
+        ends: IDs of the end tokens, which end a text.
+        vocabulary: Number of token IDs of the model, which are 0 to `vocabulary - 1`.
+        max_length: Most tokens of a prompt and its answer together.
+        chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
         chat_template: Jinja source of the chat template, or None.
     """
 
@@ -53,7 +53,8 @@ class Prompts:
 
     @classmethod
     def of_directory(cls, directory: Path, config: ModelConfig, max_length: int) -> Prompts:
-        """Read the tokenizer of a Hugging Face directory. Raises UserError if it has none, or a damaged one."""
+        """Load tokenizer and chat template from a Hugging Face directory. max_length: most tokens of prompt and answer.
+        Raises UserError if the tokenizer is missing or damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
@@ -66,25 +67,29 @@ class Prompts:
         return cls(tokenizer, start=start, ends=read_end_tokens(directory, config), directory=directory, **sizes)
 
     def encode(self, text: str, add_start: bool = True, *, empty: bool = False) -> list[int]:
-        """Return the token IDs of a text, after the start token if `add_start`; text never becomes a special token.
+        """Return the token IDs of a text, after the start token if `add_start`; special tokens spelled out in it stay
+        ordinary text.
 
-        Raises UserError for a text that is certainly longer than `max_length` (before tokenizing it), that gives a
-        token which the model does not have, or no token unless `empty`.
+        Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
+        token ID outside the model's vocabulary, and for a result without tokens unless `empty`.
         """
         self._check_characters(len(text))
         start = [self.start] if add_start and self.start is not None else []
         return self.check(start + self._encoder.encode(text, add_special_tokens=False).ids, empty=empty)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token IDs of a conversation and the header of the assistant's turn, by the model's chat template.
+        """Return the token IDs of a conversation in the model's chat template, with the header of the assistant's next
+        turn.
 
-        Raises UserError without a template, if it refuses the conversation, or if that is certainly too long.
+        Raises UserError if there is no template, if it refuses the conversation, or for a text that must be longer than
+        `max_length` tokens.
         """
         self._check_characters(sum(len(message.content) for message in messages))
         return self.check(self._require_chat().encode_prompt(messages))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the text that `encode_chat` encodes; errors as there."""
+        """Return the text of a conversation in the model's chat template, with the header of the assistant's next turn.
+        Raises UserError as `encode_chat`."""
         chat = self._require_chat()
         try:
             return chat.template.render(messages, prompt=True)
@@ -92,8 +97,8 @@ class Prompts:
             raise UserError(f"{chat.template.where} {error}") from None
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
-        """Return the token IDs as a list; UserError if one is not in the model's vocabulary, or there is none unless
-        `empty`."""
+        """Return `tokens` as a list. Raises UserError if a token ID is outside the model's vocabulary, or for no tokens
+        unless `empty`."""
         if not tokens and not empty:
             raise UserError("the prompt is empty: it must have a token")
         for token in (min(tokens, default=0), max(tokens, default=0)):
@@ -102,19 +107,22 @@ class Prompts:
         return list(tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of token IDs."""
+        """Return the text of a sequence of token IDs; skip_special: without special tokens, else these by name."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
 
     def detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
-        """Return an incremental detokenizer of the tokens that follow `before`."""
+        """Return an incremental detokenizer for a sequence that begins with the token IDs `before`; it returns the text
+        of the tokens after them."""
         return IncrementalDetokenizer(self.tokenizer, before)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token alone, special tokens by name."""
+        """Return the UTF-8 bytes that a token ID stands for, perhaps a part of a character; of a special token those of
+        its name."""
         return self._token_bytes[token]
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token alone; of bytes that are no text, `bytes:\\xe2\\x80` as OpenAI's API does."""
+        r"""Return the text of a single token ID; if its bytes are no whole characters, `bytes:\xe2\x80` as in OpenAI's
+        API."""
         data = self._token_bytes[token]
         try:
             return data.decode()
@@ -122,7 +130,8 @@ class Prompts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _check_characters(self, count: int) -> None:
-        """Raise UserError if a text of so many characters is certainly longer than `max_length`."""
+        """Raise UserError if a text of `count` characters must have more than `max_length` tokens, even if all were of
+        the longest kind."""
         if count > self.max_length * self._longest_token:
             raise UserError(
                 f"the prompt has {count:,} characters, which are more than the {self.max_length:,} tokens that the "
@@ -130,14 +139,14 @@ class Prompts:
             )
 
     def _require_chat(self) -> ExampleEncoder:
-        """Return the encoder of conversations; UserError without a chat template."""
+        """Return the encoder of conversations. Raises UserError if the model has no chat template."""
         if self._chat is None:
             raise UserError("the model comes without a chat template; use /v1/completions")
         return self._chat
 
 
 def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
-    """Return the IDs of the tokens that end a text, from the configuration and generation_config.json."""
+    """Return the IDs of the end-of-text tokens, those of config.json and of generation_config.json together."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return frozenset(config.eos_tokens)
@@ -150,7 +159,7 @@ def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
 
 
 def _load_chat(directory: Path | None) -> ExampleEncoder | None:
-    """Load the encoder of conversations; None if the directory has no chat template that works."""
+    """Return the encoder of conversations of a Hugging Face directory; None if it has no valid chat template."""
     try:
         return None if directory is None else ExampleEncoder.of_directory(directory, "the model's chat template")
     except UserError:
@@ -158,7 +167,7 @@ def _load_chat(directory: Path | None) -> ExampleEncoder | None:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of each token ID, computed at first use."""
+    """Dictionary {token ID: UTF-8 bytes that it stands for}; each entry is computed at first access."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -174,7 +183,7 @@ class _TokenBytes(dict[int, bytes]):
         return data
 
     def _find_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for an ID without a token."""
+        """Return the UTF-8 bytes that a token ID stands for; empty if the tokenizer has no such token."""
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -190,7 +199,8 @@ class _TokenBytes(dict[int, bytes]):
 
 
 def _map_byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
+    """Return {character: byte} of byte-level BPE vocabularies, in which one character stands for each byte (the inverse
+    of GPT-2's `bytes_to_unicode`)."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     shown = {letter: ord(letter) for letter in letters if ord(letter) < 256}
     hidden = (byte for byte in range(256) if byte not in shown.values())

@@ -28,23 +28,23 @@ SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Settings of a rank process, equal on all ranks of a server.
+    """Settings of a server's rank processes, equal on all ranks. The front is the process of the HTTP server.
 
     Attributes:
         checkpoint: Directory of the model.
-        layout: Layout of all ranks; a replica is one of its dp coordinates.
-        dtype: Of the parameters and of the KV cache.
-        limits: Sizes of the KV pool and of a step, of every rank.
-        threads: Of each rank.
-        directory: Private directory for sockets; None: TCP.
-        step_seconds: Longest step.
-        device: "cpu" or "cuda": a GPU for each rank of a machine.
-        batch_invariant: As of `runner.build_runner`.
-        instruction_set: Of the kernels, chosen by the front for all ranks; None where it cannot build any.
-        secret: Shared secret of front and ranks.
-        front: Address at which the front listens, set by the front.
-        start: How often the replica's ranks have been started before, set by the front.
-        engine: Function that builds the engine of a rank, `package.module:function`.
+        layout: Layout over all ranks, as text; a replica is the ranks of one dp coordinate.
+        dtype: Dtype of parameters and KV cache.
+        limits: Sizes for which each rank allocates its KV pool and buffers.
+        threads: Kernel threads of each rank.
+        directory: Private directory for Unix sockets; None: TCP instead.
+        step_seconds: Most seconds of a step, above which the replica counts as lost.
+        device: "cpu" or "cuda" (one GPU for each rank of a machine).
+        batch_invariant: As in `runner.build_runner`.
+        instruction_set: Instruction set of the kernels on all ranks; None: no compiled kernels.
+        secret: Shared secret by which front and ranks recognise each other.
+        front: Address at which the front listens; "" until it listens.
+        start: Number of earlier starts of the replica's ranks.
+        engine: Function that builds a rank's engine, as `package.module:function`.
     """
 
     checkpoint: str
@@ -64,14 +64,14 @@ class RankPlan:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:
-        """Rebuild the plan of an `asdict` document."""
+        """Rebuild the plan from the dictionary of `dataclasses.asdict`."""
         return cls(**{**document, "limits": StepLimits(**document["limits"])})
 
 
 class LocalStarter:
-    """Starts ranks on this machine, forked from a server process that has torch loaded; they end with this process.
+    """Starts the ranks of a replica as forked processes of this machine; they end with this process.
 
-    ranks: of one replica. restarts: lost ranks can be started again.
+    ranks: number of ranks of one replica. restarts: True, lost ranks can be started again.
     """
 
     restarts = True
@@ -80,8 +80,8 @@ class LocalStarter:
         self.ranks = ranks
 
     async def run(self, replica: int, plan: RankPlan) -> None:
-        """Start all ranks of a replica and wait until they have ended. Raises what a rank raised, RankLost when one
-        died. Ends all of them when it is cancelled."""
+        """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
+        exception, or RankLost if a rank's process died. Cancellation kills all of them."""
         backend = BACKENDS[plan.device]
         ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds, backend=backend)
         pool = ThreadPoolExecutor(1, "ranks")
@@ -99,13 +99,14 @@ class LocalStarter:
 
 
 class JoinedStarter:
-    """Starts the rank of this process where torchrun or SLURM has started one process for each rank: the others connect
-    by themselves, and whoever started them all starts them again. The same interface as `LocalStarter`."""
+    """Starts this process's own rank only, where torchrun or SLURM has started one process per rank. The other ranks
+    connect by themselves, and lost ranks cannot be restarted from here. Same interface as `LocalStarter`."""
 
     restarts = False
 
     async def run(self, replica: int, plan: RankPlan) -> None:
-        """Start rank 0 as a child of this process, with replica 0; raise RankLost at its end."""
+        """For replica 0 start rank 0 as a child process and raise RankLost when it has ended; for any other replica,
+        whose ranks are started elsewhere, wait forever."""
         if replica:
             await asyncio.Event().wait()
         process = await asyncio.create_subprocess_exec(

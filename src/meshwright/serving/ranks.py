@@ -39,10 +39,11 @@ JOIN_SECONDS = 300.0
 
 
 def serve_rank(plan: RankPlan, replica: int) -> None:
-    """Run this process as a rank of replica number `replica` until the front stops it or is gone.
+    """Run this process as one rank of the replica with index `replica`, until the front (the HTTP server's process)
+    stops it or is gone.
 
-    `torch.distributed` is initialised and its world is the replica. Raises UserError if the model cannot be loaded,
-    RankLost when another process of the server is gone.
+    `torch.distributed` must be initialised with the replica's ranks as its world. Raises UserError if the model cannot
+    be loaded, RankLost when another process of the server is gone.
     """
     layout = Layout.parse(plan.layout).with_(dp=1)
     device = _take_device(plan.device, replica * layout.world_size + dist.get_rank())
@@ -50,8 +51,8 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
 
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
-    """Run this process, which torchrun or SLURM has started, as a rank, as `serve_rank` does. Rank 0 has the plan, and
-    the others get it from there. `device`: "cpu" or "cuda"."""
+    """Run this process, started by torchrun or SLURM, as one rank until the front stops it. plan: given on rank 0,
+    which broadcasts it; None on all others. `device`: "cpu" or "cuda". Raises as `serve_rank`."""
     where = rendezvous.read_place()
     device = _take_device(device, where.local_rank or 0)
     rendezvous.initialise(where, rendezvous.connect_to_store(where, JOIN_SECONDS), device, JOIN_SECONDS)
@@ -63,7 +64,8 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
 
 
 def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
-    """Run this process as one rank of `mesh`, as `serve_rank` does. The mesh's tp and pp axes span the replica."""
+    """Run this process as one rank of `mesh`, whose tp and pp axes span the replica with index `replica`: build the
+    engine, connect to the front, and run steps until it says stop. Raises as `serve_rank`."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the front alone decides when ranks end
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
@@ -90,7 +92,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     """Build the engine of this rank. Raises UserError if the model cannot be loaded, or if this processor lacks the
-    instruction set of all ranks."""
+    plan's instruction set."""
     chosen, supported = plan.instruction_set, supported_instruction_sets()
     if chosen is not None and chosen not in supported:
         raise UserError(
@@ -104,8 +106,8 @@ def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
 
 
 def _take_device(kind: str, number: int) -> str:
-    """Make GPU `number` of this machine that of this process; return the name of its device. Raises UserError where
-    there are fewer."""
+    """Make GPU number `number` of this machine the current CUDA device if `kind` is "cuda"; return the device's name
+    ("cpu", "cuda:1"). Raises UserError if there are fewer GPUs."""
     if kind == "cpu":
         return "cpu"
     device = choose_device(kind, number)
@@ -114,8 +116,11 @@ def _take_device(kind: str, number: int) -> str:
 
 
 def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
-    """Step the engine of the replica's first rank: one list of messages to the followers and one message to the front
-    for each step. Step seconds are those of the whole iteration, with the message to the front of the one before."""
+    """Main loop of a replica's first rank: receive the front's messages, forward them to the other ranks (`followers`),
+    run a step, and send outputs and figures to the front, until it says stop.
+
+    The reported seconds are those of the whole iteration, with sending the previous one's message.
+    """
     step, began = 0, time.perf_counter()
     while True:
         slept = engine.idle
@@ -141,7 +146,8 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
 
 
 def _follow(engine: Engine, leader: Channel) -> None:
-    """Step the engine of another rank of the replica with the messages that the leader forwards."""
+    """Main loop of a replica's other ranks: run a step for each list of messages that the replica's first rank
+    (`leader`) forwards, until one says stop."""
     step = 0
     while True:
         forwarded = leader.receive()
@@ -155,8 +161,8 @@ def _follow(engine: Engine, leader: Channel) -> None:
 
 
 def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:
-    """Pass the front's messages to the engine. Return whether one of them stops the rank, and an end for each request
-    that the engine refuses."""
+    """Apply the front's messages ("add", "cancel", "stop") to the engine. Return (True if one says stop, a final
+    "cancelled" output for each request that the engine refuses)."""
     refused = []
     for message in messages:
         if "add" in message:
@@ -170,14 +176,15 @@ def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Return the function named `package.module:function`."""
+    """Import and return the function that `name` denotes, as `package.module:function`."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
 def main() -> None:
-    """Run the rank of the process that also runs the front: its plan comes as JSON on standard input."""
+    """Main function of rank 0's process where torchrun or SLURM starts the ranks: a child of the HTTP server's process,
+    from which it reads the `RankPlan` as one line of JSON on standard input."""
     die_with_parent()
     ignore_model_warnings()
     plan = RankPlan.from_json(json.loads(sys.stdin.readline()))

@@ -28,16 +28,16 @@ PREDICTION_SECONDS = 0.1
 
 
 class Stream(AsyncIterator[Output]):
-    """One admitted request and the outputs that its reader has not taken; they are merged, so that a slow reader costs
-    at most one request's tokens.
+    """Asynchronous iterator over the outputs of one request. Outputs that its reader has not taken yet are merged into
+    one, so that a slow reader costs at most one request's tokens.
 
     Attributes:
         request: The request.
-        tokens: Tokens of the answer so far.
-        losses: How often a rank was lost while it ran, since its last token.
-        replica: Where it runs.
-        deadline: Timer that cancels it.
-        ended: No further output comes.
+        tokens: IDs of the tokens generated so far.
+        losses: How often a rank was lost while the request ran, since its newest token.
+        replica: Replica that runs it; None while no replica is ready.
+        deadline: Timer that cancels the request; None without a deadline.
+        ended: True if no further output will come.
     """
 
     def __init__(self, request: Request) -> None:
@@ -53,7 +53,8 @@ class Stream(AsyncIterator[Output]):
         self._changed = asyncio.Event()
 
     def put(self, output: Output) -> None:
-        """Append an output of the ranks, less what a replay has repeated."""
+        """Add an output of the engine for the reader. Prompt log-probabilities are passed on once, though a replayed
+        request may compute them again."""
         self.tokens += [result.token for result in output.results]
         self.losses = 0 if output.results else self.losses
         if self._has_prompt_results:
@@ -69,12 +70,13 @@ class Stream(AsyncIterator[Output]):
         self._changed.set()
 
     def fail(self, error: RankLost) -> None:
-        """End the stream with an error."""
+        """End the stream; the reader gets `error` as an exception after the outputs so far."""
         self._error, self.ended = error, True
         self._changed.set()
 
     def resumed(self) -> Request:
-        """Return the request with all tokens generated so far, to be computed again."""
+        """Return the request for another replica or start: the tokens generated so far are recomputed (`replayed`), not
+        sampled again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
@@ -91,27 +93,27 @@ class Stream(AsyncIterator[Output]):
 
 
 class Replica:
-    """One replica as the front sees it.
+    """State of one replica in the front, the process of the HTTP server.
 
     Attributes:
-        index: Number of the replica.
-        places: Most sequences that run at once.
-        groups: Pipeline groups, one of which a step computes.
-        streams: Its requests by ID.
-        peers: Connections by rank.
-        leader: Address at which the other ranks reach its first one.
-        ready: It takes requests.
-        has_served: It has computed a token since its ranks were started.
-        heard: Monotonic time of its last message.
-        sent: Requests sent to it that `report` does not count yet.
-        report: Figures of its last step.
-        totals: Figures since the server's start, of ranks that are gone for those that `report` has.
-        known: Hashes of blocks that it has probably cached, oldest first.
+        index: Number of the replica, from 0.
+        places: Most sequences that it runs at a time.
+        groups: Number of pipeline groups of its sequences; a step computes one of them.
+        streams: {request ID: stream} of its unfinished requests.
+        peers: {rank: connection} of its ranks.
+        leader: Address at which its first rank listens for the other ranks; None before that rank is connected.
+        ready: True if it accepts requests.
+        has_served: True if it has generated a token since its ranks were started.
+        heard: Time of its last message, in seconds of `time.monotonic`.
+        sent: Number of requests sent to it that `report` does not include yet.
+        report: Figures of its last step, from `Engine.report`.
+        totals: Figures summed since the server's start; for those that `report` has too, over former ranks only.
+        known: Hashes of KV blocks that its prefix cache probably has, the least recently used first.
         speed: Model of its step times.
-        answers: How long its answers are.
-        starts: How often its ranks were started and have ended.
-        ready_since: Monotonic time at which they became ready.
-        lost: Resolved with the reason when the replica cannot go on.
+        answers: Moving average of its answers' lengths.
+        starts: How often its ranks have been started and have ended.
+        ready_since: Time at which it became ready, in seconds of `time.monotonic`; inf before.
+        lost: Future that gets the reason when the replica is lost; None before its first start.
     """
 
     def __init__(self, index: int, places: int, groups: int = 1) -> None:
@@ -122,7 +124,7 @@ class Replica:
         self._clear()
 
     def _clear(self) -> None:
-        """Set all that belongs to one start of the ranks."""
+        """Reset everything that is valid for one start of the ranks only."""
         self.streams: dict[str, Stream] = {}
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.known: OrderedDict[bytes, None] = OrderedDict()
@@ -134,13 +136,14 @@ class Replica:
         self._predicted, self._waits = 0.0, dict[tuple[int, int | None], float]()  # waits predicted since `_predicted`
 
     def lose(self, reason: str) -> None:
-        """Mark the replica as lost; `reason` is a line for the log."""
+        """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""
         self.ready = False
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(reason)
 
     def forget(self) -> list[Stream]:
-        """Forget all that its ranks knew, when they are gone; return its requests."""
+        """Reset the replica after its ranks have ended: close connections, add its counters to `totals`. Return the
+        streams of its unfinished requests."""
         for writer in self.peers.values():
             writer.close()
         for name, source in COUNTERS.items():
@@ -150,7 +153,8 @@ class Replica:
         return streams
 
     def take_report(self, report: dict[str, Any]) -> None:
-        """Learn from the report of a step."""
+        """Store the figures of a step (`Engine.report`, with `seconds` and the number of requests `added`) and update
+        the model of step times."""
         self.heard, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
         if self.heard - self._predicted > PREDICTION_SECONDS:
             self._predicted, self._waits = self.heard, {}
@@ -162,25 +166,26 @@ class Replica:
             self.speed.observe(seconds, tokens, keys)
 
     def stats(self) -> dict[str, float]:
-        """Return its figures, as `EngineClient.stats` describes them."""
+        """Return the replica's figures by name, as described in `EngineClient.stats`."""
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
         since = {name: self.totals[name] + self.report.get(source, 0) for name, source in COUNTERS.items()}
         return {**self.totals, **now, **since}
 
     @property
     def room(self) -> int:
-        """Sequences that it would compute at once beside those that it has; negative: requests that wait."""
+        """Number of further sequences that the replica could run at once; if negative, the number that wait there."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 
     @property
     def work(self) -> int:
-        """Tokens that it computes before the first one of a new request: prompts, and a block's worth for each answer
-        that grows meanwhile."""
+        """Number of tokens that the replica computes before a new request's first token, roughly: all waiting prompts,
+        and `BLOCK_TOKENS` for each sequence that already generates."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, more: Sequence[Request], first: int | None = None) -> float:
-        """Return the predicted seconds until its queue and `more` have been admitted, or only the `first` of them."""
+        """Return the predicted seconds until all requests of the replica's queue and those of `more` are admitted.
+        first: only this many of them, from the head of the queue."""
         key = len(more), first
         if key not in self._waits:
             running = [self._work_left(each) for each in self.streams.values() if each.tokens]
@@ -193,20 +198,22 @@ class Replica:
         return self._waits[key]
 
     def _work_left(self, stream: Stream) -> Work:
-        """Return what a request that decodes still needs."""
+        """Return the remaining work of a request that is already generating."""
         done = len(stream.tokens)
         return Work(0, self._expect(stream.request, done) - done, len(stream.request.tokens) + done)
 
     def _expect(self, request: Request, tokens: int) -> int:
-        """Return the expected length of an answer that has `tokens` tokens."""
+        """Return the expected final length in tokens of a request's answer, which has `tokens` tokens so far."""
         return self.answers.expect(tokens, request.sampling.max_tokens) if request.sampling.max_tokens else 0
 
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt the replica has probably cached."""
+        """Return how many leading KV blocks of a prompt the replica's prefix cache probably has. hashes: of the
+        prompt's blocks."""
         return next((count for count, each in enumerate(hashes) if each not in self.known), len(hashes))
 
     def remember(self, hashes: Sequence[bytes], limit: int) -> None:
-        """Note that the replica computes the blocks of a prompt; `limit`: blocks that it can hold."""
+        """Note that the replica's prefix cache gets the KV blocks with these hashes. limit: number of blocks in its
+        pool."""
         for each in hashes:
             self.known[each] = None
             self.known.move_to_end(each)

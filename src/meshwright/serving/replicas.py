@@ -43,7 +43,8 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Bounds of the queue: requests and prompt tokens that no replica computes yet, predicted seconds of wait."""
+    """Limits on the queue of all replicas. requests: waiting requests. tokens: prompt tokens of requests that have no
+    token yet. seconds: predicted wait of a new request."""
 
     requests: int = 512
     tokens: int = 1_000_000
@@ -51,11 +52,12 @@ class QueueLimits:
 
 
 class Replicas:
-    """All replicas of a server: an `EngineClient`, and the supervisor of their ranks.
+    """All replicas of a server, in the front (the HTTP server's process): implements `EngineClient`, starts the rank
+    processes, and restarts lost ones.
 
-    plan: what ranks are told. starter: starts the ranks of a replica. replicas: their number. ranks: of one replica.
-    limits: bounds of the queue. host: address to listen on for ranks of other nodes, if the plan names no directory.
-    log: called with a line for each loss and restart.
+    plan: settings of the ranks. starter: starts the ranks of a replica. replicas: number of replicas. ranks: number of
+    ranks in each. limits: limits on the queue. host: address to listen on for ranks of other nodes; used if the plan
+    has no socket directory. log: called with one line for each loss and restart.
     """
 
     def __init__(
@@ -79,14 +81,15 @@ class Replicas:
 
     @property
     def state(self) -> State:
-        """State of the engine."""
+        """State of the engine: "starting", "ready", "recovering" (a replica is not ready), "draining" or "failed"."""
         if self._state == "ready" and not all(replica.ready for replica in self._replicas):
             return "recovering"
         return self._state
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """JSON object of facts about the engine."""
+        """Facts about the engine as JSON: layout, dtype, threads, sizes, instruction set and kernel version, rank
+        processes."""
         plan, limits, first = self.plan, self.plan.limits, next(iter(self.hellos.values()), {})
         return {
             "layout": plan.layout.replace(":nosp", ""),  # a step's tokens are never split over tp
@@ -97,16 +100,17 @@ class Replicas:
 
     @property
     def most_requests(self) -> int:
-        """Most requests that run and wait."""
+        """Most requests that can be unfinished at a time: those in the queue and those that all replicas run."""
         return self._limits.requests + len(self._replicas) * self.plan.limits.max_sequences
 
     @property
     def rank_processes(self) -> list[dict[str, int]]:
-        """Replica, rank and process ID of each rank."""
+        """{"replica", "rank", "pid"} of each connected rank process."""
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request]) -> Refusal | None:
-        """Return None if the queue takes all of `requests`, else a refusal; see `EngineClient.admit`."""
+        """Return None if the queue has room for all of `requests`, else the refusal, as described in
+        `EngineClient.admit`."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
@@ -126,7 +130,7 @@ class Replicas:
         return Refusal(reason, self._predict_wait(ready, requests, first=over))
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request and return the iterator over its outputs."""
+        """Queue a request; return the asynchronous iterator over its outputs."""
         assert request.id not in self._streams, request.id
         stream = self._streams[request.id] = Stream(request)
         if request.deadline is not None:
@@ -136,7 +140,7 @@ class Replicas:
         return stream
 
     def cancel(self, request_id: str) -> None:
-        """End a request by the next step; unknown and finished ones are ignored."""
+        """Cancel the request with this ID; its stream ends at once. Unknown and finished requests are ignored."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -146,19 +150,19 @@ class Replicas:
         stream.put(Output(request_id, [], "cancelled"))
 
     def drain(self) -> None:
-        """Admit no further requests; those admitted are finished."""
+        """Accept no further requests from now on; queued and running ones are finished."""
         if self._state == "ready":
             self._state = "draining"
 
     def stats(self) -> list[Mapping[str, float]]:
-        """Return the figures of each replica, as `EngineClient.stats` describes them."""
+        """Return one mapping of figures per replica, as described in `EngineClient.stats`."""
         return [replica.stats() for replica in self._replicas]
 
     # --- start and end
 
     async def start(self) -> None:
-        """Start all ranks and wait until every replica is ready. Raises what kept one from starting (UserError ...);
-        `close` is to be called then, too."""
+        """Start all ranks and wait until every replica is ready. Raises the error (UserError ...) if one cannot start;
+        call `close` even then."""
         listener = messages.Listener(self.plan.directory, "front", self.plan.secret, self._host)
         self._server = await listener.serve(self._listen_to_rank)
         self.plan = replace(self.plan, front=listener.address)
@@ -170,14 +174,14 @@ class Replicas:
         self._state = "ready"
 
     async def wait_for_failure(self) -> MeshwrightError:
-        """Wait until the server has given up; return the reason."""
+        """Wait until the engine has failed and will not restart; return the error."""
         await self._wait_for_state(lambda: False)
         assert self.failure is not None
         return self.failure
 
     async def close(self) -> None:
-        """End all ranks, after the step that they compute if it is a short one, and stop listening; unfinished streams
-        fail."""
+        """End all rank processes and stop listening; unfinished streams fail. A running step may finish within
+        `STOP_SECONDS`."""
         self._state = "failed"
         for replica in self._replicas:
             self._send(replica, {"stop": True})
@@ -191,7 +195,7 @@ class Replicas:
             self._server.close()
 
     async def _wait_for_state(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached()` or a failure."""
+        """Wait until `reached()` is true or the engine has failed."""
         while not reached() and self.failure is None:
             self._changed.clear()
             await self._changed.wait()
@@ -199,7 +203,8 @@ class Replicas:
     # --- supervision
 
     async def _supervise(self, replica: Replica) -> None:
-        """Keep a replica running until the server ends or it was lost `LOSSES_OF_REPLICA` times in a row."""
+        """Start a replica's ranks again whenever they end, until the server closes or the replica was lost
+        `LOSSES_OF_REPLICA` times in a row without serving."""
         losses = 0
         while True:
             error = await self._run_once(replica)
@@ -219,7 +224,8 @@ class Replicas:
             await asyncio.sleep(delay)
 
     async def _run_once(self, replica: Replica) -> MeshwrightError:
-        """Start a replica's ranks, and return why they ended; none is left running."""
+        """Start a replica's ranks, wait until one has ended or the replica is lost, end the others, and return the
+        reason."""
         replica.lost = asyncio.get_running_loop().create_future()
         ranks = asyncio.create_task(self._starter.run(replica.index, replace(self.plan, start=replica.starts)))
         try:
@@ -242,7 +248,8 @@ class Replicas:
         return RankLost(replica.lost.result() if replica.lost.done() else "its ranks have ended")
 
     def _recover(self, replica: Replica) -> None:
-        """Forget what a lost replica had, and move its requests to others or let them wait for it."""
+        """Reset a lost replica, and send its unfinished requests to other replicas, or keep them until one is ready. A
+        request that was running `LOSSES_OF_REQUEST` times at a loss fails."""
         for stream in replica.forget():
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
@@ -254,7 +261,7 @@ class Replicas:
                 self._place(stream)
 
     async def _watch_steps(self) -> None:
-        """Lose each replica that computes and has reported no step for longer than a step may take."""
+        """Loop that marks a replica as lost if it has requests but reported no step for `step_seconds` of the plan."""
         limit = self.plan.step_seconds
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, limit / 4))
@@ -265,7 +272,7 @@ class Replicas:
     # --- messages of the ranks
 
     async def _listen_to_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle the messages of one rank until its connection ends, which loses its replica."""
+        """Handle the messages of one rank's connection until it is closed, at which the replica counts as lost."""
         first = await messages.receive(reader)
         if first is None:
             return
@@ -286,8 +293,8 @@ class Replicas:
                 replica.lose(f"rank {hello['rank']} has ended")
 
     def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Register a rank; give up if it computes in another way than the ranks before it, so that answers would
-        differ."""
+        """Register a rank that has connected, by its first message `hello`. Fail the server if its kernels differ from
+        other ranks', because answers would then depend on the replica."""
         first = next(iter(self.hellos.values()), hello)
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
@@ -308,7 +315,7 @@ class Replicas:
                     follower.write(messages.encode({"leader": replica.leader}))
 
     def _make_ready(self, replica: Replica) -> None:
-        """Let a replica take requests, those that wait first."""
+        """Mark a replica as ready, and send it the requests that waited for one."""
         replica.ready, replica.ready_since = True, time.monotonic()
         parked, self._parked = self._parked, []
         for stream in parked:
@@ -316,7 +323,7 @@ class Replicas:
         self._changed.set()
 
     def _take_step(self, replica: Replica, message: Message) -> None:
-        """Pass on the outputs of a step and learn from its time."""
+        """Handle a rank's message about one step: pass its outputs to their streams, and store its figures."""
         replica.take_report(message["step"])
         replica.has_served |= bool(message["outputs"])
         for document in message["outputs"]:
@@ -331,7 +338,8 @@ class Replicas:
     # --- requests
 
     def _place(self, stream: Stream) -> None:
-        """Send a request to the replica with the least work before its first token, or park it."""
+        """Send a request to the ready replica with the least work before the request's first token, prefix-cache hits
+        considered; without a ready replica, keep it until one is."""
         request = stream.resumed()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:
@@ -348,13 +356,13 @@ class Replicas:
         self._send(replica, {"add": request.to_json()})
 
     def _send(self, replica: Replica, message: Message) -> None:
-        """Send a message to the rank that leads a replica."""
+        """Send a message to a replica's first rank, which forwards it to the other ranks."""
         writer = replica.peers.get(0)
         if writer is not None and not writer.is_closing():
             writer.write(messages.encode(message))
 
     def _forget(self, stream: Stream) -> None:
-        """Remove a request that has ended."""
+        """Remove all references to a request that has ended, and cancel its deadline."""
         self._streams.pop(stream.request.id, None)
         if stream.replica is not None:
             stream.replica.streams.pop(stream.request.id, None)
@@ -364,13 +372,13 @@ class Replicas:
             stream.deadline.cancel()
 
     def _predict_wait(self, ready: Sequence[Replica], requests: Sequence[Request], first: int | None = None) -> float:
-        """Return the predicted seconds until the replica that is the soonest has admitted its queue and `requests`, or
-        its share of the `first` ones of all queues; 1 while none is ready."""
+        """Return the predicted seconds until the fastest of the `ready` replicas has admitted its queue and `requests`;
+        1 if none is ready. first: wait only for this many requests, counted over all replicas' queues."""
         share = None if first is None else -(-first // max(1, len(ready)))
         return min((replica.predict_wait(requests, share) for replica in ready), default=1.0)
 
     def _give_up(self, error: MeshwrightError) -> None:
-        """End the service because of an error."""
+        """Fail for good: set state and error, and end all streams with the error."""
         self.failure, self._state = error, "failed"
         for stream in list(self._streams.values()):
             self._forget(stream)

@@ -13,18 +13,18 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One choice of one HTTP request: prompt tokens to continue.
+    """Request to the engine for one answer (choice) to one prompt.
 
     Attributes:
-        id: Name, unique among unfinished requests of an engine.
+        id: Request ID, unique among the unfinished requests of an engine.
         tokens: Token IDs of the prompt; not empty.
         sampling: Sampling options.
-        choice: Index of the choice (`n` of the HTTP request); part of the draw.
-        priority: Order of admission; lower first, then the earlier arrival.
-        deadline: UNIX seconds by which the answer is wanted; the front process cancels then. The engine ignores it.
-        replayed: Tokens of the answer that were sent before a rank was lost: computed as if they were prompt, neither
-            sampled nor reported again; not longer than `sampling.max_tokens`.
-        cache_salt: Part of the hashes of the prefix cache: only requests of the same salt share blocks.
+        choice: Index of the choice among the `n` answers to the prompt; together with the seed it determines sampling.
+        priority: Requests with lower values are admitted first; among equals, in order of arrival.
+        deadline: UNIX time in seconds at which the server cancels the request; None: never. The engine ignores it.
+        replayed: Tokens of the answer that were sent before a rank was lost: recomputed like prompt tokens, neither
+            sampled nor reported again; at most `sampling.max_tokens`.
+        cache_salt: Text that enters the hashes of the prefix cache: only requests with equal salts share KV blocks.
 
     Raises:
         UserError: The prompt is empty, a token ID is negative, or `replayed` leaves nothing to generate.
@@ -52,12 +52,12 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Number of tokens of the prompt plus `max_tokens`."""
         return len(self.tokens) + self.sampling.max_tokens
 
     def check(self, vocabulary: int, max_length: int) -> None:
-        """Raise UserError if a token ID lies outside the vocabulary, or prompt and answer exceed `max_length` tokens
-        together."""
+        """Raise UserError if a token ID is not in [0, vocabulary), or if prompt and `max_tokens` together exceed
+        `max_length` tokens."""
         if (highest := max(self.tokens)) >= vocabulary:
             raise UserError(f"prompt: token ID {highest} should be less than {vocabulary}, the model's vocabulary")
         self.sampling.check_vocabulary(vocabulary)
@@ -68,7 +68,7 @@ class Request:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object of plain lists, numbers and strings for `json.dumps`."""
+        """Return the request as a JSON object, the inverse of `from_json`."""
         document = asdict(self)
         sampling = document["sampling"]
         sampling["stop_tokens"] = sorted(self.sampling.stop_tokens)
@@ -77,7 +77,7 @@ class Request:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Request:
-        """Rebuild the request of a `to_json` document."""
+        """Rebuild a request from the JSON object of `to_json`."""
         options = dict(document["sampling"])
         options["stop_tokens"] = frozenset(options["stop_tokens"])
         options["logit_bias"] = dict(options["logit_bias"])
@@ -87,16 +87,16 @@ class Request:
 
 @dataclass(slots=True)
 class Output:
-    """New results of one request after a step.
+    """New results of one request from one step.
 
     Attributes:
         request_id: ID of the request.
-        results: New tokens of the answer; a stop token included.
-        finish_reason: None while the request runs; `"stop"` (a stop token, the last result), `"length"` (max_tokens),
-            `"cancelled"`, `"error"` (the model computed NaN or infinite logits).
-        cached_tokens: Prompt tokens that the prefix cache held.
-        prompt_results: Results of all prompt tokens, None for the first token, which nothing predicts; once, with the
-            first token of the answer, if `sampling.prompt_logprobs` is given. None in other outputs.
+        results: New tokens of the answer, a stop token included.
+        finish_reason: Why the request has ended: `"stop"` (a stop token, the last of `results`), `"length"`
+            (`max_tokens`), `"cancelled"`, or `"error"` (NaN or infinite logits); None while it runs.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        prompt_results: Log-probabilities of all prompt tokens (None for the first), if `sampling.prompt_logprobs` is
+            given; only in the output with the answer's first token, else None.
     """
 
     request_id: str
@@ -106,7 +106,7 @@ class Output:
     prompt_results: list[TokenResult | None] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object of plain lists, numbers and strings for `json.dumps`."""
+        """Return the output as a JSON object, the inverse of `from_json`."""
         results, prompt = [pack_result(result) for result in self.results], self.prompt_results
         packed = None if prompt is None else [result and pack_result(result) for result in prompt]
         document = {"request_id": self.request_id, "results": results, "finish_reason": self.finish_reason}
@@ -114,18 +114,18 @@ class Output:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Output:
-        """Rebuild the output of a `to_json` document."""
+        """Rebuild an output from the JSON object of `to_json`."""
         results, prompt = [unpack_result(row) for row in document["results"]], document["prompt_results"]
         unpacked = None if prompt is None else [row and unpack_result(row) for row in prompt]
         return cls(**{**document, "results": results, "prompt_results": unpacked})
 
 
 def pack_result(result: TokenResult) -> list[Any]:
-    """Return [token, logprob, top] for JSON; floats survive, since Python prints their shortest exact form."""
+    """Return a token result as the JSON list [token ID, log-probability, alternatives], with exact floats."""
     return [result.token, result.logprob, result.top]
 
 
 def unpack_result(row: list[Any]) -> TokenResult:
-    """Rebuild the result of a `pack_result` list."""
+    """Rebuild a token result from the JSON list of `pack_result`."""
     token, logprob, top = row
     return TokenResult(token, logprob, tuple((each, value) for each, value in top))

@@ -24,13 +24,14 @@ KERNEL_DTYPES = ("float32", "bfloat16")
 
 
 class Runner(Protocol):
-    """Executes steps on this rank's part of a model.
+    """Interface that computes the steps of one rank, on its part of the model.
 
     Attributes:
         config: Configuration of the model.
-        blocks: KV blocks.
-        instruction_set: Instruction set of the kernels, or the device.
-        version: Version of the kernels, "torch ..." without them: equal versions compute equal bits on equal devices.
+        blocks: Number of KV blocks in its pool.
+        instruction_set: Instruction set of the kernels, or name of the device.
+        version: Version of the kernels, or "torch ..." without kernels; equal versions give equal bits on equal
+            devices.
     """
 
     config: ModelConfig
@@ -39,12 +40,12 @@ class Runner(Protocol):
     version: str
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run a step: write the keys and values of its tokens into their slots; return the logits float32 [R, V] of
-        its output rows, or, of a pipeline stage that is not last, the hidden states float32 [T, H]. The result is valid
-        until the next call. `hidden`: the previous stage's hidden states, None on the first stage."""
+        """Compute this rank's pipeline stage for a batch, and write the tokens' keys and values to the KV cache. Return
+        the logits of its output rows, float32 [R, V], or from a stage that is not last the hidden states, float32 [T,
+        H]; valid until the next call. `hidden`: the previous stage's hidden states, None on the first."""
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by kind: `weights`, `kv`, `logits`, and with kernels `workspace`."""
+        """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""
 
 
 DEVICE_DTYPES = ("float32", "bfloat16", "float16")
@@ -60,19 +61,20 @@ def build_runner(
     batch_invariant: bool = False,
     instruction_set: str | None = None,
 ) -> Runner:
-    """Load this rank's part of a model and allocate its KV pool.
+    """Build the runner for this rank: load its part of the model and allocate its KV pool.
 
     Args:
         directory: Checkpoint or Hugging Face directory.
-        mesh: Mesh of the replica: tp, pp, and ep inside tp.
-        dtype: Dtype of weights and KV cache; "float32" and "bfloat16" use the kernels.
-        limits: Sizes to allocate for.
-        threads: Threads of the kernels.
-        batch_invariant: On a GPU, tokens whose bits depend on their sequence alone; on a CPU they always are.
-        instruction_set: That of the kernels; None: the one measured as the fastest here.
+        mesh: Mesh of the replica, with axes tp, pp, and ep inside tp.
+        dtype: Dtype of weights and KV cache; with "float32" and "bfloat16" the compiled kernels are used.
+        limits: Sizes of the KV pool and of the buffers.
+        threads: Number of threads of the kernels.
+        batch_invariant: On a GPU, make the bits of a sequence's results independent of the batch; on a CPU they always
+            are.
+        instruction_set: Instruction set of the kernels; None: the fastest measured on this machine.
 
     Raises:
-        UserError: The checkpoint is damaged, or no decoder, or needs kernels that are not to be had here.
+        UserError: The checkpoint is damaged or no decoder, or needs kernels that cannot be built or run here.
     """
     weights = RankWeights(directory, mesh)
     if mesh.device.type == "cuda":
@@ -88,7 +90,7 @@ def build_runner(
 def _build_device_runner(
     weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits, batch_invariant: bool
 ) -> Runner:
-    """Build the runner of a GPU. Raises UserError for what it cannot compute."""
+    """Build the runner for a GPU. Raises UserError if the model or the layout is not supported there."""
     if dtype not in DEVICE_DTYPES:
         raise UserError(f"dtype {dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     if mesh.layout.expert_parallel:

@@ -23,7 +23,7 @@ _SUM_BLOCK = 256
 
 
 class InvalidLogits(MeshwrightError):
-    """Logits that are NaN or infinite: damaged weights, or a fault of the engine."""
+    """Error: a model computed NaN or infinite logits, because of damaged weights or a fault of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """True if a penalty needs the counts of tokens."""
+        """True if a repetition, presence or frequency penalty is set, for which `sample` needs token counts."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -115,8 +115,7 @@ class TokenResult:
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence and their counts in the answer, as the penalties need them; a token is added in
-    constant time."""
+    """Token IDs in a sequence, and how often each is in the answer, for the penalties."""
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -126,7 +125,7 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Count a token of the answer."""
+        """Count one more token ID of the answer."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
@@ -135,7 +134,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def penalize(self, logits_V: Logits, sampling: Sampling) -> None:
-        """Apply the penalties of `sampling` to logits [V] in place."""
+        """Apply the repetition, frequency and presence penalties of `sampling` to the logits [V], in place."""
         tokens, counts = self._tokens[: len(self._places)], self._counts[: len(self._places)]
         values = logits_V[tokens]
         penalty = np.float32(sampling.repetition_penalty)
@@ -148,8 +147,12 @@ class TokenCounts:
 def sample(
     logits_V: Logits, sampling: Sampling, *, choice: int = 0, position: int = 0, counts: TokenCounts | None = None
 ) -> TokenResult:
-    """Sample the token at `position` of an answer (0: its first) from logits [V]. The draw is a function of (seed,
-    choice, position). `counts`: needed if `sampling.penalizes`. Raises InvalidLogits."""
+    """Sample the token at `position` of an answer (0: its first) from logits [V], as a function of these, the options,
+    `choice` and `position` alone.
+
+    `choice`: index among several answers to the prompt. `counts`: token counts, required if `sampling.penalizes`.
+    Raises InvalidLogits.
+    """
     token = _find_best(logits_V)
     adjusted_V = _adjust(logits_V, sampling, position, counts)
     if sampling.temperature < GREEDY_TEMPERATURE:
@@ -160,8 +163,8 @@ def sample(
 
 
 def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
-    """Return a token with its log-probability and the `alternatives` most likely tokens, under a log-softmax of the
-    logits [V], within 1e-6. Raises InvalidLogits."""
+    """Return the log-probability of the token ID `token`, and the `alternatives` most likely tokens with theirs, by a
+    log-softmax of the logits [V] (absolute error up to 1e-6). Raises InvalidLogits."""
     highest = logits_V[_find_best(logits_V)]
     normalizer = float(highest) + math.log(_weigh(logits_V, highest, 1.0).sum(dtype=np.float64))
     best = min(alternatives, len(logits_V))
@@ -174,14 +177,15 @@ def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
 
 
 def draw_uniform(seed: int, choice: int, position: int) -> float:
-    """Return the draw in [0, 1) of a position: 53 bits of a BLAKE2b hash of (seed, choice, position)."""
+    """Return the pseudo-random number in [0, 1) for the token at `position` (from 0) of an answer: 53 bits of a BLAKE2b
+    hash of (seed, choice, position)."""
     digest = hashlib.blake2b(b"%d %d %d" % (seed, choice, position), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _find_best(logits_V: Logits) -> int:
-    """Return the most likely token, the lowest token ID among equals; raise InvalidLogits if its logit is not finite,
-    as it is if any logit is NaN or +inf."""
+    """Return the ID of the most likely token, the lowest among equals (greedy sampling). Raises InvalidLogits if its
+    logit is NaN or infinite, as it is if any logit is NaN or +inf."""
     token = int(logits_V.argmax())  # the first NaN, if there is one
     if not math.isfinite(logits_V[token]):
         raise InvalidLogits(
@@ -191,7 +195,8 @@ def _find_best(logits_V: Logits) -> int:
 
 
 def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCounts | None) -> Logits:
-    """Return logits [V] after minimum length, bias and penalties, in vLLM's order; the same array if none is set."""
+    """Return logits [V] with minimum length, bias and penalties applied, in vLLM's order; the same array if none is
+    set. `position`: index of the token in the answer; `counts`: needed for penalties."""
     forbid = position < sampling.min_tokens and sampling.stop_tokens
     if not (forbid or sampling.logit_bias or sampling.penalizes):
         return logits_V
@@ -207,10 +212,11 @@ def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCo
 
 
 def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
-    """Return the token at quantile `uniform` of the kept tokens, by the inverse of their cumulative distribution: in
-    the order of token IDs if all are kept, else the most likely first, the lower token ID first among equals.
+    """Return the token at quantile `uniform`, in [0, 1), of the tokens kept by top-k, top-p and min-p: inverse-CDF
+    sampling, in the order of token IDs if all are kept, else the most likely first, the lower token ID first among
+    equals.
 
-    The options keep the first tokens of that order, so only as many as are kept have to be sorted.
+    The kept tokens are always the first of the latter order, so only that many are sorted.
     """
     highest = logits_V.max()
     if highest == -np.inf:  # every token is a stop token before `min_tokens`
@@ -245,19 +251,19 @@ def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
 
 
 def _keep_nucleus(weights: Logits, mass: float) -> Logits:
-    """Return the first of descending weights that reach `mass` together: each stays while those before it have not."""
+    """Return the shortest beginning of descending weights whose sum reaches `mass` (top-p), at least one weight."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
 
 
 def _sort_highest(logits_V: Logits, count: int) -> Logits:
-    """Return the `count` highest logits, descending."""
+    """Return the `count` highest logits in descending order."""
     highest = logits_V if count == len(logits_V) else np.partition(logits_V, -count)[-count:]
     return np.sort(highest)[::-1]
 
 
 def _weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
-    """Return exp((logit - highest) / temperature), the probabilities up to a factor; float32 takes a third of float64's
-    time, most of a draw, and leaves a relative error of some 1e-7."""
+    """Return exp((logit - highest) / temperature), unnormalised probabilities, in float32: a relative error of some
+    1e-7, in a third of float64's time, which dominates sampling. highest: the largest logit."""
     weights = logits - highest
     if temperature != 1:
         weights /= np.float32(temperature)
@@ -265,9 +271,8 @@ def _weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
 
 
 def _find_quantile(weights: Logits, uniform: float) -> int:
-    """Return the first index at which cumulative weights exceed the fraction `uniform` of their total; its weight is
-    positive. Sums over blocks find the block first: a cumulative sum of all would take longer than their exponentials.
-    """
+    """Return the first index at which the cumulative weights exceed the fraction `uniform` of their total; its weight
+    is above 0. Sums over blocks locate the block first, as a cumulative sum over all would be slower."""
     block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
     reach = uniform * block_sums[-1]
     block = _first_above(block_sums, reach)
@@ -277,11 +282,12 @@ def _find_quantile(weights: Logits, uniform: float) -> int:
 
 
 def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
-    """Return the first index of cumulative sums above `reach`; where rounding leaves none, the first at the total."""
+    """Return the first index at which the cumulative sums exceed `reach`; if rounding leaves none, the first index at
+    which they equal the total."""
     return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))
 
 
 def _check(holds: bool, name: str, value: object, right: str) -> None:
-    """Raise UserError with the option's name and its right values unless `holds`."""
+    """Raise UserError with the option's `name` and value unless `holds`. right: description of valid values."""
     if not holds:
         raise UserError(f"{name} {value}: should be {right}")

@@ -26,8 +26,8 @@ Integers = npt.NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class StepBatch:
-    """Tokens of one step as a ragged batch, and where their keys and values lie. All arrays are int32 and C-contiguous,
-    and are new in each step.
+    """Tokens of one step as a ragged batch of S sequences, with their places in the paged KV cache. All arrays are
+    int32, C-contiguous, and new in each step.
 
     Sequence s has the tokens `starts[s]:starts[s + 1]` of the step; they have consecutive positions, the last of which
     is `context[s] - 1`. Every token attends to the positions up to its own, within the model's window.
@@ -36,13 +36,13 @@ class StepBatch:
         tokens: Token IDs [T].
         positions: Position of each token in its sequence [T].
         slots: Slot of the KV cache into which a token's key and value are written [T]: block * 16 + offset.
-        starts: Offset of each sequence's first token [S + 1]; starts[S] = T.
-        context: Tokens of each sequence in the KV cache after this step [S].
-        block_tables: Block that holds the positions 16 b to 16 b + 15 of a sequence [S, B]. Entries past its context,
-            and those behind the window where all layers have one, are 0 and not to be read.
-        output_rows: Indices into T of the rows whose logits are wanted, ascending [R]; may be empty.
-        sequences: The scheduler's sequences [S].
-        group: Pipeline group of all of them.
+        starts: Index of each sequence's first token [S + 1]; starts[S] = T.
+        context: Number of each sequence's tokens in the KV cache after this step [S].
+        block_tables: Index of the KV block with the positions 16 b to 16 b + 15 of each sequence [S, B]. Entries past
+            its context, and those before the window if all layers have one, are 0 and must not be read.
+        output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
+        sequences: The scheduler's state of each sequence [S].
+        group: Index of the pipeline group to which all of them belong; 0 without a pipeline.
     """
 
     tokens: Integers
@@ -57,11 +57,12 @@ class StepBatch:
 
 
 class Scheduler:
-    """Continuous batching over one block pool: deterministic, so that every rank of a replica runs its own copy on the
-    same calls.
+    """Scheduler of continuous batching with chunked prefill over one pool of KV blocks. Deterministic: every rank of a
+    replica runs its own copy with the same calls.
 
     A step takes one token of each decoding sequence, then chunks of prompts, the oldest sequence first, up to the token
-    budget. Requests are admitted by priority, then arrival, while the admission state stays safe.
+    budget. Requests are admitted by priority, then arrival, while the admission state (see `AdmissionState`) stays
+    safe.
     """
 
     def __init__(self, limits: StepLimits, window: int | None = None, groups: int = 1) -> None:
@@ -83,7 +84,8 @@ class Scheduler:
         self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if its ID is in use, or if it can never fit the pool or `max_length`."""
+        """Queue a request. Raises UserError if its ID is in use, or if prompt and `max_tokens` exceed the KV pool or
+        `max_length`."""
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
         longest = count_blocks(self._limits.max_length)
@@ -100,8 +102,8 @@ class Scheduler:
         self._queue.push(sequence)
 
     def cancel(self, request_id: str) -> Output | None:
-        """Cancel a request and return its last output; None if it is unknown or has finished. Its blocks are free at
-        once, or, if a step in progress writes to them, when that is published."""
+        """Cancel a request and return its last output; None if it is unknown or has finished. Its KV blocks are freed
+        at once, or, if a batch in flight writes to them, when that batch is published."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.state is State.WAITING:
@@ -110,8 +112,8 @@ class Scheduler:
         return Output(request_id, [], "cancelled", sequence.cached_tokens)
 
     def schedule(self, group: int = 0) -> StepBatch | None:
-        """Return the next step of a group, None if none of its sequences can run. The group's previous batch must have
-        been published."""
+        """Return the next batch for a pipeline group (0 without a pipeline); None if none of its sequences can run. The
+        group's previous batch must have been published."""
         self._state = None
         if self._queue:
             self._admit(group)
@@ -134,8 +136,8 @@ class Scheduler:
         return self._build(picked, group) if picked else None
 
     def publish(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
-        """Record a step that has run, with the result of each output row, as `sample_batch` returns them [R]; return
-        the new outputs."""
+        """Record a batch that has been computed; return the new outputs, one for each request that got tokens or ended.
+        results: one for each output row [R], from `sample_batch`."""
         outputs: list[Output] = []
         row = 0
         for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True):
@@ -152,15 +154,15 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True if no request waits or runs."""
+        """True if no request waits or runs and no batch of a cancelled one is in flight."""
         return not self._requests and not self._admitted
 
     @property
     def stats(self) -> dict[str, int]:
-        """Current figures: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or `paused`,
-        which keep their blocks; KV blocks that are `free` (without content), `cached` (evictable) and `held`; and since
-        the start `prompt_tokens` of admitted sequences, those of them that the prefix cache held (`prefix_hit_tokens`),
-        and `pauses`."""
+        """Present figures by name: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
+        `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
+        `held`; and since the start `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in
+        the prefix cache, and `pauses`."""
         paused = sum(sequence.state is State.PAUSED for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
@@ -170,7 +172,7 @@ class Scheduler:
         }  # fmt: skip
 
     def _admission_state(self) -> AdmissionState:
-        """Return the state of the admitted sequences; built at its first use in a step."""
+        """Return the admission state of the admitted sequences; computed at its first use in a step."""
         if self._state is None:
             for place, sequence in enumerate(self._admitted):
                 sequence.place = place
@@ -183,8 +185,8 @@ class Scheduler:
         return self._state
 
     def _admit(self, group: int) -> None:
-        """Admit requests to a group, one after the other, while the state is safe and all are expected to find their
-        blocks: with sequences that pause soon, fewer run than with sequences that wait."""
+        """Admit waiting requests to a pipeline group, in order, while the admission state is safe and the expected
+        lengths of all answers fit in the KV pool: otherwise sequences would soon be paused."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
@@ -212,16 +214,16 @@ class Scheduler:
             self._state = joined
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks that begin a waiting sequence; its last token is always computed, as are all tokens
-        whose logits are wanted."""
+        """Return the KV blocks of a waiting sequence's prefix that the prefix cache has. Never includes the last token,
+        whose logits are needed; nothing is found if the prompt's log-probabilities are requested."""
         if sequence.scores_prompt:
             return []
         sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
-        """Return True if a running sequence computes the next block of a waiting one's prefix, `found` blocks of which
-        are known: equal prompts that arrive together are computed once."""
+        """Return True if a running sequence is computing the next block of a waiting sequence's prefix: the latter
+        waits, so that equal prompts are computed once. found: number of its prefix blocks that are cached."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
@@ -232,11 +234,13 @@ class Scheduler:
         )  # fmt: skip
 
     def _first_in_window(self, computed: int) -> int:
-        """Return the first block that a token after `computed` ones attends to."""
+        """Return the index of the first KV block of a sequence to which its next token attends. computed: number of its
+        tokens that precede that token."""
         return 0 if self._window is None else max(0, computed - self._window + 1) // BLOCK_TOKENS
 
     def _start(self, sequence: Sequence, group: int, blocks: list[int], first: int) -> None:
-        """Admit a sequence with the blocks of its prefix, from block `first` on."""
+        """Admit a sequence to a pipeline group. blocks: KV blocks of its cached prefix; first: index of the first of
+        them that is inside the window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
         sequence.place, sequence.state = len(self._admitted), State.RUNNING
         self._ages += 1
@@ -250,8 +254,8 @@ class Scheduler:
         self._prefix_hit_tokens += sequence.computed
 
     def _extend(self, sequence: Sequence, wanted: int) -> int:
-        """Allocate blocks for the next `wanted` tokens of a sequence, as far as that is safe; return for how many there
-        is room. With room for none, the sequence pauses."""
+        """Allocate KV blocks for the next `wanted` tokens of a sequence, as far as admission allows; return the number
+        of tokens that fit. If it is 0, the sequence pauses."""
         room = len(sequence.table) * BLOCK_TOKENS - sequence.computed
         if room < wanted:
             state = self._admission_state()
@@ -268,7 +272,8 @@ class Scheduler:
         return min(wanted, room)
 
     def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
-        """Return the batch of S sequences, with the number of next tokens and the positions whose logits are wanted."""
+        """Return the batch of the picked sequences. picked: (sequence, number of its next tokens, range of positions
+        whose logits are wanted) for each."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, count, positions in picked:
@@ -298,8 +303,8 @@ class Scheduler:
         )
 
     def _advance(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
-        """Record `count` computed tokens of a sequence and the results of their output rows; return its output, None
-        without news."""
+        """Record `count` computed tokens of a sequence, and the results of its output rows; return the output for its
+        request, None if there is nothing new."""
         if any(result.token < 0 for result in results):
             self._finish(sequence, "error")  # what it computed stays out of the prefix cache
             return Output(sequence.request.id, [], "error", sequence.cached_tokens)
@@ -324,8 +329,8 @@ class Scheduler:
         return Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results)
 
     def _store(self, sequence: Sequence, count: int) -> None:
-        """Record `count` computed tokens: make full blocks known to the prefix cache, release those behind the
-        window."""
+        """Record `count` computed tokens of a sequence: register blocks that are full now in the prefix cache, and
+        release blocks that have left the sliding window."""
         full = sequence.computed // BLOCK_TOKENS
         sequence.computed += count
         if sequence.computed // BLOCK_TOKENS > full:
@@ -338,7 +343,8 @@ class Scheduler:
             sequence.first_held = block + 1
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence; release its blocks unless a step in progress writes to them."""
+        """End a sequence with a finish reason ("stop", "length" ...); its KV blocks are released, unless a batch in
+        flight writes to them."""
         del self._requests[sequence.request.id]
         sequence.finish_reason, sequence.state = reason, State.FINISHED
         if sequence.age >= 0 and (most := sequence.request.sampling.max_tokens):
@@ -347,7 +353,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Release the blocks and the row of an admitted sequence that has ended."""
+        """Release the KV blocks and the block-table row of a sequence that has ended."""
         for block in reversed(sequence.table[sequence.first_held :]):
             self.pool.release(block, sequence.age)
         self._tables[sequence.row] = 0
@@ -359,9 +365,9 @@ class Scheduler:
 
 
 def sample_batch(batch: StepBatch, logits_RV: npt.NDArray[np.float32]) -> list[TokenResult]:
-    """Return a result for each output row: a sampled token where a sequence's last known token was computed; for other
-    rows (`prompt_logprobs`), the next token of the prompt with its log-probability. A pure function: the last stage of
-    a pipeline sends the results to the other ranks."""
+    """Return one result for each output row of a batch: a sampled token after a sequence's last known token; for other
+    rows (`prompt_logprobs`) the prompt's next token with its log-probability. Depends on the arguments alone; in a
+    pipeline the last stage sends the results to the others."""
     rows = iter(logits_RV)
     return [
         sequence.sample_row(next(rows), position)

@@ -16,7 +16,8 @@ from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult,
 
 
 class State(enum.Enum):
-    """State of a sequence: a paused one keeps its blocks until another can be allocated safely."""
+    """State of a sequence: waiting, running, paused (keeps its KV blocks until more can be allocated safely) or
+    finished."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -25,16 +26,17 @@ class State(enum.Enum):
 
 
 class Sequence:
-    """A request's state in the scheduler.
+    """State of one request in the scheduler.
 
     Attributes:
         request: The request.
         tokens: Token IDs of the prompt and of the answer so far.
-        computed: Tokens whose keys and values are in the cache.
-        state: State.
-        age: Number of its admission; larger is younger.
-        table: Blocks by position; those before `first_held` have left the window.
-        scores_prompt: True if the tokens of the prompt get results; replayed tokens were sent after them.
+        computed: Number of tokens whose keys and values are in the KV cache.
+        state: State of the sequence.
+        age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
+        table: Block table: KV block of each 16 positions; entries before `first_held` have been released.
+        scores_prompt: True if the prompt's log-probabilities are requested; False for a replayed request, whose were
+            sent.
     """
 
     def __init__(self, request: Request, longest_hold: int) -> None:
@@ -57,18 +59,19 @@ class Sequence:
         self.counts = TokenCounts(request.tokens, request.replayed) if penalizes else None
 
     def expect_growth(self, answers: AnswerShare) -> int:
-        """Return the blocks that it is expected to allocate until its end."""
+        """Return the number of KV blocks that the sequence is expected to allocate until its end. answers: predicts its
+        length."""
         answer = answers.expect(self.answered, self.request.sampling.max_tokens)
         most = min(count_blocks(len(self.request.tokens) + answer), self.most_blocks)
         return max(0, most - len(self.table) + self.first_held)
 
     @property
     def answered(self) -> int:
-        """Tokens of the answer so far, replayed ones included."""
+        """Number of tokens of the answer so far, replayed ones included."""
         return len(self.tokens) - len(self.request.tokens)
 
     def output_positions(self, count: int) -> range:
-        """Return the positions among the next `count` tokens whose logits are wanted."""
+        """Return the range of positions whose logits are wanted, among the next `count` tokens to be computed."""
         end = self.computed + count
         ends = end == len(self.tokens)
         begin = end - ends
@@ -77,7 +80,8 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def sample_row(self, logits_V: npt.NDArray[np.float32], position: int) -> TokenResult:
-        """Return the result of the logits [V] at a position; its token is -1 where they are NaN or infinite."""
+        """Return the result for the logits [V] at a position: a sampled token at the last one, else the prompt's next
+        token with its log-probability. Its token is -1 if logits are NaN or infinite."""
         sampling = self.request.sampling
         try:
             if position == len(self.tokens) - 1:
@@ -90,10 +94,10 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Waiting sequences by priority, then arrival.
+    """Priority queue of sequences that wait for admission: lowest `priority` first, then in order of arrival.
 
     Attributes:
-        tokens: Prompt tokens of all of them.
+        tokens: Number of prompt tokens of all waiting sequences together.
     """
 
     def __init__(self) -> None:
@@ -108,23 +112,23 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence:
-        """The next sequence to admit."""
+        """The sequence that is admitted next."""
         return self._heap[0][2]
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence as the latest arrival."""
+        """Add a sequence; of equal priority, it comes last."""
         heapq.heappush(self._heap, (sequence.request.priority, self._arrivals, sequence))
         self._arrivals += 1
         self.tokens += len(sequence.tokens)
 
     def pop(self) -> Sequence:
-        """Remove and return the head."""
+        """Remove and return the sequence that is admitted next."""
         sequence = heapq.heappop(self._heap)[2]
         self.tokens -= len(sequence.tokens)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from anywhere in the queue."""
+        """Remove a sequence from any position in the queue."""
         self._heap = [entry for entry in self._heap if entry[2] is not sequence]
         heapq.heapify(self._heap)
         self.tokens -= len(sequence.tokens)

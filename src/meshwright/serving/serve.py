@@ -48,27 +48,27 @@ _T = TypeVar("_T")
 
 
 class ServeOptions(TypedDict, total=False):
-    """Options of `serve`.
+    """Options of `serve`; all may be left out.
 
     Attributes:
-        device: `"cpu"`, `"cuda"`, a GPU for each rank, or `"auto"`: GPUs where there are any; `"auto"` unless given.
-        batch_invariant: On GPUs, answers whose bits do not depend on the other requests, as on a CPU they never do.
-        dtype: Of parameters and KV cache, such as `"bf16"`; `"float32"` unless given.
-        memory: Fraction of this machine's or its control group's memory, such as `"0.9"`, or a size, such as `"12GiB"`;
-            unless given 0.9 with a bounded pool of KV blocks.
-        max_length: Most tokens of a prompt and its answer; the model's positions, or what fits, unless given.
+        device: `"cpu"`, `"cuda"` (a GPU for each rank), or `"auto"`, the default: GPUs if there are any.
+        batch_invariant: On GPUs, make the bits of an answer independent of other requests; on a CPU they always are.
+        dtype: Dtype of parameters and KV cache, such as `"bf16"`; default `"float32"`.
+        memory: Fraction of the memory of this machine or its cgroup (`"0.9"`), or a size (`"12GiB"`); default 0.9, with
+            a bounded KV pool.
+        max_length: Most tokens of a prompt and its answer; default: the model's positions, or fewer if they do not fit.
         max_sequences: Most sequences of a step.
         token_budget: Most tokens of a step.
-        host: Address to listen on; `"127.0.0.1"` unless given.
-        port: Port to listen on, 0 for any; 8000 unless given.
-        served_model_name: Name of the model in the API; that of the directory unless given.
-        api_key_file: File with an API key a line, of which requests must name one.
-        cors_origins: Origins whose pages may call the API, `"*"` for all; none unless given.
-        queue_requests: Most requests that wait.
-        queue_seconds: Longest predicted wait of a request in seconds.
-        threads: Of each rank; the machine's cores over the ranks unless given.
-        step_seconds: Longest step in seconds; a longer one counts as a lost rank.
-        drain_seconds: Longest time that requests in flight get at the end.
+        host: Address to listen on; default `"127.0.0.1"`.
+        port: Port to listen on, 0 for any free one; default 8000.
+        served_model_name: Name of the model in the API; default: that of the directory.
+        api_key_file: File of API keys, one per line, one of which each request must have; default: none is needed.
+        cors_origins: Origins whose web pages may call the API, `"*"` for all; default: none.
+        queue_requests: Most requests that wait; default 512.
+        queue_seconds: Most predicted seconds that a request waits; default 120.
+        threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
+        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60.
+        drain_seconds: Most seconds that unfinished requests get after a signal; default 60.
     """
 
     device: str
@@ -105,14 +105,14 @@ def serve(
     Args:
         path: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory.
         layout: Ranks, such as `"tp2 pp2 dp2"`; one rank unless given.
-        on_ready: Called once when requests are taken, with `url`, `model`, `layout`, `dtype`, `kv_blocks`, `memory`,
-            `seconds_to_ready`, `ranks`.
+        on_ready: Called once requests are accepted, with a dictionary of `url`, `model`, `layout`, `dtype`,
+            `kv_blocks`, `memory`, `seconds_to_ready` and `ranks`.
         log: Called with a line for each phase of the start, with its time, and for each lost rank.
         **options: Fields of `ServeOptions`.
 
     Raises:
-        UserError: The checkpoint, the layout, the memory or an option does not do, or the port is in use.
-        RankLost: Ranks were lost again and again.
+        UserError: The checkpoint, the layout, the memory or an option is invalid, or the port is in use.
+        RankLost: A replica was lost several times in a row.
         Terminated: After SIGTERM.
         KeyboardInterrupt: After an interrupt.
 
@@ -174,14 +174,14 @@ def serve(
 
 
 class _Phases:
-    """Prints a line for each phase of the start with its time."""
+    """Logs the duration of each phase of the server's start."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self.log, self.began = log, time.perf_counter()
         self._last = self.began
 
     def end(self, what: str) -> None:
-        """Print what has been done since the last call."""
+        """Log the phase `what` ("HTTP started") with the seconds since the previous phase ended."""
         now = time.perf_counter()
         self.log(f"{what}: {now - self._last:.2f} s")
         self._last = now
@@ -189,8 +189,9 @@ class _Phases:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Checked model of a server: a checkpoint, layout and dtype, and the bill of the ranks' memory with the KV blocks.
-    place: rank of this process, if others have started one for each rank. device: "cpu" or "cuda"."""
+    """Checked settings of a server: checkpoint, layout, dtype, and the predicted memory with the KV blocks that fit
+    (`ledger`). place: rank of this process if torchrun or SLURM started one process per rank, else None. device: "cpu"
+    or "cuda"."""
 
     checkpoint: Path
     config: ModelConfig
@@ -202,7 +203,8 @@ class _Model:
 
 
 def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[str], None]) -> _Model:
-    """Check what can be checked without loading the model, cheapest first. Raises UserError."""
+    """Check everything that can be checked without loading the weights, and return the checked settings. Raises
+    UserError."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
@@ -224,12 +226,12 @@ def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[
 
 
 def _find_place() -> rendezvous.Place | None:
-    """Return the rank of this process if torchrun or SLURM has started one process for each rank, else None."""
+    """Return the rank of this process if torchrun or SLURM has started one process per rank, else None."""
     return rendezvous.read_place() if rendezvous.join_if_started_by_others() else None
 
 
 def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
-    """Return the replicas, not started. `directory`: private, for sockets."""
+    """Create the server's replicas, without starting their ranks. directory: private directory for Unix sockets."""
     layout, place = model.layout, model.place
     ranks, here = layout.tp * layout.pp, layout.world_size if place is None else place.host_ranks or place.ranks
     plan = RankPlan(
@@ -245,13 +247,13 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
 
 
 def _find_meeting_host(place: rendezvous.Place) -> str:
-    """Return the host of the rendezvous (MASTER_ADDR, or that of the URL): that of this process, which is rank 0, as
-    other nodes reach it."""
+    """Return the host name of the rendezvous (MASTER_ADDR, or in the URL), by which other nodes reach this process,
+    rank 0."""
     return os.environ["MASTER_ADDR"] if place.method == "env://" else place.method.split("//")[-1].rpartition(":")[0]
 
 
 async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
-    """Start the ranks; meanwhile check the checkpoint's hashes and load the tokenizer, which is returned."""
+    """Start all ranks; meanwhile check the checkpoint's hashes and load the tokenizer. Return the tokenizer."""
 
     def load() -> Prompts:
         """Load what the front needs."""
@@ -283,8 +285,8 @@ async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
 
 
 def _run_in_daemon_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Return the future result of a call in a thread for which the end of this process does not wait, as hashes of a
-    large checkpoint take minutes."""
+    """Run `work` in a daemon thread; return the future of its result. The process can end without waiting for the
+    thread, which may hash a large checkpoint for minutes."""
     future = Future[_T]()
     future.set_running_or_notify_cancel()
 
@@ -300,7 +302,8 @@ def _run_in_daemon_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
 
 
 def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any]:
-    """Return predicted and measured bytes by item over all ranks."""
+    """Return {"predicted": {item: bytes}, "measured": {kind: bytes}, "total_gib": predicted total}, summed over all
+    ranks."""
     measured: Counter[str] = Counter()
     for hello in replicas.hellos.values():
         measured.update(hello["memory"])
@@ -309,7 +312,7 @@ def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any
 
 
 def _run_until_signal(main: Coroutine[Any, Any, int]) -> None:
-    """Run the server on uvloop; raise Terminated or KeyboardInterrupt for the signal that ended it."""
+    """Run the server (`main`) on uvloop; at its end raise KeyboardInterrupt for SIGINT, else Terminated."""
     import uvloop
 
     from meshwright.serving.http_server import SIGNALS

@@ -12,12 +12,12 @@ SWEEPS = 8
 
 
 class Work(NamedTuple):
-    """Remaining work of a request.
+    """Remaining work of a request, in tokens.
 
     Attributes:
-        prompt: Tokens of the prompt to compute.
-        answer: Tokens of the answer to expect.
-        context: Tokens of it in the KV cache.
+        prompt: Prompt tokens that are still to be computed.
+        answer: Expected number of answer tokens that are still to be generated.
+        context: Tokens of the request that are in the KV cache.
     """
 
     prompt: int
@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
 
 class StepTimes:
-    """Model of a step's time: seconds = a + b * tokens + c * keys, with coefficients of at least 0.
+    """Model of a step's time, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0.
 
     Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients in
     their range. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some
@@ -41,13 +41,13 @@ class StepTimes:
         self._typical_error = 1.0  # relative; moving average
 
     def predict(self, tokens: float, keys: float) -> float:
-        """Return the seconds of a step of `tokens` tokens that attend to `keys` keys in total, the sum over tokens of
-        their positions + 1."""
+        """Return the predicted seconds of a step of `tokens` tokens. keys: number of keys that they attend to, summed
+        over tokens (position + 1 each)."""
         a, b, c = self.coefficients
         return a + b * tokens + c * keys
 
     def observe(self, seconds: float, tokens: int, keys: int) -> None:
-        """Learn from a step that took `seconds`."""
+        """Update the model by a step of `tokens` tokens that took `seconds`. keys: as in `predict`."""
         expected = self.predict(tokens, keys) or seconds
         if seconds <= 0 or expected <= 0:
             return
@@ -68,11 +68,11 @@ class StepTimes:
                     self.coefficients[i] = max(0.0, (target - others) / row[i])
 
     def predict_wait(self, running: Iterable[Work], waiting: Iterable[Work], places: int, groups: int = 1) -> float:
-        """Return the predicted seconds until the last of `waiting` is admitted.
+        """Return the predicted seconds until the last request of `waiting` is admitted.
 
-        `places`: sequences that run at once. The running ones decode in rounds of one token each; where one ends, the
-        next is admitted and its prompt computed. `groups`: steps of a round, each with its share of the sequences: the
-        stages of a pipeline.
+        `places`: most sequences that run at a time. Model: the running sequences decode one token each per round; when
+        one ends, the next request is admitted and its prompt computed. `groups`: number of steps in a round, each for
+        its share of the sequences (the stages of a pipeline).
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
@@ -95,6 +95,6 @@ class StepTimes:
         return seconds
 
     def _predict_prompt(self, work: Work) -> float:
-        """Return the seconds that a prompt adds to the steps that compute it."""
+        """Return the predicted seconds by which computing a request's prompt lengthens the steps."""
         _, b, c = self.coefficients
         return b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)

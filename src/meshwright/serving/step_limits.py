@@ -19,15 +19,15 @@ _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Sizes that a runner allocates for.
+    """Sizes for which a runner allocates its KV pool and buffers.
 
     Attributes:
-        blocks: KV blocks of the pool.
+        blocks: Number of KV blocks in the pool.
         token_budget: Most tokens of a step.
         max_sequences: Most sequences of a step.
         max_length: Most tokens of a sequence.
-        logit_rows: Most rows of logits of a step, if more than `max_sequences`.
-        touched: Make the whole pool resident from the start on; else as it is used.
+        logit_rows: Most rows of logits of a step, if more than `max_sequences`; default 0: as many as that.
+        touched: True: the whole KV pool becomes resident when it is allocated; False: page by page as it is used.
     """
 
     blocks: int
@@ -39,14 +39,13 @@ class StepLimits:
 
     @property
     def logits(self) -> int:
-        """Rows of logits to allocate."""
+        """Number of rows of logits to allocate: the larger of `logit_rows` and `max_sequences`."""
         return max(self.logit_rows, self.max_sequences)
 
 
 def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> None:
-    """Make the pages of new, zeroed KV caches [blocks, ...] resident before this returns, so that they are the
-    process's from now on: by two threads, or, where the system cannot do so without a write (Linux before 5.14), by
-    writing to each page."""
+    """Make the memory of new, zeroed KV caches [blocks, ...] resident at once, in two threads, so that no later step
+    can run out of memory. On Linux before 5.14 each page is written to instead."""
     with ThreadPoolExecutor(2) as threads:
         populated = list(threads.map(_populate_pages, caches))
     if not all(populated):
@@ -55,7 +54,7 @@ def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> None:
 
 
 def _populate_pages(memory: npt.NDArray[Any]) -> bool:
-    """Make the pages of a contiguous array resident without changing it, while other Python threads run; return False
-    where the system cannot."""
+    """Make the pages of an array resident without changing its content, without the GIL. Return False if the system
+    does not support it."""
     begin = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     return _MADVISE(begin, memory.ctypes.data + memory.nbytes - begin, _MADV_POPULATE_WRITE) == 0

@@ -24,22 +24,23 @@ Take = Callable[[Choice, Piece], None]
 
 
 class SlowReader(Exception):
-    """Error: events wait for a client beyond the limits of `HttpSettings`."""
+    """Error: a client reads its event stream so slowly that more bytes wait than `HttpSettings.stream_bytes` allows."""
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before the response was complete."""
+    """Error: the client closed its connection before the response was complete."""
 
 
 class JobRunner:
-    """Runs the jobs of a server through its engine."""
+    """Runs the jobs (HTTP requests that generate text) of a server on its engine, and records their metrics."""
 
     def __init__(self, client: EngineClient, metrics: ServingMetrics, settings: HttpSettings) -> None:
         self.settings = settings
         self._client, self._metrics = client, metrics
 
     async def collect(self, job: Job, receive: Receive) -> dict[str, Any]:
-        """Return the whole response. Raises ApiError, ClientLeft."""
+        """Run a job to its end and return the JSON object of its response. Raises ApiError, or ClientLeft if the client
+        disconnects, which cancels the job."""
         pieces: list[list[Piece]] = [[] for _ in job.choices]
         run = self.start(job, lambda choice, piece: pieces[choice.index].append(piece))
         left = asyncio.create_task(_wait_until_left(receive))
@@ -53,8 +54,9 @@ class JobRunner:
         return job.form.answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
-        """Submit all requests of a job, or none and raise ApiError if the queue does not take them; return the task
-        that gives each piece of each choice to `take`. Whatever ends the task ends the requests."""
+        """Submit all requests of a job to the engine; raise ApiError if they are refused. Return the task that calls
+        `take(choice, piece)` for each new piece of text; when it ends or is cancelled, unfinished requests are
+        cancelled."""
         refusal = self._client.admit(job.requests)
         if refusal is not None:
             self._metrics.refuse(refusal.reason)
@@ -64,14 +66,15 @@ class JobRunner:
         return run
 
     def _release(self, job: Job) -> None:
-        """End what still runs of a job."""
+        """Cancel the requests of a job that have not finished."""
         for choice in job.choices:
             self._client.cancel(choice.request.id)
             if choice.finish_reason is None:
                 self._metrics.finish(choice, "abort")
 
     async def _run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Take) -> None:
-        """Follow all choices of a job to their ends. Raises ApiError, and what `take` raises."""
+        """Follow all choices of a job concurrently until they have finished. Raises ApiError (408 after the job's
+        timeout), and what `take` raises. outputs: those of each choice."""
         try:
             async with asyncio.timeout(job.timeout), asyncio.TaskGroup() as tasks:
                 for choice, iterator in zip(job.choices, outputs, strict=True):
@@ -82,7 +85,7 @@ class JobRunner:
             raise group.exceptions[0] from None
 
     async def _follow(self, choice: Choice, outputs: AsyncIterator[Output], take: Take) -> None:
-        """Give the pieces of one choice to `take` until it ends."""
+        """Call `take` with each new piece of one choice until it has finished. outputs: those of its request."""
         with contain_panics():
             async for output in outputs:
                 if output.finish_reason == "error":
@@ -97,7 +100,7 @@ class JobRunner:
 
 
 class EventStream(Response):
-    """Response of server-sent events, one write for all that waits."""
+    """HTTP response of server-sent events for one job; all events that wait are sent in one write."""
 
     media_type = "text/event-stream"
 
@@ -147,7 +150,7 @@ class EventStream(Response):
                 timer.cancel()
 
     def _take(self, choice: Choice, piece: Piece) -> None:
-        """Queue the event of a piece. Raises SlowReader if too many wait."""
+        """Append the event of a new piece to those that wait to be sent. Raises SlowReader if they exceed the limit."""
         event = self._job.form.format_piece(choice, piece, self._job.choices)
         if not event:
             return
@@ -171,13 +174,13 @@ class EventStream(Response):
 
 
 async def _wait_until_left(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
+    """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _stop(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they raise."""
+    """Cancel the tasks and wait until they have ended; their exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

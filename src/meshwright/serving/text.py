@@ -11,8 +11,8 @@ CONTEXT_TOKENS = 4
 
 
 class IncrementalDetokenizer:
-    """Incremental detokenizer: returns the text of tokens that follow the token IDs `before`, piece by piece; the
-    joined pieces equal the text decoded at once.
+    """Incremental detokenizer: converts tokens to text one at a time, in pieces of whole characters; the joined pieces
+    equal the text decoded at once. `before`: token IDs that precede them, such as the prompt's.
 
     Only the last tokens are decoded each time, with those before them as context (a tokenizer may drop the space before
     a first word).
@@ -25,7 +25,7 @@ class IncrementalDetokenizer:
         self._given = len(self._decode())  # characters of the window's text that have been given
 
     def push(self, token: int) -> str:
-        """Append a token; return the text that it completes, empty while a character is incomplete."""
+        """Append a token; return the new text, empty while its last character is incomplete."""
         self._window.append(token)
         text = self._decode()
         whole = text.rstrip(UNFINISHED)
@@ -38,24 +38,24 @@ class IncrementalDetokenizer:
         return piece
 
     def rest(self) -> str:
-        """Return the remaining text at the end: bytes that never became a character."""
+        """Return the text that is left at the end: bytes of an incomplete character, as replacement characters."""
         return self._decode()[self._given :]
 
     def _decode(self) -> str:
-        """Decode the current window of tokens."""
+        """Return the text of the tokens in the window: the new ones, with their context before them."""
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
 class AnswerText:
-    """Visible text of one answer: the detokenizer's pieces up to the first stop string, which never shows.
+    """Text of one answer that the client sees: detokenized tokens up to the first stop string, which is left out.
 
-    Text that may still become a stop string is held back until later tokens decide, so that the joined pieces do not
-    depend on how tokens are cut into messages.
+    Text that may be the beginning of a stop string is held back until later tokens decide, so that the joined pieces do
+    not depend on how tokens are divided into outputs.
 
     Attributes:
-        offsets: Characters of the answer before each token's own, the first character that the token completes; that of
-            a token of the stop string may lie past the visible text.
-        stopped_by: Stop string that ended the text; None so far.
+        offsets: For each token, the index in the answer's text of the first character that the token completes; may lie
+            beyond the visible text for tokens of a stop string.
+        stopped_by: Stop string that ended the text; None if none has.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -68,14 +68,14 @@ class AnswerText:
         self._characters = 0
 
     def push(self, token: int) -> str:
-        """Append a token; return the text that becomes visible. The token that completes a stop string sets
-        `stopped_by`, and none may follow it."""
+        """Append a token; return the text that becomes visible, perhaps empty. If the token completes a stop string,
+        `stopped_by` is set, and no token may follow."""
         assert self.stopped_by is None
         self.offsets.append(self._characters)
         return self._show(self._detokenizer.push(token), searched=len(self.offsets) > self._min_tokens)
 
     def finish(self) -> str:
-        """Return the remaining text of an answer that ended other than by a stop string."""
+        """Return the text held back so far, at the end of an answer; empty if a stop string ended it."""
         if self.stopped_by is not None:
             return ""
         piece = self._show(self._detokenizer.rest(), searched=True)
@@ -84,7 +84,8 @@ class AnswerText:
         return piece
 
     def _show(self, piece: str, searched: bool) -> str:
-        """Return what becomes visible of the held text and a new piece."""
+        """Return the text that becomes visible when `piece` follows the text held back. searched: look for stop
+        strings."""
         self._characters += len(piece)
         text = self._held + piece
         if not searched or not self._stop:
@@ -99,6 +100,7 @@ class AnswerText:
         return text[: len(text) - kept]
 
     def _count_held(self, text: str) -> int:
-        """Return the length of the longest end of `text` with which a stop string begins."""
+        """Return the number of last characters of `text` to hold back: the longest suffix that is a proper prefix of a
+        stop string."""
         longest = min(max(map(len, self._stop)) - 1, len(text))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

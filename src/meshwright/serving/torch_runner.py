@@ -25,14 +25,15 @@ of the number of tokens."""
 
 
 class OrderedTensorParallel(TensorParallel):
-    """Tensor-parallel operations whose sums add the ranks' parts in rank order, the same for every length; without
-    sequence parallelism and without gradients."""
+    """Tensor-parallel operations whose all-reduce adds the ranks' partial results in rank order, so that the result
+    does not depend on the tensor's size; without sequence parallelism and gradients."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh.tp, sequence_parallel=False)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of the ranks' partial results of a row-parallel product, added in rank order."""
+        """Return the all-reduced partial results of a row-parallel layer, [B, S, H], added in rank order. `site`: label
+        of the call in traces."""
         if self.trivial:
             return x_BSH
         parts = x_BSH.new_empty(self.size, *x_BSH.shape)
@@ -44,12 +45,12 @@ class OrderedTensorParallel(TensorParallel):
 
 
 class TorchRunner:
-    """The training model with a paged cache, in tiles of fixed size, which makes each token's result bitwise
-    independent of the other tokens (one token at a time with experts, whose products would have any number of rows).
+    """Runner of serving steps in plain torch: the model with a paged KV cache. Tokens are computed in tiles of a fixed
+    number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
     Attributes:
         config: Configuration of the model.
-        blocks: KV blocks.
+        blocks: Number of KV blocks in its pool.
         instruction_set: Name of the device.
         version: "torch" and its version.
     """
@@ -73,7 +74,7 @@ class TorchRunner:
         self._logit_rows = limits.logits
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by kind: `weights`, `kv`, `logits`."""
+        """Return {kind: bytes}: `weights`, `kv` (cache), `logits`."""
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._cache.nbytes,
@@ -81,8 +82,8 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Run the stage on a batch; return the logits [R, V] of its output rows, or, of a stage that is not last, the
-        hidden states [T, H]. `hidden`: output of the previous stage, None for the first."""
+        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
+        that is not last the hidden states [T, H]. `hidden`: the previous stage's hidden states, None on the first."""
         tokens, size = len(batch.tokens), self._tile
         states = []
         with torch.inference_mode():
@@ -98,7 +99,9 @@ class TorchRunner:
     def _run_tile(
         self, batch: StepBatch, begin: int, end: int, size: int, x_TH: npt.NDArray[np.float32] | None
     ) -> torch.Tensor:
-        """Run the stage on the tokens `begin` to `end`, padded to `size`; return the states [size, H]."""
+        """Run this rank's pipeline stage on the tokens with indices `begin` to `end` (exclusive) of a batch, padded to
+        `size` tokens; return the hidden states [size, H]. `x_TH`: the previous stage's output for them, None on the
+        first stage."""
         numbers = np.zeros((2, 1, size), np.int64)
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]
         # A prompt's last token, where it is a target alone, may lie behind the last position: nothing reads its state.
@@ -114,7 +117,7 @@ class TorchRunner:
         ]
 
     def _logits(self, states_RH: torch.Tensor) -> npt.NDArray[np.float32]:
-        """Return the logits [R, V] of the head's input."""
+        """Return the logits [R, V] for the final-norm outputs `states_RH`."""
         rows, size = len(states_RH), self._tile
         out_RV = np.empty((rows, self.config.vocabulary), np.float32)
         for begin in range(0, rows, size):

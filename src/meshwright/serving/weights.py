@@ -28,8 +28,8 @@ _LIBC = ctypes.CDLL(ctypes.util.find_library("c") or None, use_errno=True)
 
 
 def decoder_config(directory: Path) -> ModelConfig:
-    """Read the configuration of a decoder that can be run. Raises UserError for an encoder and for a family that can
-    only be planned."""
+    """Read the model configuration in a Hugging Face directory. Raises UserError if it is an encoder, or of a family
+    that can only be planned, not run."""
     config = config_from_path(directory)
     if config.planning_only:
         raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
@@ -39,7 +39,7 @@ def decoder_config(directory: Path) -> ModelConfig:
 
 
 class RankWeights:
-    """The engine tensors that one rank of a mesh computes with: its tensor-parallel slices of its pipeline stage.
+    """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one engine tensor at a time.
 
     Raises UserError, naming file and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
 
@@ -47,7 +47,7 @@ class RankWeights:
         config: Configuration of the model.
         stage: Pipeline stage of this rank.
         bytes_read: Bytes read from the files so far.
-        seconds: Time spent reading and converting so far.
+        seconds: Seconds spent reading and converting so far.
     """
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
@@ -74,13 +74,13 @@ class RankWeights:
         return iter(self._buffers)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of this rank's slice of an engine tensor."""
+        """Return the shape of this rank's shard of the engine tensor `name`."""
         flat, at = self._buffers[name]
         return flat.tensors[at].shape
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's slice of an engine tensor in `dtype`, valid until the next call; vocabulary padding is 0.
-        A tensor that is one whole entry of this dtype is a view of the memory map."""
+        """Return this rank's shard of the engine tensor `name` in `dtype`, valid until the next call; vocabulary
+        padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
         begin = time.perf_counter()
         self._drop()
         flat, at = self._buffers[name]
@@ -99,28 +99,30 @@ class RankWeights:
         return values.view(placed.shape)
 
     def _read_entry(self, entry: ParameterEntry) -> torch.Tensor:
-        """Return a parameter entry as stored on disk, a view of the memory map, and drop the one before."""
+        """Return the unsharded value of a parameter entry, a view of the memory-mapped file; drop the pages of the
+        previous entry."""
         self._drop()
         self._mapped = read_entry(self._files, entry, self._names)
         self.bytes_read += self._mapped.nbytes
         return self._mapped
 
     def _make_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory: the same pages for every tensor, as new ones cost as much as the copy."""
+        """Return an uninitialised tensor of `numel` elements in a buffer that all calls share, as fresh pages would
+        cost as much as the copy into them."""
         size = numel * dtype.itemsize
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size].view(dtype)
 
     def _drop(self) -> None:
-        """Let the system drop the pages of the entry read last (they are read again from the file if needed)."""
+        """Release the memory pages of the entry read last; if needed again, they are read from the file."""
         if self._mapped is not None:
             _drop_pages(self._mapped)
             self._mapped = None
 
 
 def _drop_pages(values: torch.Tensor) -> None:
-    """Drop the pages that lie wholly inside a tensor."""
+    """Release the memory pages that lie entirely inside the tensor `values`, a view of a memory-mapped file."""
     page = mmap.PAGESIZE
     start = -(-values.data_ptr() // page) * page
     stop = (values.data_ptr() + values.numel() * values.element_size()) // page * page

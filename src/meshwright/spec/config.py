@@ -28,15 +28,18 @@ class ModelConfig:
     """The architecture of a transformer: a decoder, or an encoder if its family is one. Sizes count elements;
     ``UserError`` if they contradict each other or the family.
 
-    A token attends to itself and the ``sliding_window - 1`` tokens before it, in the layers that ``windowed_layers``
-    marks (None: in all layers). ``gated`` means activation(gate) * up, as in SwiGLU. ``post_norms`` and
-    ``embedding_norm`` exist for planning only: Gemma 2 also norms each sublayer's output, BLOOM its embeddings.
+    A token attends to itself and the ``sliding_window - 1`` tokens before it (None: all), in the layers that
+    ``windowed_layers`` marks (None: in all layers). ``gated`` means activation(gate) * up, as in SwiGLU. ``tied``: the
+    output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids besides ``eos_token``.
+    ``initializer_range``: standard deviation of initial weights. ``post_norms`` and ``embedding_norm`` exist for
+    planning only: Gemma 2 also norms each sublayer's output, BLOOM its embeddings.
 
-    If ``experts`` > 0, every layer except ``dense_layers`` has that many MLPs of width ``expert_intermediate``, of
-    which a token uses ``experts_per_token``, and a shared one of width ``shared_intermediate`` (0: none), which has a
-    sigmoid gate if ``shared_gate``. ``normalise_choice``: the chosen experts' weights are normalised to sum 1, then
-    multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss; ``router_bias``: balance by
-    a bias on the scores instead.
+    If ``experts`` > 0, every layer except ``dense_layers`` (indices) has that many MLPs of width
+    ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared one of width
+    ``shared_intermediate`` (0: none), which has a sigmoid gate if ``shared_gate``. ``router``: scores by softmax over
+    the experts or sigmoid of each. ``normalise_choice``: the chosen experts' weights are normalised to sum 1; all
+    weights are multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss (0: none);
+    ``router_bias``: balance by a bias on the scores instead.
 
     In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
     ``token_types``: number of segment types. ``head``: the output head: ``masked`` (masked language model), ``classes``

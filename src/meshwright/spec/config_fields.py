@@ -28,7 +28,7 @@ class NeutralValue:
 
 
 def _accept_only(*values: object) -> NeutralValue:
-    """Return a NeutralValue that accepts exactly `values`."""
+    """Return a NeutralValue that accepts exactly the values in `values` and describes them in errors."""
     return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
 
 

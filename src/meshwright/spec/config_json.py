@@ -270,8 +270,8 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
 
 
 def _window_layers(read: Reader) -> int:
-    """Return ``max_window_layers`` (Qwen2; default 28), the layer index at which windowing begins or, in qwen2_moe,
-    ends."""
+    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): the index of the first layer with a sliding
+    window; in qwen2_moe the index from which on no layer has one."""
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')

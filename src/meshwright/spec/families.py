@@ -25,7 +25,7 @@ class Family:
 
     @property
     def encoder(self) -> bool:
-        """True for an encoder: bidirectional attention and post-norm layers."""
+        """True if models of this family are encoders: bidirectional attention and post-norm layers."""
         return bool(self.heads)
 
 

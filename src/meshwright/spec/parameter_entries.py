@@ -30,8 +30,8 @@ unsharded gradient buffers."""
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Return the size in elements of a flat buffer of `numel` elements, padded so that it divides into `shards` equal
-    shards of a multiple of `ALIGNMENT` elements."""
+    """Return `numel`, the elements of a flat buffer, rounded up to a multiple of `shards` x `ALIGNMENT`, so that it
+    divides into `shards` equal shards, each a multiple of `ALIGNMENT` elements."""
     step = ALIGNMENT * shards
     return -(-numel // step) * step
 

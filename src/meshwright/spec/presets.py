@@ -57,7 +57,7 @@ def preset(name: str) -> ModelConfig:
 
 
 class _Presets(Mapping[str, Preset]):
-    """Mapping from name to preset; a preset is built on first access."""
+    """Mapping from preset name ("llama-3-8b") to `Preset`; each preset is built on first access."""
 
     def __getitem__(self, name: str) -> Preset:
         """Return the preset of this name; ``KeyError`` if there is none."""

@@ -59,6 +59,7 @@ class StageTimes:
 
 
 def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
-    """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule for a
-    model and sequences of `sequence` tokens. Raises as `program_of` does."""
+    """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule, for
+    a model and sequences of `sequence` tokens. Raises `UserError` for numbers that the schedule does not accept, and
+    for a schedule file that is not one synchronous training step."""
     return program_of(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

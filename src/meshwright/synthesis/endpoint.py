@@ -37,9 +37,8 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One chat completion request without the model name, in OpenAI's terms. messages: {"role", "content"} each.
-    temperature, top_p, seed: of sampling. max_tokens: maximum length of the answer.
-    """
+    """One chat completion request without the model name, in OpenAI's terms. messages: dicts of "role" and "content".
+    temperature (0: greedy), top_p (1: off), seed: of sampling. max_tokens: most tokens of the answer."""
 
     messages: Sequence[Mapping[str, str]]
     temperature: float = 0.0
@@ -61,9 +60,8 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of a run with many requests. max_tokens: maximum length of an answer. seed: of the run, from
-    which the seeds of the requests are derived.
-    """
+    """Sampling settings for a run of many requests. temperature: divisor of the logits; 0: greedy. max_tokens: most
+    tokens of an answer. seed: of the run, from which the seed of each request is derived."""
 
     temperature: float = 1.0
     max_tokens: int = 1024
@@ -194,9 +192,8 @@ def read_key(variable: str | None) -> str | None:
 
 
 class _TryAgainError(Exception):
-    """Error of one attempt after which a retry may succeed. reason: for the log. after: seconds to wait, from
-    Retry-After, or None.
-    """
+    """Error of one attempt after which a retry may succeed. reason: text for the log. after: seconds to wait before the
+    retry, from the server's Retry-After header; None without one."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(" ".join(reason.split()))

@@ -176,9 +176,8 @@ def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | No
 
 
 def _is_judged_same(text: str) -> bool:
-    """Return whether the model, asked to compare two instructions, answered that they are the same. text: its
-    answer.
-    """
+    """Return True if a model that was asked to compare two instructions answered that they are the same. text: its
+    answer."""
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 

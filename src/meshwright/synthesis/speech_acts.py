@@ -68,7 +68,7 @@ class Annotation:
 
     @property
     def judged(self) -> bool:
-        """True if any label other than spans is set."""
+        """True if the acts of prompt or response or a refusal are set (not None), in contrast to spans alone."""
         return any(value is not None for value in (self.prompt, self.response, self.should_refuse, self.refuses))
 
     @property

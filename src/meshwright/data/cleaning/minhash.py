@@ -41,9 +41,8 @@ class MinHash:
         return float((1 / self.bands) ** (1 / self.rows))
 
     def hash_shingles(self, text: str) -> Hashes:
-        """Hash the shingles of a text (n-grams of `words` words, lower case, no punctuation), uint64 [shingles]; a
-        shorter text is one shingle, a text without words has none.
-        """
+        """Hash the shingles of a text (n-grams of `words` words, lower case, no punctuation), uint64 [shingles]. A text
+        of fewer than `words` words is one shingle, a text without words has none."""
         words = Words(text)
         return words.hash_ngrams(min(self.words, len(words))) if len(words) else np.empty(0, np.uint64)
 

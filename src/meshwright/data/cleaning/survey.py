@@ -60,9 +60,8 @@ class Survey:
 
     @classmethod
     def from_json(cls, codes: NDArray[np.uint8], description: dict[str, Any], rewriter: Rewriter) -> Survey:
-        """Rebuild a survey. codes: as in the attribute. description: the JSON object that `to_json` returned. rewriter:
-        masks the texts.
-        """
+        """Rebuild a survey from the JSON object `description` of `to_json`. codes: uint8 [N], each document's split or
+        the rule that dropped it. rewriter: masks the texts."""
         longest, sizes, report = (description[key] for key in ("longest", "bytes", "report"))
         return cls(codes, tuple(description["pieces"]), longest, sizes, report, rewriter)
 

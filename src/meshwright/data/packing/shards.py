@@ -248,9 +248,8 @@ def _report_progress(progress: Callable[[int], None], done: int, more: int) -> N
 
 
 def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
-    """Wrap `say`, a function of the amount done, such that it is called at most once in `_LOG_SECONDS` seconds, and not
-    in the first ones.
-    """
+    """Wrap `say`, a function that reports an amount of work done: the returned function calls it at most once in
+    `_LOG_SECONDS` seconds, for the first time after as many seconds, and else does nothing."""
     last = time.monotonic()
 
     def say_if_due(done: int) -> None:

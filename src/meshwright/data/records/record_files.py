@@ -22,8 +22,8 @@ _ROWS = 256  # of a Parquet file at a time
 
 class FileRecord(NamedTuple):
     """One parsed record of a file. place: its position in the file, such as ":17". where: file and position, for
-    errors. value: the JSON value. problem: why it is not JSON, as a clause; None if it is.
-    """
+    errors. value: the JSON value. problem: a clause such as "is not JSON (...)" if the record cannot be parsed; None if
+    it can."""
 
     place: str
     where: str

@@ -40,7 +40,7 @@ class LimitReached(Exception):
 
 
 class Renderer:
-    """A compiled Jinja chat template."""
+    """A chat template compiled by a Jinja sandbox, as `transformers` compiles it; renders in this process."""
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         """source: Jinja text. named: {variable name: special token}, such as `bos_token`. Raises `NotATemplate` if the

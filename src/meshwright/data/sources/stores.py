@@ -161,7 +161,7 @@ class _BlockReader(io.RawIOBase):
 
 def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
     """Call `ask`, a request to the store of `url`, up to `TRIES` times with exponential backoff, and return its result;
-    then raise a one-line `UserError`.
+    if every call fails, raise a one-line `UserError`.
 
     Errors that waiting does not change are raised at once: a missing file, refused access. where: appended to the error
     message, such as " at byte 8,388,608 of 9,000,000".
@@ -355,7 +355,8 @@ def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
 
 
 def _format_reason(error: Exception) -> str:
-    """Format an error in one line of at most 300 characters, with secrets of the environment replaced by "***"."""
+    """Format an exception as one line of at most 300 characters; values of environment variables that hold secrets are
+    replaced by "***"."""
     text = str(error)
     code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     if code:

@@ -163,7 +163,7 @@ def _train_unigram(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
 
 
 def _rank_characters(texts: Iterable[str]) -> list[str]:
-    """Return the distinct characters of `texts` by falling frequency."""
+    """Return the distinct characters of `texts`, the most frequent first."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
@@ -180,7 +180,7 @@ def _stands_alone(character: str) -> bool:
 
 
 def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Return (subword, log-probability) of all subwords of a trained Unigram model, by falling log-probability.
+    """Return (subword, log-probability) of all subwords of a trained Unigram model, the most probable first.
 
     The trainer sums in any order and gives dropped characters random scores 0.0001 apart: scores are rounded, and those
     characters all get the lowest one, so that the same text yields the same tokenizer.

@@ -197,8 +197,8 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
 
 def find_least_vocabulary(name: str) -> int:
     """Return the smallest vocabulary size that data.tokenizer = `name` can have: for "bpe" the 256 bytes and the
-    end-of-text token, for an existing tokenizer its own size. Raises `UserError` as `find_tokenizer` does.
-    """
+    end-of-text token, for an existing tokenizer its own size. Raises `UserError` if the tokenizer's files are missing
+    or none names the EOS token."""
     found = find_tokenizer(name)
     return KINDS[name].least if found is None else _count_vocabulary(Tokenizer.from_buffer(found.tokenizer))
 

@@ -18,7 +18,7 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 class AnswerForm:
-    """Form of the responses of one endpoint."""
+    """Base class that formats the responses of one API (OpenAI's or llama.cpp's), whole or as server-sent events."""
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
         """`names`: `id` of the request, `model`, and `seed` of the draws."""
@@ -26,33 +26,35 @@ class AnswerForm:
         self._prompts, self._names = prompts, names
 
     def open_choice(self, choice: Choice) -> bytes:
-        """Return the events with which a choice begins in a stream."""
+        """Return the event, as bytes, that announces a choice in a streamed response; empty if the API has none."""
         return b""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event of a new piece of `choice`; empty if there is nothing to say."""
+        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty if it changes nothing.
+        choices: all choices of the response, for its usage."""
         raise NotImplementedError
 
     def close_stream(self, choices: Sequence[Choice]) -> bytes:
-        """Return the events with which a stream ends."""
+        """Return the last events, as bytes, of a streamed response with these choices (usage, end marker)."""
         return b""
 
     def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the whole response; `pieces`: that of each choice."""
+        """Return the JSON object of a response without streaming. pieces: all text and tokens of each choice, in the
+        same order."""
         raise NotImplementedError
 
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return the text, log-probability and bytes of a token."""
+        """Return {"token": text, "logprob", "bytes"} of a token ID with its log-probability."""
         data = list(self._prompts.token_bytes(token))
         return {"token": self.show_token(token), "logprob": _finite(logprob), "bytes": data}
 
     def show_token(self, token: int) -> str:
-        """Return the text of a token in log-probabilities."""
+        """Return a token's text as it is shown in log-probabilities."""
         return self._prompts.token_text(token)
 
 
 class OpenAIForm(AnswerForm):
-    """Response form that completions and chat completions share."""
+    """Base class that formats the responses of OpenAI's completions and chat completions."""
 
     prefix = ""  # of the response's ID
     kind = chunk_kind = ""  # `object` of a whole response and of an event
@@ -67,25 +69,28 @@ class OpenAIForm(AnswerForm):
         self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event of a new piece of `choice`; empty if there is nothing to say."""
+        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty if it has neither text
+        nor requested token data. choices: all choices of the response, for its usage."""
         silent = not piece.text and piece.finish_reason is None
         if silent and not (piece.tokens and (self._alternatives is not None or self._body.return_token_ids)):
             return b""
         return self._format_event(self._describe(choice, piece, whole=False), choices)
 
     def _format_event(self, described: dict[str, Any] | None, choices: Sequence[Choice]) -> bytes:
-        """Return an event with a choice, or none; with the usage if it is reported there."""
+        """Return a server-sent event, as bytes, with one choice (`described`, JSON), or with none and the usage.
+        choices: all choices of the response, for the usage."""
         inner = b"" if described is None else to_json(described)
         if described is not None and not self._continuous:
             return self._head + inner + self._tail
         return self._head + inner + b'],"usage":' + to_json(count_usage(choices)) + b"}\n\n"
 
     def close_stream(self, choices: Sequence[Choice]) -> bytes:
-        """Return the events with which a stream ends."""
+        """Return the last events, as bytes, of a streamed response: the usage, if requested, and `data: [DONE]`."""
         return (self._format_event(None, choices) if self._usage else b"") + END_OF_STREAM
 
     def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the whole response; `pieces`: that of each choice."""
+        """Return the JSON object of a response without streaming. pieces: all text and tokens of each choice, in the
+        same order."""
         described = []
         for choice, piece in zip(choices, pieces, strict=True):
             described.append(self._describe(choice, piece, whole=True))
@@ -97,7 +102,8 @@ class OpenAIForm(AnswerForm):
         return {**self._frame, "object": self.kind, "choices": described, "usage": count_usage(choices)}
 
     def _describe_prompt_token(self, result: TokenResult, count: int) -> dict[str, Any]:
-        """Return vLLM's object from token ID to log-probability: the token itself, and the `count` most likely."""
+        """Return vLLM's `prompt_logprobs` entry of one prompt token: {token ID: {logprob, rank, decoded_token}} for the
+        token and the `count` most likely ones."""
         top, text = result.top[:count], self._prompts.token_text
         ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
         return {
@@ -106,15 +112,17 @@ class OpenAIForm(AnswerForm):
         }
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the fields of a choice that hold the text of a `whole` response or an event."""
+        """Return the JSON fields of a choice that hold its text. whole: for a response without streaming; else for an
+        event."""
         raise NotImplementedError
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
-        """Return the `logprobs` object, with `count` alternatives for each token."""
+        """Return the `logprobs` object of a choice for `tokens`. count: most likely alternatives per token."""
         raise NotImplementedError
 
     def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
-        """Return a choice of a `whole` response or an event."""
+        """Return the JSON object of a choice with the text and tokens of `piece`. whole: for a response without
+        streaming; else for an event."""
         count = self._alternatives
         logprobs = None if count is None else self.describe_logprobs(piece.tokens, count)
         about = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
@@ -126,21 +134,22 @@ class OpenAIForm(AnswerForm):
         return described
 
     def show_token(self, token: int) -> str:
-        """Return the text of a token in log-probabilities."""
+        """Return a token's text as it is shown in log-probabilities, or `token_id:7` if the request asked for IDs."""
         return f"token_id:{token}" if self._body.return_tokens_as_token_ids else self._prompts.token_text(token)
 
 
 class CompletionForm(OpenAIForm):
-    """Responses of `/v1/completions`."""
+    """Formats the responses of OpenAI's `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the fields of a choice that hold the text of a `whole` response or an event."""
+        """Return {"text": text}, the field of a choice that holds its text."""
         return {"text": text}
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
-        """Return the `logprobs` object: a list for each kind of value, one entry a token."""
+        """Return the `logprobs` object of a choice: four lists (`tokens`, `token_logprobs`, `top_logprobs`,
+        `text_offset`) with one entry per token. count: number of most likely alternatives per token."""
         return {
             "text_offset": [token.offset for token in tokens],
             "token_logprobs": [_finite(token.result.logprob) for token in tokens],
@@ -149,7 +158,8 @@ class CompletionForm(OpenAIForm):
         }
 
     def _describe_top(self, result: TokenResult, count: int) -> dict[str, float | None] | None:
-        """Return the most likely tokens and the token itself, by text; the likelier of two with the same text."""
+        """Return {token text: log-probability} of the `count` most likely tokens and the token itself; of tokens with
+        equal text the likelier. None if it has no log-probability."""
         if result.logprob is None:
             return None
         described: dict[str, float | None] = {}
@@ -159,23 +169,25 @@ class CompletionForm(OpenAIForm):
 
 
 class ChatForm(OpenAIForm):
-    """Responses of `/v1/chat/completions`."""
+    """Formats the responses of OpenAI's `/v1/chat/completions`."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def open_choice(self, choice: Choice) -> bytes:
-        """Return the event that tells the role of a choice."""
+        """Return the first event, as bytes, of a choice in a streamed response: a delta with the role "assistant"."""
         delta = {"role": "assistant", "content": ""}
         return self._head + to_json({"index": choice.index, "delta": delta, "finish_reason": None}) + self._tail
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the fields of a choice that hold the text of a `whole` response or an event."""
+        """Return the JSON fields of a choice that hold its text: whole: `message`, for a response without streaming;
+        else `delta`."""
         if whole:
             return {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"delta": {"content": text} if text else {}}
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
-        """Return the `logprobs` object: one entry a token."""
+        """Return the `logprobs` object of a choice: `content`, a list with one object per token. count: number of most
+        likely alternatives per token (`top_logprobs`)."""
         content = [
             self.describe_token(result.token, result.logprob)
             | {"top_logprobs": [self.describe_token(token, logprob) for token, logprob in result.top[:count]]}
@@ -185,7 +197,8 @@ class ChatForm(OpenAIForm):
 
 
 def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the `usage` object: prompts counted once for all their choices."""
+    """Return the `usage` object of a response: numbers of prompt, completion and total tokens. A prompt with several
+    choices (`n`) counts once."""
     prompt = sum(len(choice.request.tokens) for choice in choices if choice.request.choice == 0)
     completion = sum(choice.completion_tokens for choice in choices)
     cached = sum(choice.cached_tokens for choice in choices if choice.request.choice == 0)
@@ -196,5 +209,6 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """Return a log-probability that JSON can hold."""
+    """Return a log-probability with -inf replaced by the lowest one that is reported, as JSON has no infinity; None
+    stays None."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -56,19 +56,22 @@ Alternatives = Annotated[int, Field(ge=0, le=20, description="most likely tokens
 
 
 def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
-    """Return the error of a field, for a validator of its whole object."""
+    """Return the pydantic error about the field `name` for a validator of the whole object; `kind`: its error type."""
     return PydanticCustomError(kind, message, {"field": name})  # type: ignore[arg-type]
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Describe that null is the default of every field that has one."""
+    """Change a JSON schema in place so that each optional field also accepts null, which means its default."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
 
 
 class Body(BaseModel):
-    """JSON object of a request. null is the default of every field; unknown fields are ignored."""
+    """Base class of JSON request bodies. A field that is null has its default; unknown fields are ignored.
+
+    `unsupported`: {field: values that change nothing and are accepted}; other values are an error.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_allow_null)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -76,7 +79,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        """Drop fields that are null; refuse those that cannot be honoured."""
+        """Remove fields that are null from the JSON object; raise an error for a field with an unsupported value."""
         if not isinstance(values, dict):
             return values
         for name, neutral in cls.unsupported.items():
@@ -86,14 +89,14 @@ class Body(BaseModel):
 
 
 class TextPart(Body):
-    """Part of a message's content."""
+    """Text part of a message's `content`, the only kind supported (no images or audio)."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Body):
-    """One message of a conversation."""
+    """One message of a conversation: a role and its content, a text or a list of text parts."""
 
     unsupported = {"tool_calls": ([],), **dict.fromkeys(("name", "function_call", "tool_call_id", "audio"), ())}
 
@@ -101,25 +104,25 @@ class ChatMessage(Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def to_message(self) -> Message:
-        """Return the message for the chat template."""
+        """Return the message as `data.records` has it, for the chat template; text parts are joined."""
         parts = self.content
         return Message(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
 
 
 class ConversationBody(Body):
-    """Body of `/apply-template`."""
+    """Body of `/apply-template`: the messages of a conversation."""
 
     unsupported = {name: UNSUPPORTED[name] for name in ("tools", "chat_template", "chat_template_kwargs")}
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
 
     def conversation(self) -> list[Message]:
-        """Return the messages for the chat template."""
+        """Return the messages as `data.records` has them, for the chat template."""
         return [message.to_message() for message in self.messages]
 
 
 class TokenizeBody(Body):
-    """Body of `/tokenize`: one of `prompt` (vLLM), `content` (llama.cpp) and `messages`."""
+    """Body of `/tokenize`: exactly one of `prompt` (vLLM), `content` (llama.cpp) and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -132,28 +135,28 @@ class TokenizeBody(Body):
 
     @model_validator(mode="after")
     def _check_given(self) -> TokenizeBody:
-        """Refuse none and several texts."""
+        """Check that exactly one of `prompt`, `content` and `messages` is given."""
         if [self.prompt, self.content, self.messages].count(None) != 2:
             raise _wrong_field("prompt", "give one of prompt, content and messages")
         return self
 
 
 class DetokenizeBody(Body):
-    """Body of `/detokenize`."""
+    """Body of `/detokenize`: token IDs to be converted to text."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """Usage reports of a stream."""
+    """`stream_options` of a request: whether token usage is reported in a streamed response."""
 
     include_usage: bool = Field(False, description="send the usage before the end of the stream")
     continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
 
 
 class GenerationBody(Body):
-    """Fields of all requests for text."""
+    """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions, streaming."""
 
     unsupported = UNSUPPORTED
     default_tokens: ClassVar[int | None] = None  # `max_tokens` of a body without it; None: all that the length leaves
@@ -187,20 +190,21 @@ class GenerationBody(Body):
 
     @property
     def alternatives(self) -> int | None:
-        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        """Number of most likely tokens to report beside each token of the answer; None: no log-probabilities at all."""
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
+        """Return for each prompt (token IDs, text to be echoed before the answer, or None). Raises UserError."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last tokens of a prompt, as `truncate_prompt_tokens` says."""
+        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` says (null: all)."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
     def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> Sampling:
-        """Return the engine's options. `ends`: end tokens of the model. Raises UserError."""
+        """Return the engine's sampling options. `ends`: IDs of the model's end tokens; `max_tokens`: most tokens of the
+        answer; `score_prompt`: report the prompt's log-probabilities too. Raises UserError."""
         same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         scored = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         if score_prompt and self.alternatives is not None:
@@ -219,7 +223,7 @@ class GenerationBody(Body):
 
 
 class PromptBody(GenerationBody):
-    """Fields of requests with a prompt in place of a conversation."""
+    """Base class of the bodies that have a `prompt` (text or token IDs) instead of messages."""
 
     prompt: str | Tokens | Texts | TokenLists
     max_tokens: TokenCount | None = Field(None, description="16")
@@ -228,11 +232,11 @@ class PromptBody(GenerationBody):
 
     @property
     def alternatives(self) -> int | None:
-        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        """Number of most likely tokens to report beside each token of the answer; None: no log-probabilities at all."""
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return token IDs, and the text to echo if wanted, of each prompt. Raises UserError."""
+        """Return for each prompt (token IDs, text to be echoed before the answer, or None). Raises UserError."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
@@ -246,7 +250,7 @@ class PromptBody(GenerationBody):
 
 
 class LlamaBody(PromptBody):
-    """Body of llama.cpp's `/completion`, with its names and defaults; 0 and -1 are those of llama.cpp."""
+    """Body of llama.cpp's `/completion`, with llama.cpp's field names, defaults, and meanings of 0 and -1."""
 
     unsupported = _LLAMA_UNSUPPORTED
 
@@ -266,13 +270,14 @@ class LlamaBody(PromptBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: Any) -> Any:
-        """Drop what means the default: a seed or `n_predict` of -1, an `n_probs` of 0."""
+        """Remove fields from the JSON object whose value means the default: `seed` or `n_predict` of -1, `n_probs` of
+        0."""
         neutral = {"seed": -1, "n_predict": -1, "n_probs": 0}
         return {name: value for name, value in values.items() if name not in neutral or value != neutral[name]}
 
 
 class OpenAIBody(GenerationBody):
-    """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
+    """Base class of the bodies of `/v1/completions` and `/v1/chat/completions`: the fields that both have."""
 
     best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
@@ -281,7 +286,7 @@ class OpenAIBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> OpenAIBody:
-        """Refuse fields that do not go together."""
+        """Raise an error for fields that contradict each other."""
         for holds, field, message in (
             (self.best_of in (None, self.n), "best_of", "not supported, except equal to n"),
             (self.stream or "stream_options" not in self.model_fields_set, "stream_options", "needs stream: true"),
@@ -293,13 +298,13 @@ class OpenAIBody(GenerationBody):
 
 
 class CompletionBody(PromptBody, OpenAIBody):
-    """Body of `/v1/completions`."""
+    """Body of OpenAI's `/v1/completions`: generation from prompts."""
 
     default_tokens = 16  # as in OpenAI's API
 
 
 class ChatBody(OpenAIBody, ConversationBody):
-    """Body of `/v1/chat/completions`."""
+    """Body of OpenAI's `/v1/chat/completions`: generation of a conversation's next assistant message."""
 
     unsupported = {**UNSUPPORTED, "echo": (False,)}
 
@@ -310,7 +315,8 @@ class ChatBody(OpenAIBody, ConversationBody):
 
     @model_validator(mode="after")
     def _check_names(self) -> ChatBody:
-        """Take the newer name of `max_tokens`; refuse `top_logprobs` alone."""
+        """Copy `max_completion_tokens`, the newer name, to `max_tokens`; raise an error for `top_logprobs` without
+        `logprobs`."""
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
@@ -319,11 +325,12 @@ class ChatBody(OpenAIBody, ConversationBody):
 
     @property
     def alternatives(self) -> int | None:
-        """Most likely tokens reported beside each token of the answer; None: no log-probabilities."""
+        """Number of most likely tokens to report beside each token of the answer; None: no log-probabilities at all."""
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return the token IDs of the conversation. Raises UserError."""
+        """Return [(token IDs of the conversation in the chat template, None)]: a single prompt, no echo. Raises
+        UserError."""
         return [(self.truncate(prompts.encode_chat(self.conversation()), prompts), None)]
 
 
@@ -331,7 +338,8 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 def parse_body(model: type[_Body], data: bytes) -> _Body:
-    """Parse a JSON body. Raises ApiError 400 that names the field, for a field that cannot be honoured, too."""
+    """Parse and validate a JSON body as a `model`. Raises ApiError (400) that names the first wrong or unsupported
+    field."""
     try:
         values = from_json(data, allow_inf_nan=False)
         check_nesting(values)
@@ -346,8 +354,8 @@ def parse_body(model: type[_Body], data: bytes) -> _Body:
 
 
 def _field_error(error: ValidationError) -> ApiError:
-    """Return the ApiError of the first wrong field, with what each type that it may have wants; it does not repeat its
-    value."""
+    """Convert a pydantic error to the ApiError (400) of the first wrong field. The message says what each type that the
+    field may have requires; it does not quote the value."""
     first, wanted = "", []
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0
@@ -364,7 +372,8 @@ def _field_error(error: ValidationError) -> ApiError:
 
 
 def option_error(error: UserError, model: type[Body]) -> ApiError:
-    """Return the ApiError of a mistake that was found after parsing; its first word may be a field of `model`."""
+    """Convert an error raised after the body was parsed to an ApiError (400). If its message begins with the name of a
+    field of `model`, that becomes the error's `param`."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":") if message else ""
     return ApiError(400, message, param=word if word in model.model_fields else None)

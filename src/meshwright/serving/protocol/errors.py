@@ -25,7 +25,8 @@ _UNAVAILABLE = {
 
 
 class ApiError(Exception):
-    """Error response: HTTP status, message, name of the wrong field (`param`), and a code for programs."""
+    """Error response of the HTTP API. status: HTTP status. param: name of the wrong field, or None. code: short name of
+    the error for programs, such as "invalid_json"."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -36,17 +37,18 @@ class ApiError(Exception):
         self.headers = headers
 
     def to_json(self) -> bytes:
-        """Return the JSON body."""
+        """Return the JSON body of the error response, in OpenAI's form."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return to_json({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
 
     def to_response(self) -> Response:
-        """Return the HTTP response."""
+        """Return the HTTP response with the error's status, headers and JSON body."""
         return Response(self.to_json(), self.status, self.headers, "application/json")
 
 
 def refusal_error(refusal: Refusal) -> ApiError:
-    """Return the error of a request that is not queued: 429 if a limit of the queue is reached, else 503."""
+    """Convert the engine's refusal of a request to an ApiError: 429 if a limit of the queue is reached; 503 if the
+    server is starting, recovering, draining or failed."""
     seconds = min(max(refusal.retry_after_seconds, 0.001), 1e6)
     headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
     if refusal.reason in _UNAVAILABLE:
@@ -57,7 +59,8 @@ def refusal_error(refusal: Refusal) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the ApiError of any exception. An unexpected one is logged without its text, which may hold a prompt."""
+    """Convert any exception to an ApiError. An unexpected exception becomes a 500 and is logged without its message,
+    which may contain a prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -70,8 +73,8 @@ def to_api_error(error: Exception) -> ApiError:
 
 @contextmanager
 def contain_panics() -> Iterator[None]:
-    """Raise a panic of a Rust library, such as the tokenizer, as RuntimeError: it is a BaseException, which would pass
-    everything that answers errors."""
+    """Context manager that converts a panic of a Rust library (such as the tokenizer) to RuntimeError; as a
+    BaseException it would bypass all handlers of errors."""
     try:
         yield
     except BaseException as error:

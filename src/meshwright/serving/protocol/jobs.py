@@ -26,13 +26,13 @@ _numbers = itertools.count()  # makes the IDs of requests unique, whatever the c
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """HTTP request for text, ready for the engine.
+    """One HTTP request that generates text, parsed and ready to run.
 
     Attributes:
-        choices: Choices of the response, each with its request.
-        form: Form of the response.
-        stream: Send the response as server-sent events.
-        timeout: Seconds until the request is given up; None: never.
+        choices: Choices of the response, each with its request to the engine.
+        form: Formatter of the response.
+        stream: True to send the response as server-sent events.
+        timeout: Seconds until the request is cancelled (408); None: never.
     """
 
     choices: Sequence[Choice]
@@ -42,12 +42,13 @@ class Job:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests for the engine, in the order of the choices."""
+        """The engine's requests of this job, one for each choice, in order."""
         return [choice.request for choice in self.choices]
 
 
 def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> Job:
-    """Build the job of a body. model: its name in the response. name: of the request. Raises ApiError, UserError."""
+    """Build the job of a parsed body: tokenize its prompts and create a choice for each prompt and each of `n`. model:
+    model name in the response. name: ID of the HTTP request. Raises ApiError, UserError."""
     inputs = body.encode(prompts)
     if len(inputs) * body.n > MOST_SEQUENCES:
         raise ApiError(400, f"n: {len(inputs)} prompts x n should be at most {MOST_SEQUENCES}", param="n")

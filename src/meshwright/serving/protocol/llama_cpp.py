@@ -15,10 +15,11 @@ _STOP_TYPES = {"length": "limit", "cancelled": "none"}
 
 
 class LlamaForm(AnswerForm):
-    """Responses of `/completion`: one choice."""
+    """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event of a new piece; the last one has all figures."""
+        """Return the event, as bytes, for a new piece of a streamed answer; the last event also has settings, stop
+        reason and timings."""
         if piece.finish_reason is not None:
             return b"data: " + to_json(self._describe_end(choice, piece)) + b"\n\n"
         if not piece.text and not self._body.logprobs:
@@ -26,11 +27,12 @@ class LlamaForm(AnswerForm):
         return b"data: " + to_json({**self._describe(choice, piece), "stop": False}) + b"\n\n"
 
     def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the whole response."""
+        """Return the JSON object of a response without streaming, from its only choice and all its text and tokens."""
         return self._describe_end(choices[0], pieces[0])
 
     def _describe(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the text and tokens of a piece, and the numbers of tokens so far."""
+        """Return the JSON fields with the text and tokens of `piece`, and the numbers of tokens generated so far and of
+        the prompt."""
         tokens = [token.result for token in piece.tokens]
         described: dict[str, Any] = {
             "index": 0, "content": piece.text,
@@ -46,12 +48,12 @@ class LlamaForm(AnswerForm):
         return described
 
     def _describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return the ID, text, log-probability and bytes of a token."""
+        """Return {"id", "token" (text), "logprob", "bytes"} of a token ID with its log-probability."""
         return {"id": token, **self.describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON document that ends an answer: the last event of a stream, or the whole
-        response. piece: the text and tokens to put into it."""
+        """Return the JSON object that ends an answer: the last event of a stream, or the whole response, with settings,
+        stop reason and timings. piece: the text and tokens to put into it."""
         now, body, request = time.perf_counter(), self._body, choice.request
         first = choice.first or now
         computed = len(request.tokens) - choice.cached_tokens
@@ -72,7 +74,7 @@ class LlamaForm(AnswerForm):
 
 
 def _describe_rate(name: str, tokens: int, seconds: float) -> dict[str, float]:
-    """Return llama.cpp's figures on a number of tokens in a time."""
+    """Return llama.cpp's timings of `tokens` tokens in `seconds`: {name}_n, _ms, _per_token_ms and _per_second."""
     return {
         f"{name}_n": tokens, f"{name}_ms": seconds * 1000, f"{name}_per_token_ms": seconds * 1000 / max(tokens, 1),
         f"{name}_per_second": tokens / max(seconds, 1e-9),
