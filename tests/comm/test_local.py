@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +131,11 @@ def test_no_process_stays_behind_when_the_starter_is_killed():
     starter.wait()
     starter.stdout.close()
     assert all(gone(pid) for pid in pids)
+
+
+def test_long_temporary_directory_leaves_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with LocalRanks(1) as ranks:
+        assert ranks.run("os:getpid") != [os.getpid()]

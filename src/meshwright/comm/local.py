@@ -50,6 +50,13 @@ PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dyn
 """Imported once by the server, so that the ranks need not (the last: for activations that are computed again)."""
 
 
+def find_socket_parent() -> str:
+    """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp
+    if its path leaves no room for theirs (108 bytes in all, unix(7))."""
+    parent = tempfile.gettempdir()
+    return parent if len(os.fsencode(parent)) <= 48 else "/tmp"
+
+
 class RemoteTraceback(Exception):
     """Traceback text of an exception on a local rank, set as `__cause__` of the exception raised here."""
 
@@ -155,7 +162,7 @@ class LocalRanks:
 
     def _start_ranks(self) -> None:
         """Fork the pool's rank processes and connect to them; raises RankLost if they do not start."""
-        self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
+        self._directory = Path(tempfile.mkdtemp(prefix="meshwright-ranks-", dir=find_socket_parent()))
         for rank in range(self.world_size):
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
         key = secrets.token_bytes(16)

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from meshwright.comm.local import find_socket_parent
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher.device import current_device_memory
@@ -118,7 +119,7 @@ class RanksEngine:
         for request in requests:
             request.check(config.vocabulary, limits.max_length)
         ranks = layout.tp * layout.pp
-        with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as directory:
+        with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as directory:
             plan = RankPlan(
                 str(self._directory.resolve()), str(layout), self._dtype, limits, choose_threads(layout.world_size),
                 directory, _STEP_SECONDS, instruction_set=choose_instruction_set(),

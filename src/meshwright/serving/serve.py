@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
-from meshwright.comm.local import start_server
+from meshwright.comm.local import find_socket_parent, start_server
 from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher import rendezvous
@@ -143,7 +143,7 @@ def serve(
     with (
         restored_signals(),
         closing(open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))) as listener,
-        tempfile.TemporaryDirectory(prefix="meshwright-serve-") as directory,
+        tempfile.TemporaryDirectory(prefix="meshwright-serve-", dir=find_socket_parent()) as directory,
     ):
         replicas = _make_replicas(model, directory, options, log)
 
