@@ -224,8 +224,8 @@ def plan_reads(
 
 
 def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """Return the elements that two ranges of one matrix have in common, as rectangles (row, end row, column, end
-    column) with exclusive ends."""
+    """Return the elements that two `Range`s (flattened parts of one matrix's columns) have in common, as rectangles
+    (row, end row, column, end column) of that matrix, with exclusive ends."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():

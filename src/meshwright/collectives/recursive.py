@@ -132,8 +132,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Yield once per round of a reduce-scatter by recursive halving for any number of ranks, after adding its
-    transfers.
+    """Write a reduce-scatter by recursive halving for any number of ranks into `program`: a generator that adds the
+    transfers of one round between two yields (of None), so that the caller can interleave several such generators.
 
     The rank at position p of `ranks` ends with slot p.
     """

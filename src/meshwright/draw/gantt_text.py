@@ -55,5 +55,5 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
 
 
 def _format_label(span: Span) -> str:
-    """Return a step's label, followed by ' for the second replica of a bidirectional schedule."""
+    """Return a step's label; an apostrophe follows it for the second replica of a bidirectional schedule."""
     return span.label + ("'" if span.mirrored else "")

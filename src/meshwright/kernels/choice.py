@@ -126,8 +126,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch (`StepArrays`) of the last `tokens` tokens of one sequence whose context has `context` tokens, those
-    included."""
+    """Batch (`StepArrays`) on which kernels are timed: the last `tokens` tokens of one sequence whose context has
+    `context` tokens, those included. Its token numbers mean nothing."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

@@ -263,7 +263,8 @@ def _lower_gate(op: Gate) -> list[structures.Op]:
 
 
 def _lower_take_rows(op: TakeRows) -> list[structures.Op]:
-    """Convert the copy of the rows whose logits are wanted to its one entry of the list."""
+    """Convert a `TakeRows` operation, which copies the rows of the batch whose logits are wanted, to its one entry of
+    the list that the C++ kernels run."""
     return [_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])]
 
 

@@ -331,7 +331,8 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd; return the output [B, N, C, D] and each query's log-sum-exp [B, N, C].
-    `key`: `Axis.key`, the text by which an operator finds its axis."""
+    `first_BC`: global position of the first key that each query attends to (None: 0). `key`: `Axis.key`, the text by
+    which an operator finds its axis."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)

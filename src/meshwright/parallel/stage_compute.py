@@ -24,8 +24,8 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 class BackwardOrder(NamedTuple):
     """Order of the backward passes on this rank, from the pipeline program. `at_once`: (stage, replica, micro-batch) of
-    forwards that are immediately followed by their own backward; `queue`: collects the weight gradients that split
-    backward passes defer; None for forwards alone."""
+    forwards that are immediately followed by their own backward, so that the head may compute its gradient with the
+    loss; `queue`: collects the weight gradients that split backward passes defer; None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None

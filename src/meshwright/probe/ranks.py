@@ -46,10 +46,11 @@ def probe(
     """Measure this machine with `ranks` processes (default: one for each GPU, two without GPUs) and return the result.
 
     directory: where the disk is measured. plan: fields of the default `MeasurementPlan` to override. threads: of each
-        process. log: receives progress lines.
-    short: {"precisions", "axes"} to measure on CPUs only what one run needs (`MeasurementPlan.short`).
-    Returns the result of `probe.rank.measure` with "kind" ("cpu" or "cuda"), "rank", "failed" (None, or the rank and
-    error line of failed reference steps), and with `short` "cluster", the tables of the hardware profile.
+        process (default: chosen by the number of cores). log: receives progress lines.
+    short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "dp"}, to measure on CPUs only
+        what one run needs; None: everything.
+    Returns the result of `probe.rank.measure` and "kind" ("cpu" or "cuda"), "rank" and "failed" (None, or the rank and
+    error line of failed reference steps); if `short` is given, also "cluster": the tables of the hardware profile.
     Raises `UserError` for a device or number of ranks that this machine does not have.
     """
     kind = one_device(device)

@@ -41,12 +41,14 @@ class StepColumns:
 
     @cached_property
     def group_index(self) -> Integers:
-        """Index of each step's group, with the groups of all ranks numbered consecutively, rank by rank: [steps]."""
+        """Index of each step's group (consecutive steps of a rank that start together), with the groups of all ranks
+        numbered consecutively, rank by rank: [steps]."""
         return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
 
     @cached_property
     def group_rank(self) -> Integers:
-        """Rank of each group of steps, with groups numbered over all ranks as in `group_index`: [groups]."""
+        """Rank of each group (consecutive steps of a rank that start together), groups numbered over all ranks from 0:
+        [groups]."""
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:

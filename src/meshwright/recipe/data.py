@@ -79,12 +79,14 @@ class SourceRecipe(Table):
 class DataRecipe(Table):
     """[data]: sources, tokenizer, records, packing and cache.
 
-    source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. text_key: JSON key or
-    Parquet column of the text. record_keys: standard key such as "instruction" -> key in the sources. template: name or
-    .jinja file of the chat template. train_on: "responses" or "all", tokens in the loss. pack: several examples per
-    sample. too_long: "truncate", "drop" or "refuse", for examples longer than a sample. tokenizer: kind, tokenizer.json
-    or Hugging Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens in a sample.
-    validation_fraction: of the documents. cache: directory (default: the user's). shard_tokens: tokens per cache file.
+    source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: of the files
+    ("text", "jsonl" ...; "auto": by their names). records: "text", or the kind of fine-tuning examples. text_key: JSON
+    key or Parquet column of the text. record_keys: standard key such as "instruction" -> key in the sources. template:
+    name or .jinja file of the chat template. train_on: "responses" or "all", tokens in the loss. pack: several examples
+    per sample. too_long: "truncate", "drop" or "refuse", for examples longer than a sample. tokenizer: kind,
+    tokenizer.json or Hugging Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens
+    in a sample. validation_fraction: of the documents. cache: directory (default: the user's). shard_tokens: tokens per
+    cache file.
     """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several

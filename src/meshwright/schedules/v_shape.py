@@ -137,13 +137,13 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the positions in `self.waiting` (this rank's remaining steps in the order of the repeated block) of
-        steps that can run now.
+        """Yield the indices in `self.waiting`, this rank's remaining steps in their planned order, of the steps that it
+        can run now.
 
-        A step is ready if its input is available and, for a forward, the steps that it overtakes still fit into memory
-        after it. In the steady state nothing overtakes: a step ahead of the block's order would cause idle time later.
-        stops_made: [micro-batches], forwards and input gradients of each on all ranks so far. most_held: maximum
-        activations, in stages.
+        A step can run if its input is available. A forward also needs memory: for itself and for the planned steps
+        before it, which it delays. In the steady state only the first planned step is considered.
+        stops_made: [micro-batches], how many forwards and input gradients of each micro-batch have run on all ranks.
+        most_held: maximum activations of this rank, in stages.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held

@@ -264,7 +264,7 @@ class DeviceRunner:
         return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros of this shape on the device, whose memory is allocated at once."""
+        """Return a new tensor of zeros of this shape on this rank's device."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _capture(self) -> None:

@@ -40,8 +40,9 @@ def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
     """Return how many unsharded gradient buffers of each size are kept for reuse by the next FSDP unit (ZeRO-2 and 3):
     {size in elements: number of buffers}.
 
-    `sizes`: the buffer sizes in elements of each FSDP unit, in forward order. Consecutive units of equal sizes (layers)
-    share one buffer for the unit in backward and one for each reduction in flight.
+    `sizes`: for each FSDP unit in forward order the sizes of its buffers (one for dense parameters, one for experts) in
+    elements. Each run of consecutive units with equal sizes (layers) shares one buffer of a size for the unit in
+    backward and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions; runs of the same size share too.
     """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):

@@ -51,7 +51,7 @@ def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] 
     """Return the description (number, speeds, links) of the devices that the recipe would train on: this machine's
     GPUs, else its CPU processes from the hardware profile. ranks: their number; None: all GPUs, or as many processes as
     the profile was measured with. say: called with each log line while a missing CPU profile is measured; None: do not
-    measure."""
+    measure; `UserError` is raised if there is no profile."""
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():

@@ -123,7 +123,8 @@ class SyntheticSplit:
         return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """Return the reference log-probabilities of all responses of the split, in nats."""
+        """Return the log-probability, summed over tokens in nats, that the reference policy of DPO gives each response
+        of the split."""
         found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
