@@ -241,7 +241,8 @@ def main() -> int:
             for dtype, limit in ERRORS.items() if CUDA else [(torch.float32, 1e-4)]:
                 error = partial(logit_error, family, dtype, invariant)
                 cases.run("errors", f"{family} {dtype} {name}", error, lambda found, limit=limit: found < limit)
-        cases.run("checks", f"graphs equal eager, {name}", partial(graphs_equal_eager, small, invariant), bool)
+        if CUDA:  # without it both runs are eager
+            cases.run("checks", f"graphs equal eager, {name}", partial(graphs_equal_eager, small, invariant), bool)
     none = lambda found: not sum(count for what, count in found.items() if what != "of")  # noqa: E731
     cases.run("differing answers", "batch-invariant", partial(same_bits, small, True), none)
     cases.run("differing answers", "plain", partial(same_bits, small, False))

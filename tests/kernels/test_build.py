@@ -54,7 +54,7 @@ def test_libraries_are_separate_per_instruction_set_compiler_and_source(
     assert len(versions) == 6
 
 
-@pytest.mark.parametrize("damage", ["truncate", "change", "no checksum", "foreign checksum"])
+@pytest.mark.parametrize("damage", ["truncate", "change", "no checksum", "foreign checksum", "others may write"])
 def test_damaged_file_is_built_again(compiler: Path, damage: str):
     built = build.build("avx2")
     assert built is not None
@@ -66,6 +66,8 @@ def test_damaged_file_is_built_again(compiler: Path, damage: str):
         library.write_text("Library\n")
     elif damage == "no checksum":
         checksum.unlink()
+    elif damage == "others may write":
+        library.chmod(0o775)
     else:
         checksum.write_bytes(b"\xff\xfe")
     assert build.build("avx2") == built

@@ -17,6 +17,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     """The candidates of each measurement; AVX-512 wins it. The cache is empty, and nothing is compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(choice.INSTRUCTION_SET_VARIABLE, raising=False)
+    monkeypatch.setenv("MESHWRIGHT_PROBE", "1")
     monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("amx", "avx512", "avx2"))
     monkeypatch.setattr(build, "compute_version", lambda compiler, name: f"version of {name}")
     monkeypatch.setattr(build, "find_compiler", lambda: "g++")
@@ -64,6 +65,19 @@ def test_environment_names_the_instruction_set_in_place_of_the_measurement(
     monkeypatch.setenv(choice.INSTRUCTION_SET_VARIABLE, "avx512_bf16")
     with pytest.raises(UserError, match="=avx512_bf16: this processor runs amx, avx512, avx2"):
         choice.choose_instruction_set()
+
+
+def test_named_instruction_set_that_cannot_be_built_is_refused(measured: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(choice.INSTRUCTION_SET_VARIABLE, "avx2")
+    monkeypatch.setattr(choice, "_open_library", lambda name: None)
+    with pytest.raises(UserError, match="MESHWRIGHT_INSTRUCTION_SET=avx2: these kernels cannot be built"):
+        choice.load_kernels()
+
+
+def test_most_capable_instruction_set_is_taken_where_measuring_is_off(measured: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MESHWRIGHT_PROBE", "0")
+    monkeypatch.setattr(choice, "_open_library", lambda name: None if name == "amx" else name)
+    assert choice.choose_instruction_set() == "avx512" and not measured
 
 
 def test_no_measurement_without_a_choice(measured: list, monkeypatch: pytest.MonkeyPatch):

@@ -58,6 +58,12 @@ def test_memory_of_gpus_is_bounded_by_theirs_alone():
     pair = plan_memory(config, Layout(tp=2), "bfloat16", "0.9", 4096, hosts=[host, host])
     assert [stage.slack for stage in pair.stages] == [DEVICE_BYTES]
     assert pair.items()["slack"] == 2 * DEVICE_BYTES
+    smaller = HostMemory(40 * GIB, 38 * GIB, GPU)
+    for layout, hosts in ((Layout(pp=2), [host, host]), (Layout(tp=2), [host, smaller])):
+        ledger = plan_memory(config, layout, "bfloat16", "0.9", 131072, steps=(512, 512), hosts=hosts)
+        least = 0.9 * min(each.total for each in hosts)
+        taken = [stage.fixed + ledger.blocks * stage.kv_block for stage in ledger.stages]
+        assert max(taken) <= least < max(taken) + max(stage.kv_block for stage in ledger.stages)
     with pytest.raises(UserError, match="of the GPU's 80.00 GiB"):
         plan_memory(config, Layout(), "bfloat16", "79GiB", 4096, hosts=[host])
 

@@ -26,7 +26,7 @@ from meshwright.cli.plumbing import device_option_of_ranks, json_option, result_
 )
 @click.option("--dtype", help="Of parameters and KV cache: fp32 or bf16.  [default: fp32]")
 @click.option(
-    "--memory", help='A fraction of the memory, "0.9", or a size, "12GiB".  [default: 0.9, KV blocks ≤ 4 GiB]'
+    "--memory", help='A fraction of the memory, "0.9", or a size, "12GiB".  [default: 0.9, on CPUs ≤ 4 GiB KV]'
 )
 @click.option(
     "--max-length", type=int, help="Most tokens of a prompt and its answer.  [default: the model's, or what fits]"

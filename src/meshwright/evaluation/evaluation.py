@@ -17,6 +17,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData, TokenBatch, measure_xz_bits_per_byte, prepare
 from meshwright.errors import UserError
+from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher.device import one_device
 from meshwright.layout import Layout
 from meshwright.model.loss import IGNORED
@@ -71,7 +72,7 @@ def run_evaluation(
         nats, count = _evaluate_on_device(directory, tokens, device, progress)
     else:
         with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
-            given = str(directory), str(reading), data, tokens.sequence, tuple(overrides)
+            given = str(directory), str(reading), data, tokens.sequence, tuple(overrides), choose_instruction_set()
             shares = ranks.run(_evaluate_on_rank, *given, timeout=24 * 3600.0)
             nats, count = math.fsum(share[0] for share in shares), sum(share[1] for share in shares)
     result: dict[str, Any] = {
@@ -104,13 +105,14 @@ def _evaluate_on_device(
 
 
 def _evaluate_on_rank(
-    directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str]
+    directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str], instruction_set: str | None
 ) -> tuple[float, int]:
     """Run on each rank of `layout` (notation): return (sum of token losses in nats, number of target tokens) of this
     data-parallel replica's batches on the replica's first rank, (0, 0) on its other ranks. directory: model; data:
-    recipe or source; sequence: context length in tokens; overrides: "table.key=value" for the recipe."""
+    recipe or source; sequence: context length in tokens; overrides: "table.key=value" for the recipe;
+    instruction_set: that of the kernels, equal on all ranks."""
     mesh = Mesh.create(Layout.parse(layout))
-    engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True)
+    engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True, instruction_set=instruction_set)
     config = config_from_path(directory)
     _, tokens = prepare_held_out(Path(directory), config, data, sequence, lambda line: None, overrides)
     batches = tokens.iterate_batches(_choose_rows_per_batch(tokens))

@@ -85,7 +85,7 @@ def build(instruction_set: str) -> tuple[Path, str] | None:
         version = compute_version(compiler, instruction_set)
         library = cache_directory() / f"{version}.so"
         if not _is_intact(library):
-            library.parent.mkdir(parents=True, exist_ok=True)
+            library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _compile(compiler, instruction_set, library)
     except BUILD_ERRORS:
         return None
@@ -93,8 +93,12 @@ def build(instruction_set: str) -> tuple[Path, str] | None:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return True if the sha256 of the file `library` equals the one that was written beside it."""
+    """Return True if the file `library` is this user's, nobody else can write it, and its sha256 equals the one that
+    was written beside it."""
     try:
+        status = library.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return False
         return _checksum_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
     except (OSError, UnicodeDecodeError):
         return False
@@ -115,6 +119,7 @@ def _compile(compiler: str, instruction_set: str, library: Path) -> None:
         subprocess.run(
             [compiler, *FLAGS, *options, *sources, "-o", str(made)], check=True, capture_output=True, timeout=600
         )
+        made.chmod(0o700)  # whatever the umask
         checksum = Path(scratch) / "sha256"
         checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         os.replace(made, library)

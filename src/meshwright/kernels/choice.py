@@ -18,7 +18,7 @@ from meshwright.errors import UserError
 from meshwright.kernels import build, structures
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
-from meshwright.planner.machine_profile import read_measurement, write_measurement
+from meshwright.planner.machine_profile import may_measure, read_measurement, write_measurement
 
 INSTRUCTION_SET_VARIABLE = "MESHWRIGHT_INSTRUCTION_SET"
 """Environment variable that names the instruction set in place of the measurement."""
@@ -40,12 +40,16 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
     supported = build.supported_instruction_sets()
     if name not in supported:
         raise ValueError(f"this processor runs {', '.join(supported) or 'none of the kernels'}, not {name}")
-    return _open_library(name)
+    kernels = _open_library(name)
+    if kernels is None and os.environ.get(INSTRUCTION_SET_VARIABLE) == name:
+        raise UserError(f"{INSTRUCTION_SET_VARIABLE}={name}: these kernels cannot be built or run here; leave it unset")
+    return kernels
 
 
 def choose_instruction_set() -> str | None:
     """Return the name of the instruction set whose kernels are the fastest on this processor; None where no kernels can
-    be built. Measured at the first call, if there is more than one, and stored on disk for later processes.
+    be built. Measured at the first call, if there is more than one, and stored on disk for later processes;
+    the most capable one where MESHWRIGHT_PROBE=0 forbids to measure.
 
     The environment variable named by `INSTRUCTION_SET_VARIABLE` overrides it. Raises UserError if that names an
     instruction set that the processor lacks.
@@ -59,6 +63,8 @@ def choose_instruction_set() -> str | None:
     compiler = build.find_compiler()
     if len(supported) < 2:
         return supported[0] if supported and compiler else None
+    if not may_measure():
+        return next((name for name in supported if _open_library(name) is not None), None)
     try:
         versions = {name: build.compute_version(compiler, name) for name in supported} if compiler else {}
     except build.BUILD_ERRORS:

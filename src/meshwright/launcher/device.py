@@ -55,7 +55,10 @@ def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
         raise UserError(unknown("device", wanted, DEVICES))
     found: list[HostMemory] = []
     if wanted != "cpu" and _has_driver():
-        looked = subprocess.run([sys.executable, "-c", _MEASURE], stdout=subprocess.PIPE, text=True, check=True)
+        looked = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True)
+        if looked.returncode:
+            reason = (looked.stderr.strip() or str(looked.returncode)).splitlines()[-1]
+            raise UserError(f'device "{wanted}": the GPUs of this machine do not answer ({reason}); "cpu" needs none')
         found = [HostMemory(total, free, GPU) for free, total in json.loads(looked.stdout)]
     if len(found) < ranks and (found or wanted == "cuda"):
         raise UserError(

@@ -271,8 +271,9 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
         shorter = f", or --max-length {fits}" if fits else ""
         raise UserError(
             f"memory {format_bytes(budget)}: one request of {ledger.sizes.max_length} tokens does not fit: weights and "
-            f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}; it "
-            f"needs --memory {math.ceil(needed / GIB * 100) / 100:.2f}GiB{shorter}"
+            f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}, of "
+            f"all {ledger.layout.world_size} ranks together; all need {math.ceil(needed / GIB * 100) / 100:.2f} GiB of "
+            f"--memory{shorter}"
         )
     return ServingLedger(ledger.layout, ledger.sizes, ledger.stages, ledger.front, blocks)
 

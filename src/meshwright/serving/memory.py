@@ -89,6 +89,9 @@ def plan_memory(
     most = 2 * sizes.max_sequences * sizes.blocks_of_longest
     if memory is None:
         most = min(most, max(sizes.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
+    if all(host.source == GPU for host in hosts):  # each rank has one to itself, and what one lacks none can lend
+        least = min(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
+        most = min(most, *(max(0, least - stage.fixed) // stage.kv_block for stage in ledger.stages))
     if max_length is None:
         fits = min(most, max(0, budget - ledger.fixed) // ledger.kv_block) * BLOCK_TOKENS
         if 0 < fits < sizes.max_length:

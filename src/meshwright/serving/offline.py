@@ -37,7 +37,9 @@ def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu
     return step_limits(plan_memory(decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
 
 
-def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bool = False) -> Engine:
+def build_offline_engine(
+    directory: Path, mesh: Mesh, dtype: str, *, scoring: bool = False, instruction_set: str | None = None
+) -> Engine:
     """Build this rank's engine for generation without a server.
 
     `scoring`: allow one position more than the model has, for requests with `prompt_logprobs`: their last token is only
@@ -46,7 +48,8 @@ def build_offline_engine(directory: Path, mesh: Mesh, dtype: str, *, scoring: bo
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
         limits = replace(limits, blocks=limits.blocks + 1, max_length=limits.max_length + 1)
-    return build_engine(directory, mesh, dtype, limits, choose_threads(mesh.layout.world_size))
+    threads = choose_threads(mesh.layout.world_size)
+    return build_engine(directory, mesh, dtype, limits, threads, instruction_set=instruction_set)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output]:
