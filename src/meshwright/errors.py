@@ -16,12 +16,13 @@ class MeshwrightError(Exception):
 
 class UserError(MeshwrightError):
     """Mistake in the user's input; the text is one line with the reason, the location and a correction. Quoted words of
-    1,000 characters and more are shortened to 200, the whole text to 8,000."""
+    1,000 characters and more are shortened to 200; a text of more than 8,000 loses its middle."""
 
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(re.sub(r"(\S{200})\S{800,}", r"\1...", message)[:8000])
+        text = re.sub(r"\S+", lambda word: word[0] if len(word[0]) < 1000 else f"{word[0][:200]}...", message)
+        super().__init__(text if len(text) <= 8000 else f"{text[:6000]} ... {text[-1900:]}")
 
 
 class ModelWarning(UserWarning):

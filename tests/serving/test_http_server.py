@@ -113,6 +113,45 @@ def test_headers_beyond_their_limit_end_the_connection(address: tuple[str, int])
         assert read_all(connection) == b""
 
 
+def test_unfinished_header_beyond_the_limit_ends_the_connection(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 60)
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 1000)
+        time.sleep(0.1)
+        connection.sendall(b"a" * 1500)
+        assert read_all(connection) == b""
+
+
+def test_client_that_reads_nothing_is_dropped(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_SECONDS", 0.3)
+    request, count = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n", 500
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(request * count)
+        time.sleep(1.5)
+        assert read_all(connection).count(b"HTTP/1.1 200") < count
+
+
+def test_refused_connection_that_sends_nothing_is_closed_soon(
+    address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http_server, "REFUSED_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 60)
+    engine.step_seconds = None
+    with ExitStack() as stack:
+        for _ in range(LIMIT):
+            connection = stack.enter_context(socket.create_connection(address))
+            connection.sendall(post(b'{"prompt": "x", "max_tokens": 5}'))
+        wait_until(lambda: len(engine.running) == LIMIT)
+        with socket.create_connection(address) as refused:
+            assert read_all(refused) == b""
+    engine.step_seconds = 0.0
+    wait_until(lambda: not engine.running)
+
+
 def test_idle_connection_survives_header_timeout(address: tuple[str, int]):
     """The time for headers does not count between requests, where the longer keep-alive time holds."""
     with httpx.Client(base_url=f"http://{address[0]}:{address[1]}") as client:

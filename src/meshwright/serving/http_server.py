@@ -23,7 +23,8 @@ from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import OPEN_PATHS
 from meshwright.serving.streaming import ABORT
 
-HEADER_BYTES = 64 << 10  # of one request: path and headers
+HEADER_BYTES = 64 << 10  # of one request: path and headers, with as many for what is not parsed yet
+HEADER_OVERHEAD = 32  # bytes that each header counts for beside its own
 HEADER_SECONDS = 30  # from the connection, or a request's first byte, to the end of its headers
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that end the server
 OTHER_FILES = 256  # open files that are no connections of clients
@@ -32,6 +33,7 @@ ACCEPTS = 8  # connections that an iteration of the loop takes
 PAUSE_SECONDS = 0.05  # before the next look whether a connection can be accepted
 KEEP_ALIVE_SECONDS = 65  # of a connection without a request; longer than the usual 60 of proxies
 PROBES = tuple(f"GET {path}".encode() for path in OPEN_PATHS)  # answered whatever the load: it is no reason to restart
+REFUSED_SECONDS = 2  # in which a refused connection must have sent something to be answered
 LINGER_SECONDS = 5  # for which a closed connection is still read
 
 
@@ -67,6 +69,11 @@ class _LingeringTransport:
         """Return an attribute of the transport."""
         return getattr(self._transport, name)
 
+    def write(self, data: bytes) -> None:
+        """Send `data`, unless `close` has been called."""
+        if not self._lingers:
+            self._transport.write(data)
+
     def is_closing(self) -> bool:
         """Return True once `close` has been called, also while the client's remaining data are still read."""
         return self._lingers or self._transport.is_closing()
@@ -88,24 +95,46 @@ class _LimitedProtocol(HttpToolsProtocol):
     send nor read.
 
     `crowded`: close the connection after each response, as there are many. `refuse`: returns the response with which a
-    connection beyond the limit is refused, health checks excepted; None: it is accepted.
+    connection beyond the limit is refused, health checks excepted; None: it is accepted. `accepted`: the set of
+    open accepted connections, which it joins.
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
+        write_deadline: Such a time at which `_Server` aborts the connection of a client that reads too little.
     """
 
-    deadline = math.inf
+    deadline = write_deadline = math.inf
     _unsent_bytes = _header_bytes = 0  # of responses, at the last look; of the request
+    _unparsed_bytes = 0  # received since the last complete part of a request, at most
 
-    def __init__(self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None) -> None:
+    def __init__(
+        self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, accepted: set[asyncio.Protocol]
+    ) -> None:
         super().__init__(*arguments)
-        self._crowded, self._refuse = crowded, refuse
+        self._crowded, self._refuse, self._accepted = crowded, refuse, accepted
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the connection; it must send its first headers within `HEADER_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
-        self._wait(HEADER_SECONDS)
+        if self._refuse is None:
+            self._accepted.add(self)
+        self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the connection."""
+        self._accepted.discard(self)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read: for `KEEP_ALIVE_SECONDS` at most."""
+        super().pause_writing()
+        self.write_deadline = time.monotonic() + KEEP_ALIVE_SECONDS
+
+    def resume_writing(self) -> None:
+        """Note that the client has read most of what was sent."""
+        super().resume_writing()
+        self.write_deadline = math.inf
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, or answer with the refusal if the connection is refused; data are ignored once it is
@@ -115,7 +144,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             pass
         elif self._refuse is None:
+            self._unparsed_bytes += len(data)
             super().data_received(data)
+            if self._unparsed_bytes > HEADER_BYTES and not self.transport.is_closing():
+                self.transport.abort()
         else:
             self._lingering.unread = True
             answer = self._refuse()
@@ -141,20 +173,27 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count the bytes of one header towards the limit on headers."""
-        self._count(len(name) + len(value))
+        self._count(len(name) + len(value) + HEADER_OVERHEAD)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start to handle the request, without a deadline from now on; with many connections, its response closes the
         connection."""
+        self._unparsed_bytes = 0
         super().on_headers_complete()
         self._wait(math.inf)
         self.cycle.keep_alive &= not self._crowded
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
+    def on_body(self, body: bytes) -> None:
+        """Pass on a part of the request's body."""
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Note that the body is complete; if the request was answered already, the next one may take
         `KEEP_ALIVE_SECONDS`."""
+        self._unparsed_bytes = 0
         super().on_message_complete()
         self._lingering.unread = False
         if self.cycle.response_complete:
@@ -199,6 +238,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._limit, self._refuse = limit, refuse
         self._accepting: list[asyncio.Task[None]] = []
+        self._accepted: set[asyncio.Protocol] = set()
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Return a context manager that does nothing, in place of uvicorn's signal handlers."""
@@ -211,10 +251,13 @@ class _Server(uvicorn.Server):
         self._accepting = [asyncio.create_task(self._accept(each)) for each in listeners]
 
     async def on_tick(self, counter: int) -> bool:
-        """Call `expire` for each connection whose deadline has passed; called by uvicorn several times a second."""
+        """Abort or `expire` each connection whose deadline has passed; called by uvicorn several times a second."""
         now = time.monotonic()
-        for each in [each for each in self.server_state.connections if each.deadline < now]:  # type: ignore[union-attr]
-            each.expire()  # type: ignore[union-attr]
+        for each in cast("set[_LimitedProtocol]", self.server_state.connections.copy()):
+            if each.write_deadline < now:
+                each.transport.abort()
+            elif each.deadline < now:
+                each.expire()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -239,10 +282,11 @@ class _Server(uvicorn.Server):
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return the protocol object for a new connection, which refuses it if the limit is reached."""
-        count = len(self.server_state.connections)
+        count = len(self._accepted)
         refuse = self._refuse if count >= self._limit else None
         place = self.config, self.server_state, self.lifespan.state
-        return _LimitedProtocol(*place, crowded=2 * count >= self._limit, refuse=refuse)
+        crowded = 2 * count >= self._limit
+        return _LimitedProtocol(*place, crowded=crowded, refuse=refuse, accepted=self._accepted)
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
