@@ -53,6 +53,15 @@ def read_stream(size: int, threads: int = 2, repeats: int = 9) -> float:
     return size // 4 * 4 / statistics.median(seconds[1:])
 
 
+def describe_command(command: Sequence[str]) -> str:
+    """The command as a user would type it in the repository: without the paths of this machine."""
+    places = {sys.executable: "python", str(Path(__file__).resolve().parent.parent): ".", str(Path.home()): "~"}
+    text = " ".join(command)
+    for place, name in places.items():
+        text = text.replace(place, name)
+    return text
+
+
 class Race:
     """The contenders of one model and dtype, alive and stopped between turns, or started for each turn (`restart`)."""
 
@@ -94,7 +103,7 @@ class Race:
             {
                 "precision": contender.precision,
                 "version": installed_version(name),
-                "command": " ".join(contender.command),
+                "command": describe_command(contender.command),
                 "ready_seconds": round(contender.ready_seconds, 2),
                 "resident_mib": contender.resident_bytes() >> 20,
             },
