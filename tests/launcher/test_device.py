@@ -14,13 +14,21 @@ from meshwright.launcher.host_memory import GPU, HostMemory
 
 def test_ranks_get_the_memory_of_their_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "_has_driver", lambda: True)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="[[7, 8], [5, 6]]\n"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="[[7, 8], [5, 6]]\n"))
     assert device.devices_of_ranks("auto", 1) == [HostMemory(8, 7, GPU)]
     assert device.devices_of_ranks("cuda", 2) == [HostMemory(8, 7, GPU), HostMemory(6, 5, GPU)]
     assert device.devices_of_ranks("cpu", 3) == []
     for wanted in ("auto", "cuda"):
         with pytest.raises(UserError, match="has 2 CUDA devices, and each of the layout's 3 ranks here needs one"):
             device.devices_of_ranks(wanted, 3)
+
+
+def test_gpus_that_do_not_answer_are_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "_has_driver", lambda: True)
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: busy\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(UserError, match=r"do not answer \(RuntimeError: busy\)"):
+        device.devices_of_ranks("auto", 1)
 
 
 def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch):
