@@ -49,7 +49,7 @@ def reference() -> Reference:
 
 
 def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[RankResult]:
-    """What ranks would report that do everything right; with shards, each entry is cut between them."""
+    """Results that correct ranks would report; with shards, each entry is cut between them."""
     results = []
     for rank in range(ranks):
 
