@@ -52,7 +52,7 @@ ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest errors of a logit, of the largest logit."""
 REQUESTS = (1, 8, 32)
 TOKENS = 128
-"""Of a prompt, and of its answer."""
+"""Tokens of each prompt, and tokens of each answer."""
 
 
 class RandomWeights:

@@ -171,7 +171,7 @@ def _rank_characters(texts: Iterable[str]) -> list[str]:
 
 
 def _stands_alone(character: str) -> bool:
-    """Return whether BERT's pre-tokenization makes a character a word of its own: punctuation and Chinese
+    """Return True if BERT's pre-tokenization makes a character a separate word: punctuation and Chinese
     characters.
     """
     code = ord(character)
