@@ -269,11 +269,13 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
         needed = ledger.fixed + longest * ledger.kv_block
         fits = blocks * BLOCK_TOKENS
         shorter = f", or --max-length {fits}" if fits else ""
+        ranks = ledger.layout.world_size
+        size = math.ceil(needed / GIB * 100) / 100
+        enough = f"it needs --memory {size:.2f}GiB" if ranks == 1 else f"all {ranks} ranks need {size:.2f} GiB together"
         raise UserError(
             f"memory {format_bytes(budget)}: one request of {ledger.sizes.max_length} tokens does not fit: weights and "
-            f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}, of "
-            f"all {ledger.layout.world_size} ranks together; all need {math.ceil(needed / GIB * 100) / 100:.2f} GiB of "
-            f"--memory{shorter}"
+            f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}; "
+            f"{enough}{shorter}"
         )
     return ServingLedger(ledger.layout, ledger.sizes, ledger.stages, ledger.front, blocks)
 
