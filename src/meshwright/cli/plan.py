@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,6 +62,10 @@ if TYPE_CHECKING:
 @click.option("--memory", metavar="M", help='With --serve: a fraction, "0.9", or a size, "12GiB", of all ranks.')
 @click.option("--dtype", help="With --serve: of parameters and KV cache, fp32 or bf16.  [default: fp32]")
 @click.option("--max-length", type=click.IntRange(min=1), help="With --serve: most tokens of a prompt and its answer.")
+@click.option(
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=lambda *given: _print_names(given[2]),
+    help="Print the names of presets and devices.",
+)  # fmt: skip
 @click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
 @json_option
 def command(
@@ -213,6 +218,18 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
             "cluster_file": str(path), "calibration": found.table(), "runs": [each.document() for each in figures],
         }  # fmt: skip
         answer(document, calibrated_text(figures, found, str(path)))
+
+
+def _print_names(wanted: bool) -> None:
+    """Click callback of --list: print the names of presets and devices, and end the command. wanted: value of the
+    option."""
+    if wanted:
+        from meshwright.planner.devices import DEVICES
+        from meshwright.spec.presets import PRESETS
+
+        for title, names in (("models", [*PRESETS]), ("devices", [device.name for device in DEVICES])):
+            click.echo(fill(f"{title}: {', '.join(names)}", 80, subsequent_indent="  ", break_on_hyphens=False))
+        click.get_current_context().exit()
 
 
 _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}
